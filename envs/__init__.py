@@ -1,0 +1,1 @@
+"""Software environments: pinned requirement sets and their installer."""

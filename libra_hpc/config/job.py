@@ -1,0 +1,66 @@
+"""Sections about the job itself: identity, Slurm, and the node components."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .base import Section
+
+
+class RunSection(Section):
+    """``[run]``: identity and length of the run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    """Name of the run; the run directory is ``<dir>/<name>-<number>``."""
+    dir: str = "runs"
+    """Parent of run directories, on a file system all nodes share."""
+    seed: int = Field(0, ge=0)
+    """Seed of the data order and of sampling."""
+    steps: int = Field(100, ge=1)
+    """Optimizer steps (global batches) to train."""
+
+
+class SlurmSection(Section):
+    """``[slurm]``: how the job is queued."""
+
+    executor: Literal["auto", "slurm", "local"] = "auto"
+    """``slurm``: sbatch; ``local``: mpiexec on this machine; ``auto``: slurm when a controller answers, else an error that names both ways."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Which wheels and collective backend the engines use."""
+    time_limit: str = "01:00:00"
+    """Slurm time limit, ``[days-]hours:minutes:seconds``."""
+    account: str = ""
+    qos: str = ""
+    mpi: str = "pmi2"
+    """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
+    extra: list[str] = []
+    """Further sbatch options, verbatim, for every component (``--constraint=nvlink``)."""
+
+
+class Component(Section):
+    """One component of the heterogeneous job."""
+
+    nodes: int = Field(1, ge=0)
+    """Nodes; 0 leaves the component out."""
+    partition: str = ""
+    """Slurm partition; empty: the cluster's default."""
+    gpus: int = Field(0, ge=0)
+    """GPUs per node."""
+    gpu_type: str = ""
+    """GRES type, for instance ``a800``; empty: any."""
+    cpus: int = Field(1, ge=1)
+    """CPUs per node."""
+    mem: str = Field("2G", pattern=r"^[0-9]+[KMGT]?$")
+    """Memory per node."""
+    constraint: str = ""
+
+
+class ComponentsSection(Section):
+    """``[components.*]``: which nodes do what at the start."""
+
+    planner: Component = Component()
+    train: Component = Component()
+    hybrid: Component = Component()
+    rollout: Component = Component()

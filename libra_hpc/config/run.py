@@ -1,0 +1,24 @@
+"""`RunConfig`: the whole run file."""
+
+from __future__ import annotations
+
+from .base import Section
+from .job import ComponentsSection, RunSection, SlurmSection
+from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
+from .rollout import PlannerSection, RolloutSection
+
+
+class RunConfig(Section):
+    """Every table of the run file, resolved."""
+
+    run: RunSection = RunSection()
+    slurm: SlurmSection = SlurmSection()
+    components: ComponentsSection = ComponentsSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    train: TrainSection = TrainSection()
+    rollout: RolloutSection = RolloutSection()
+    planner: PlannerSection = PlannerSection()
+    checkpoint: CheckpointSection = CheckpointSection()

@@ -1,0 +1,155 @@
+"""Agent <-> Megatron worker process (one process per device; the ``tp * pp`` processes of one node form one replica).
+
+The agent sends every message to all processes of the replica and takes the answer of local rank 0 once every process has answered.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from .codec import Codec
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One finished trajectory as the trainer sees it; ``n`` tokens.
+
+    ``loss_mask`` marks the tokens the policy generated; ``logprobs`` are the behaviour log-probabilities, 0.0 where the mask is 0.
+    """
+
+    uid: str
+    tokens: bytes
+    """int32[n]"""
+    loss_mask: bytes
+    """uint8[n]"""
+    logprobs: bytes
+    """float32[n]"""
+    advantage: float
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Form the data-parallel group of a membership generation: collective over its members.
+
+    The member with the highest step is the truth; others take its weights and optimizer state over the group.
+    """
+
+    generation: int
+    rank: int
+    size: int
+    rendezvous: str
+    """A file on the shared file system (torch FileStore), fresh for every generation."""
+
+
+class TrainStep(msgspec.Struct, tag=True, frozen=True):
+    """Gradients of this replica's share, summed over the generation, divided by ``total_tokens``, one optimizer step per minibatch.
+
+    Every member gets the same ``step``, ``generation``, ``minibatches`` and ``total_tokens`` (loss tokens of each *global* minibatch) and its own samples.
+    """
+
+    step: int
+    generation: int
+    minibatches: tuple[tuple[Sample, ...], ...]
+    total_tokens: tuple[int, ...]
+    export: str = ""
+    """When not empty, local rank 0 writes the resulting weights there as HF-named safetensors (atomic rename)."""
+
+
+class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
+    """Write weights and optimizer state of the current step into ``folder`` (HF-named safetensors, atomic)."""
+
+    folder: str
+    step: int
+
+
+class LoadCheckpoint(msgspec.Struct, tag=True, frozen=True):
+    """Replace weights and optimizer state by those in ``folder`` (a checkpoint, or a shm snapshot)."""
+
+    folder: str
+
+
+class Standby(msgspec.Struct, tag=True, frozen=True):
+    """Leave the current group and free device memory that can be rebuilt; `Join` ends the standby."""
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Exit with 0."""
+
+
+class WorkerReady(msgspec.Struct, tag=True, frozen=True):
+    """Model and optimizer are built; ``step`` is that of the state it starts from."""
+
+    step: int
+    parameters: int
+    start_s: float
+
+
+class Joined(msgspec.Struct, tag=True, frozen=True):
+    """The generation's group exists and this member's state equals the truth's."""
+
+    generation: int
+    step: int
+    received_bytes: int
+    seconds: float
+
+
+class StepDone(msgspec.Struct, tag=True, frozen=True):
+    """The step is committed in this replica."""
+
+    step: int
+    generation: int
+    loss: float
+    grad_norm: float
+    ratio_mean: float
+    """Mean of pi_theta / pi_behaviour over loss tokens."""
+    ratio_truncated: float
+    """Share of loss tokens whose importance weight was truncated."""
+    logprob_gap: float
+    """Mean |log pi_theta_old - log pi_behaviour| over loss tokens of the first minibatch."""
+    entropy: float
+    tokens: int
+    """All tokens this replica processed (forward and backward)."""
+    loss_tokens: int
+    compute_s: float
+    reduce_s: float
+    """Waiting in and running the all-reduce over replicas."""
+    optimizer_s: float
+    export_s: float
+    crc32: int = 0
+    export_bytes: int = 0
+
+
+class StepFailed(msgspec.Struct, tag=True, frozen=True):
+    """The step was not committed (a peer died); weights and optimizer state are those of ``step - 1``."""
+
+    step: int
+    generation: int
+    error: str
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True):
+    """The checkpoint is complete and readable."""
+
+    folder: str
+    step: int
+    seconds: float
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """State replaced; now at ``step``."""
+
+    step: int
+
+
+class WorkerError(msgspec.Struct, tag=True, frozen=True):
+    """A request could not be carried out; ``fatal`` means the process is about to exit."""
+
+    what: str
+    fatal: bool
+
+
+ToWorker = Union[Join, TrainStep, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
+FromWorker = Union[WorkerReady, Joined, StepDone, StepFailed, Saved, Loaded, WorkerError]
+
+to_worker: Codec[ToWorker] = Codec(ToWorker)
+from_worker: Codec[FromWorker] = Codec(FromWorker)

@@ -1,0 +1,1 @@
+"""Rollout scheduling policies: pure, behind one `Policy` protocol."""

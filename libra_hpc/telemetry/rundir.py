@@ -1,0 +1,179 @@
+"""Layout of a run directory: the only place that knows file names.
+
+```
+run.toml config.json job.sbatch job.json     what was asked, resolved, queued
+events.jsonl metrics.jsonl trajectories.jsonl status.json   written while running, by rank 0 (trajectories: by the rollout leader)
+logs/attempt-N/*.log                         one file per process
+checkpoints/step-000050/                     complete once renamed into place
+policy/                                      the final policy as a Hugging Face folder
+result.json                                  how the last attempt ended
+summary.png
+```
+
+Files that are replaced are written beside and renamed; logs of facts are append-only lines, and a torn last line is skipped by readers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.errors import UserError
+
+_STEP = re.compile(r"^step-(\d+)$")
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the machine."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a JSON-lines file; a torn line (a writer was killed) is skipped, a missing file is empty."""
+    if not path.exists():
+        return
+    with path.open("rb") as handle:
+        for line in handle:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+class RunDir:
+    """Paths of one run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> RunDir:
+        """Make ``<parent>/<name>-<number>`` with the next free number."""
+        parent.mkdir(parents=True, exist_ok=True)
+        pattern = re.compile(re.escape(name) + r"-(\d+)$")
+        taken = [int(m.group(1)) for p in parent.iterdir() if (m := pattern.match(p.name))]
+        number = max(taken, default=0) + 1
+        while True:
+            candidate = parent / f"{name}-{number:03d}"
+            try:
+                candidate.mkdir(mode=0o755)
+            except FileExistsError:
+                number += 1
+                continue
+            return cls(candidate)
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDir:
+        """Open an existing run directory; raises `UserError` when it is none."""
+        run = cls(path)
+        if not run.config.exists():
+            raise UserError(f"{run.path} is not a run directory: it has no {run.config.name}.")
+        return run
+
+    @property
+    def name(self) -> str:
+        """The folder's name, which is what users call the run."""
+        return self.path.name
+
+    @property
+    def toml(self) -> Path:
+        """The run file as the user wrote it."""
+        return self.path / "run.toml"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration (JSON of `RunConfig`)."""
+        return self.path / "config.json"
+
+    @property
+    def script(self) -> Path:
+        """The sbatch script as queued."""
+        return self.path / "job.sbatch"
+
+    @property
+    def job(self) -> Path:
+        """Job id, executor, attempt, submit time."""
+        return self.path / "job.json"
+
+    @property
+    def events(self) -> Path:
+        """Everything that happened, one JSON object a line: ``t`` (epoch seconds), ``kind``, and the kind's own fields."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per optimizer step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        """One line per finished trajectory."""
+        return self.path / "trajectories.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """Latest `Status` snapshot."""
+        return self.path / "status.json"
+
+    @property
+    def result(self) -> Path:
+        """How the last attempt ended."""
+        return self.path / "result.json"
+
+    @property
+    def policy(self) -> Path:
+        """The final policy, a Hugging Face folder."""
+        return self.path / "policy"
+
+    @property
+    def summary_picture(self) -> Path:
+        """Reward, stage times and node roles over time."""
+        return self.path / "summary.png"
+
+    @property
+    def rendezvous(self) -> Path:
+        """torch FileStore files, one per membership generation."""
+        return self.path / "rendezvous"
+
+    def logs(self, attempt: int) -> Path:
+        """Log folder of one attempt."""
+        return self.path / "logs" / f"attempt-{attempt}"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Parent of checkpoint folders."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of one checkpoint."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """The complete checkpoint with the highest step."""
+        if not self.checkpoints.exists():
+            return None
+        found = [(int(m.group(1)), p) for p in self.checkpoints.iterdir() if (m := _STEP.match(p.name)) and (p / "state.json").exists()]
+        return max(found, default=None)
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Atomically write a JSON document of this run."""
+        write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """Read a JSON document of this run; missing or torn: empty."""
+        try:
+            value = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}

@@ -1,0 +1,116 @@
+"""The status snapshot: what rank 0 writes to `status.json` about once a second and `libra-hpc status` shows.
+
+Units: seconds, tokens, tokens per second; times ``*_at`` are epoch seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node (= one MPI rank, one agent)."""
+
+    rank: int
+    host: str
+    component: str
+    """``planner`` | ``train`` | ``hybrid`` | ``rollout``"""
+    role: str
+    """``planner`` | ``train`` | ``rollout`` | ``to_train`` | ``to_rollout`` | ``lost``"""
+    engines: dict[str, str]
+    """Engine id -> state (``starting`` | ``ready`` | ``standby`` | ``lost``)."""
+    version: int
+    """Lowest weight version of its ready engines; -1 when it has none."""
+    heartbeat_age_s: float
+
+
+class StageStatus(msgspec.Struct, frozen=True):
+    """One stage's speed over the last steps."""
+
+    tokens_per_s: float
+    step_s: float
+    """Seconds of this stage's own work per global batch."""
+    busy: float
+    """Share of the stage's node time spent working, 0..1."""
+    nodes: int
+
+
+class BucketStatus(msgspec.Struct, frozen=True):
+    """Engines of one TP degree."""
+
+    tp: int
+    engines: int
+    inflight: int
+    trajectories: int
+    kv_use: float
+
+
+class DecisionStatus(msgspec.Struct, frozen=True):
+    """The planner's last decision."""
+
+    at: float
+    action: str
+    """``hold`` | ``to_train`` | ``to_rollout``"""
+    node: int
+    """Rank that moves, -1 for hold."""
+    reason: str
+    numbers: dict[str, float]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Everything on one screen."""
+
+    run: str
+    path: str
+    job_id: str
+    attempt: int
+    state: str
+    """``starting`` | ``running`` | ``finishing`` | ``completed`` | ``failed`` | ``cancelled``"""
+    started_at: float
+    updated_at: float
+    step: int
+    steps: int
+    version: int
+    reward: float
+    """Mean of the last step."""
+    reward_first: float
+    """Mean of the first fifth of the steps so far, or of the first step."""
+    generation: int
+    replicas: int
+    train: StageStatus
+    rollout: StageStatus
+    open_trajectories: int
+    waiting_turns: int
+    tools_running: int
+    ready_groups: int
+    """Groups waiting to be trained."""
+    staleness_mean: float
+    staleness_max: int
+    resubmitted: int
+    trained_trajectories: int
+    buckets: list[BucketStatus]
+    nodes: list[NodeStatus]
+    decision: DecisionStatus | None
+    message: str
+
+
+_decoder = msgspec.json.Decoder(Status)
+_encoder = msgspec.json.Encoder()
+
+
+def encode_status(status: Status) -> bytes:
+    """JSON bytes of a snapshot."""
+    return _encoder.encode(status) + b"\n"
+
+
+def decode_status(data: bytes) -> Status:
+    """Parse a snapshot; raises ``msgspec.DecodeError`` when it is none."""
+    return _decoder.decode(data)
+
+
+def status_dict(status: Status) -> dict[str, Any]:
+    """Plain dictionary, for ``--json``."""
+    value: dict[str, Any] = msgspec.to_builtins(status)
+    return value
