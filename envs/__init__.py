@@ -1,1 +1,1 @@
-"""Software environments: pinned requirement sets and their installer."""
+"""Software environments: pinned requirement sets and the one installer that turns them into a virtual environment."""

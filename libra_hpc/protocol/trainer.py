@@ -44,15 +44,21 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
     """Gradients of this replica's share, summed over the generation, divided by ``total_tokens``, one optimizer step per minibatch.
 
-    Every member gets the same ``step``, ``generation``, ``minibatches`` and ``total_tokens`` (loss tokens of each *global* minibatch) and its own samples.
+    Every member gets the same ``step``, ``generation`` and ``total_tokens`` (loss tokens of each *global* minibatch) and its own samples.
     """
 
     step: int
     generation: int
     minibatches: tuple[tuple[Sample, ...], ...]
     total_tokens: tuple[int, ...]
-    export: str = ""
-    """When not empty, local rank 0 writes the resulting weights there as HF-named safetensors (atomic rename)."""
+
+
+class Export(msgspec.Struct, tag=True, frozen=True):
+    """Write the present weights to ``path`` as one HF-named safetensors file (atomic rename, by local rank 0) for the rollout engines."""
+
+    path: str
+    """Chosen by the node's agent, in its shared memory; empty on the way there."""
+    version: int
 
 
 class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
@@ -114,9 +120,15 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     reduce_s: float
     """Waiting in and running the all-reduce over replicas."""
     optimizer_s: float
-    export_s: float
-    crc32: int = 0
-    export_bytes: int = 0
+
+
+class Exported(msgspec.Struct, tag=True, frozen=True):
+    """The weight file is in place; ``crc32`` is zlib's, of the whole file."""
+
+    version: int
+    crc32: int
+    size: int
+    seconds: float
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
@@ -148,8 +160,8 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
     fatal: bool
 
 
-ToWorker = Union[Join, TrainStep, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
-FromWorker = Union[WorkerReady, Joined, StepDone, StepFailed, Saved, Loaded, WorkerError]
+ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
+FromWorker = Union[WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, Loaded, WorkerError]
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)
 from_worker: Codec[FromWorker] = Codec(FromWorker)

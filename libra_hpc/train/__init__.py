@@ -1,1 +1,1 @@
-
+"""Training: the Megatron-Core worker, GRPO losses, elastic data parallelism, checkpoints."""

@@ -1,1 +1,1 @@
-
+"""The weight path from training to rollout."""

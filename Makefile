@@ -1,0 +1,43 @@
+# Everything lives in this checkout (.venv, models, runs), except the embedded Slurm: its Unix socket paths must stay short, so it has
+# $LIBRA_HPC_CLUSTER (~/.libra-hpc/cluster) and $LIBRA_HPC_CACHE (~/.cache/libra-hpc).  `make clean` undoes all of it.
+
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+POLICY := models/tiny-keychain
+RUN_FILE := examples/quickstart.toml
+
+.PHONY: help venv dev run test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run    a complete run on this machine: environment, Slurm, tiny policy, job, summary"
+	@echo "make test   the test suite        make lint   ruff and mypy"
+	@echo "make bench  the benchmarks        make clean  undo everything"
+
+venv:
+	@$(PYTHON) envs/install.py cpu --venv $(VENV)
+
+dev:
+	@$(PYTHON) envs/install.py cpu --venv $(VENV) --extra dev
+
+run: venv
+	@$(BIN)/libra-hpc cluster up --if-needed
+	@test -f $(POLICY)/config.json || $(BIN)/libra-hpc make-policy $(POLICY)
+	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
+
+test: dev
+	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+lint: dev
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy libra_hpc cli envs sbatch
+
+bench: venv
+	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	@if [ -x $(BIN)/libra-hpc ]; then $(BIN)/libra-hpc cluster down --remove; fi
+	@rmdir $(HOME)/.libra-hpc 2>/dev/null || true
+	rm -rf .venv models runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

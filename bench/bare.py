@@ -1,0 +1,127 @@
+"""The bare loops that `bench/loop.py` compares with, each in a process of its own; prints one JSON line.
+
+``vllm``: the recorded prompts, all queued at once on an engine with the same arguments, each continued by the recorded number of tokens; no leader, no
+agent, no environment.  ``megatron``: mcore's model, DDP wrapper, schedule and optimizer over the recorded batches, packed the same way, with the plain
+policy-gradient sum as loss; no leader, no agent, no export, no snapshot, no metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+
+Rates = list[tuple[float, int]]
+
+
+def rate(points: Rates) -> float:
+    """Tokens per second between 10 % and 90 % of the tokens."""
+    total = points[-1][1]
+    inner = [(t, n) for t, n in points if 0.1 * total <= n <= 0.9 * total]
+    return (inner[-1][1] - inner[0][1]) / (inner[-1][0] - inner[0][0])
+
+
+def vllm(config: RunConfig, payload: bytes) -> float:
+    """Tokens per second of vLLM alone."""
+    from libra_hpc.rollout.engine.settings import EngineConfig, engine_arguments, prepare_process
+
+    rollout = config.rollout
+    engine_config = EngineConfig(
+        model=config.model.path, dtype=config.model.dtype, max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
+        kv_cache_mb=rollout.kv_cache_mb, block_size=rollout.block_size, threads=rollout.threads,
+    )  # fmt: skip
+    prepare_process(engine_config)
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(engine_config)))
+    from array import array
+
+    for i, (prompt, length, temperature) in enumerate(msgspec.msgpack.decode(payload)):
+        ids = array("i")
+        ids.frombytes(prompt)
+        sampling = SamplingParams(
+            max_tokens=length, min_tokens=length, temperature=temperature, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        engine.add_request(str(i), {"prompt_token_ids": ids.tolist()}, sampling)
+    points: Rates = [(time.monotonic(), 0)]
+    tokens = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens += len(output.outputs[0].token_ids)
+        points.append((time.monotonic(), tokens))
+    return rate(points)
+
+
+def megatron(config: RunConfig, payload: bytes) -> float:
+    """Trained tokens per second of mcore alone."""
+    import torch
+
+    from libra_hpc.protocol.mesh import Batch
+    from libra_hpc.train import compat
+    from libra_hpc.train.checkpoint import start
+    from libra_hpc.train.device import choose, local_store
+    from libra_hpc.train.engine import Engine, init_world
+    from libra_hpc.train.grpo import token_logprobs
+    from libra_hpc.train.mcore import get_forward_backward_func
+    from libra_hpc.train.packing import Pack, decode, pack
+    from libra_hpc.train.settings import OptimizerSettings
+    from libra_hpc.train.shape import read_shape
+
+    device = choose("cpu", 0, config.train.threads)
+    split = init_world(device, 1, 1, 0, local_store(), 60.0)
+    engine = Engine(read_shape(Path(config.model.path)), device, torch.float32, split, OptimizerSettings(lr=config.optimizer.lr))
+    start(engine, Path(config.model.path), "")
+    batches = msgspec.msgpack.decode(payload, type=list[Batch])
+    run = get_forward_backward_func()
+    model, optimizer = engine.ddp, engine._optimizer
+    zero = torch.zeros((), dtype=torch.int)
+
+    def forward(iterator: Any, module: Any) -> Any:
+        one: Pack = next(iterator)
+        logits = module(one.tokens, one.positions, None, packed_seq_params=one.layout)
+
+        def loss(output: Any) -> Any:
+            logprobs = token_logprobs(output[0].index_select(0, one.where), one.targets, 1.0)
+            return -(logprobs * one.advantages).sum(), zero, {}
+
+        return logits, loss
+
+    points: Rates = [(time.monotonic(), 0)]
+    tokens = 0
+    for batch in sorted(batches, key=lambda b: b.step):
+        samples = [s for g in batch.groups for s in g.samples if s.advantage != 0.0]
+        packs = pack([decode(s) for s in samples], config.train.micro_tokens, device)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        with compat.mcore_device():
+            if packs:
+                run(
+                    forward_step_func=forward, data_iterator=iter(packs), model=[model], num_microbatches=len(packs),
+                    seq_length=max(p.tokens.shape[1] for p in packs), micro_batch_size=1, forward_only=False,
+                )  # fmt: skip
+            model.scale_gradients(1.0 / max(1, sum(len(p.targets) for p in packs)))
+            optimizer.step()
+        tokens += sum(p.tokens.shape[1] for p in packs)
+        points.append((time.monotonic(), tokens))
+    return rate(points)
+
+
+def main() -> None:
+    """``bare.py vllm|megatron CONFIG_JSON PAYLOAD``"""
+    part, config, payload = sys.argv[1], RunConfig.model_validate_json(sys.argv[2]), Path(sys.argv[3]).read_bytes()
+    print(json.dumps({"tokens_per_s": {"vllm": vllm, "megatron": megatron}[part](config, payload)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

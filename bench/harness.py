@@ -1,0 +1,88 @@
+"""What the benchmarks share: one-process wiring of real engines without MPI, tiny inputs, and the report.
+
+`LocalMesh` delivers mesh messages inside one process through the event loop; everything else (leader, node halves, child processes) is the production code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+POLICIES = ROOT / "models"
+
+
+class LocalMesh:
+    """``send(rank, message, blob)`` to handlers in this process, one event-loop pass later."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[Any, bytes], None]] = {}
+
+    def send(self, rank: int, message: Any, blob: bytes | memoryview = b"") -> None:
+        """Deliver soon; a message to a rank without handler is dropped."""
+        handler = self.handlers.get(rank)
+        if handler is not None:
+            asyncio.get_running_loop().call_soon(handler, message, bytes(blob))
+
+
+def machine() -> dict[str, Any]:
+    """A description that makes the numbers comparable."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": model, "cores": cores, "memory_gib": round(memory / 2**20, 1), "python": platform.python_version(), "load": os.getloadavg()[0]}
+
+
+def policy(seed: int, steps: int = 2000) -> Path:
+    """A warm-started tiny policy, made once and kept under `models/`."""
+    folder = POLICIES / f"bench-{seed}"
+    if not (folder / "config.json").exists():
+        print(f"making {folder.name} ({steps} supervised steps) ...", file=sys.stderr)
+        code = f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, seed={seed}, steps={steps})"
+        subprocess.run([sys.executable, "-c", code], check=True, env=engine_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return folder
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment of every engine process of a benchmark."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], raw: Any) -> None:
+    """Print the table and write the JSON file."""
+    where = machine()
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row))
+    console = Console(width=100)
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False)
+    console.print(f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}, load {where['load']:.1f}", highlight=False)
+    RESULTS.mkdir(exist_ok=True)
+    stamp = {"benchmark": name, "machine": where, "at": time.strftime("%Y-%m-%dT%H:%M:%S"), "columns": list(columns), "rows": [list(r) for r in rows], "raw": raw}
+    (RESULTS / f"{name}.json").write_text(json.dumps(stamp, indent=1) + "\n")
+
+
+def median(values: Sequence[float]) -> float:
+    """Median of a non-empty sequence."""
+    return statistics.median(values)

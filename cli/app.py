@@ -1,0 +1,72 @@
+"""The `libra-hpc` command: the verbs put together, and the one place where errors become a line on stderr and an exit code.
+
+Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm unreachable; 130 interrupted.  Results go to stdout, diagnostics to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from libra_hpc.errors import OperationError, UserError
+
+from . import cancel, check, cluster, config_show, list_runs, logs, make_policy, status, submit, summary
+from .output import complain
+
+INTERRUPTED = 130
+"""128 + SIGINT, as a shell reports it."""
+
+app = typer.Typer(
+    name="libra-hpc",
+    help="Agentic RL post-training on Slurm: one run file, one heterogeneous job.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("submit")(submit.submit)
+app.command("status")(status.status)
+app.command("logs")(logs.logs)
+app.command("cancel")(cancel.cancel)
+app.command("list")(list_runs.list_runs)
+app.command("summary")(summary.summary)
+app.command("check")(check.check)
+app.command("make-policy")(make_policy.make_policy)
+app.add_typer(cluster.app, name="cluster")
+app.add_typer(config_show.app, name="config")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit code."""
+    try:
+        code = app(args=list(arguments), prog_name="libra-hpc", standalone_mode=False)
+    except (UserError, OperationError) as error:
+        complain(str(error))
+        return error.exit_code
+    except typer.TyperException as error:
+        # Wrong options and the like; with no message (no command given) the help has been printed.
+        message = error.format_message()
+        if message:
+            complain(message)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Console script."""
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) went away: not an error of ours; keep the interpreter's own flush at exit quiet too.
+        sys.stdout = None
+        code = 0
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

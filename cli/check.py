@@ -1,0 +1,44 @@
+"""`libra-hpc check`: everything that can be wrong with a run file, before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from libra_hpc.config.check import check_run
+from libra_hpc.config.load import load_run_file
+from libra_hpc.config.run import RunConfig
+from libra_hpc.slurm.fit import check_fit
+
+from . import jobs
+from .config_show import OverrideOption, RunFileArgument
+from .output import note, say
+
+
+def check(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
+    """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
+    config = load(run_file, override)
+    check_run(config)
+    environment = jobs.environment_or_none(config.slurm.executor)
+    if environment is not None:
+        check_fit(config, jobs.partitions(environment))
+    elif config.slurm.executor != "local":
+        note("no Slurm controller answers: partitions, nodes and limits were not checked")
+    say(f"{run_file} is good")
+
+
+def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
+    """Load a run file with every path made absolute: the job starts elsewhere."""
+    config = load_run_file(run_file, overrides)
+    task = config.task.name
+    path, separator, name = task.rpartition(":")
+    if separator:
+        task = f"{Path(path).absolute()}:{name}"
+    model = str(Path(config.model.path).absolute()) if config.model.path else ""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
+            "model": config.model.model_copy(update={"path": model}),
+            "task": config.task.model_copy(update={"name": task}),
+        }
+    )

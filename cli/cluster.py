@@ -1,0 +1,102 @@
+"""`libra-hpc cluster`: the embedded Slurm of this machine, for where there is no site's Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from typing import Annotated, Any
+
+import typer
+
+from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.slurm.devcluster.packages import cache_folder
+from libra_hpc.slurm.site import slurm_environment
+
+from .output import note, say, say_json
+from .runs import JsonOption
+
+NOT_RUNNING = "The embedded Slurm is not running; start it with `libra-hpc cluster up`."
+
+app = typer.Typer(help="The embedded Slurm: real daemons on loopback, no root needed.", no_args_is_help=True)
+
+
+@app.command("up")
+def up(if_needed: Annotated[bool, typer.Option("--if-needed", help="Do nothing when a Slurm answers already.")] = False) -> None:
+    """Start the embedded Slurm, or what of it is missing."""
+    if if_needed:
+        try:
+            slurm_environment()
+        except SlurmUnreachable:
+            pass
+        else:
+            say("a Slurm controller answers; nothing to start")
+            return
+    info = Cluster().up(Progress())
+    say(f"the embedded Slurm is up: {len(info.nodes)} nodes, partitions {', '.join(info.partitions)}")
+    note('to use its commands yourself: eval "$(libra-hpc cluster env)"')
+
+
+@app.command("env")
+def env() -> None:
+    """Print shell lines that make squeue, sinfo and the others talk to the embedded Slurm."""
+    info = Cluster().info()
+    if info is None:
+        raise SlurmUnreachable(NOT_RUNNING)
+    for name, value in info.environment.items():
+        say(f"export {name}={shlex.quote(value)}")
+
+
+@app.command("down")
+def down(remove: Annotated[bool, typer.Option("--remove", help="Delete its folder and the unpacked Slurm too.")] = False) -> None:
+    """Cancel the jobs of the embedded Slurm and stop its daemons."""
+    cluster = Cluster()
+    stopped = cluster.down()
+    say(f"stopped {', '.join(stopped)}" if stopped else "the embedded Slurm was not running")
+    if not remove:
+        return
+    # Only folders that bear our marks: an environment variable may point anywhere.
+    for folder, mark in ((cluster.home, cluster.conf), (cache_folder(), cache_folder() / "slurm.lock")):
+        if mark.exists():
+            shutil.rmtree(folder)
+            say(f"removed {folder}")
+
+
+@app.command("status")
+def status(json: JsonOption = False) -> None:
+    """Show whether the embedded Slurm runs; exit code 3 when it does not."""
+    info = Cluster().info()
+    if json:
+        say_json(facts(info))
+    elif info is not None:
+        say(f"the embedded Slurm is up: nodes {', '.join(info.nodes)}; partitions {', '.join(info.partitions)}; folder {info.home}")
+    if info is None:
+        raise SlurmUnreachable(NOT_RUNNING)
+
+
+class Progress:
+    """Prints each stage once; the growing figures after the colon would fill a log."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, message: str) -> None:
+        stage = message.partition(":")[0]
+        if stage != self._stage:
+            note(stage)
+        self._stage = stage
+
+
+def facts(info: ClusterInfo | None) -> dict[str, Any]:
+    """A running cluster as plain data."""
+    if info is None:
+        return {"running": False}
+    return {
+        "running": True,
+        "home": str(info.home),
+        "conf": str(info.conf),
+        "nodes": list(info.nodes),
+        "partitions": list(info.partitions),
+        "ports": info.ports,
+        "pids": info.pids,
+    }

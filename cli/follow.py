@@ -1,0 +1,134 @@
+"""Following a run until it ends: a live panel on a terminal, plain progress lines anywhere else.
+
+What the run writes itself (status.json) is read every second.  The queue is asked only while that has nothing new to say, with pauses that double up to
+half a minute: a login node's controller serves everybody.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+from rich.console import RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import Status
+from libra_hpc.telemetry.summary import duration
+from libra_hpc.telemetry.view import WIDTH, render
+
+from . import jobs
+from .output import console, say
+from .runs import FINAL, job_id, read_status, rewards
+
+LOOK_S = 1.0
+"""status.json is replaced about once a second."""
+FIRST_POLL_S, LONGEST_POLL_S = 2.0, 30.0
+QUIET_S = 10.0
+"""A running job whose status.json is older than this may have died without saying so: ask the queue."""
+LOST_S = 120.0
+"""A job unknown to Slurm for this long, without any news of its own, is gone: right after submission, or while a controller restarts, it may be unknown
+for a moment."""
+LINE_EVERY_S = 10.0
+"""Plain mode prints at most this often between changes of state."""
+
+
+class Follower:
+    """The state of a followed run, refreshed by `look`."""
+
+    def __init__(self, run: RunDir, clock: Callable[[], float] = time.time) -> None:
+        self.run = run
+        self.status: Status | None = None
+        self.job = jobs.JobView(id=job_id(run), state="pending")
+        self._clock = clock
+        self._pause = 0.0
+        self._poll_at = 0.0
+        self._unknown_since: float | None = None
+
+    def look(self) -> str:
+        """Read what is new; returns the run's state, one of `FINAL` once it has ended."""
+        now = self._clock()
+        self.status = read_status(self.run)
+        if self.status is not None and self.status.state in FINAL:
+            return self.status.state
+        quiet = self.status is None or now - self.status.updated_at > QUIET_S
+        if quiet and now >= self._poll_at:
+            self._pause = min(max(self._pause * 2, FIRST_POLL_S), LONGEST_POLL_S)
+            self._poll_at = now + self._pause
+            self.job = self._ask(now)
+            if self.job.state in FINAL:
+                # The last snapshot may have arrived while the queue was being asked.
+                self.status = read_status(self.run)
+                return self.status.state if self.status is not None and self.status.state in FINAL else self.job.state
+        if not quiet:
+            self._pause = 0.0
+        return self.status.state if self.status is not None else self.job.state
+
+    def _ask(self, now: float) -> jobs.JobView:
+        job = jobs.state(self.run)
+        if job.state != "unknown":
+            self._unknown_since = None
+            return job
+        self._unknown_since = now if self._unknown_since is None else self._unknown_since
+        return msgspec.structs.replace(job, state="failed") if now - self._unknown_since >= LOST_S else job
+
+    def screen(self) -> RenderableType:
+        """The panel of the present state."""
+        if self.status is not None:
+            return render(self.status, now=self._clock(), rewards=rewards(self.run))
+        return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
+
+    def line(self) -> str:
+        """The present state as one line."""
+        status = self.status
+        if status is None:
+            return self.waiting()
+        elapsed = duration(max(status.updated_at - status.started_at, 0.0))
+        if status.step == 0 and status.state not in FINAL:
+            engines = [engine for node in status.nodes for engine in node.engines.values()]
+            return f"{elapsed:>8}  {status.state}  {engines.count('ready')} of {len(engines)} engines ready"
+        speeds = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s"
+        nodes = f"nodes {status.train.nodes}+{status.rollout.nodes}"
+        return f"{elapsed:>8}  {status.state}  step {status.step}/{status.steps}  reward {status.reward:.3f}  {speeds}  {nodes}"
+
+    def waiting(self) -> str:
+        """What a job without a snapshot is doing."""
+        reason = f" ({self.job.reason})" if self.job.reason else ""
+        return f"job {self.job.id or '?'} is {self.job.state}{reason}"
+
+
+def follow(run: RunDir) -> str:
+    """Show a run until it ends; returns its final state.  Interrupting leaves the job alone."""
+    follower = Follower(run)
+    return _panel(follower) if sys.stdout.isatty() else _lines(follower)
+
+
+def _panel(follower: Follower) -> str:
+    state = follower.look()
+    with Live(follower.screen(), console=console(), auto_refresh=False) as live:
+        while state not in FINAL:
+            time.sleep(LOOK_S)
+            state = follower.look()
+            live.update(follower.screen(), refresh=True)
+    return state
+
+
+def _lines(follower: Follower) -> str:
+    printed_at, printed, decided = 0.0, "", 0.0
+    while True:
+        state = follower.look()
+        decision = follower.status.decision if follower.status is not None else None
+        if decision is not None and decision.action != "hold" and decision.at > decided:
+            decided = decision.at
+            say(f"          planner: node {decision.node} {decision.action.replace('_', ' ')}: {decision.reason}")
+        key = state if follower.status is not None else follower.waiting()
+        if key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
+            printed_at, printed = time.monotonic(), key
+            say(follower.line())
+        if state in FINAL:
+            return state
+        time.sleep(LOOK_S)

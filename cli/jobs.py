@@ -1,0 +1,191 @@
+"""What the verbs ask of Slurm or of the local executor, in one small vocabulary: the state of a run's job, queue it, cancel it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import SlurmUnreachable, invalid
+from libra_hpc.slurm import local, query, submit
+from libra_hpc.slurm.fit import present_components
+from libra_hpc.slurm.query import JobState, Partition
+from libra_hpc.slurm.single import run_single
+from libra_hpc.slurm.site import clean_environment, slurm_environment
+from libra_hpc.slurm.writer import agent_arguments, het_script
+from libra_hpc.telemetry.rundir import RunDir
+
+from .output import note
+
+Environment = Mapping[str, str]
+
+POLICY_MEMORY = "4G"
+"""A trainer process takes 0.6 GB; torch's libraries are counted in."""
+POLICY_TIME = "00:30:00"
+"""The warm start takes one or two minutes on a free core."""
+
+STATES = {
+    JobState.PENDING: "pending",
+    JobState.RUNNING: "running",
+    JobState.COMPLETED: "completed",
+    JobState.CANCELLED: "cancelled",
+    JobState.UNKNOWN: "unknown",
+}
+"""Every other state of Slurm is a way to fail, and becomes the reason."""
+REASONS = {
+    "Priority": "other jobs come first",
+    "Resources": "waiting for free nodes",
+    "Dependency": "waiting for another job",
+    "BeginTime": "waiting for its begin time",
+    "JobHeldUser": "held by its owner",
+    "JobHeldAdmin": "held by an administrator",
+    "ReqNodeNotAvail": "nodes it needs are down, drained or reserved",
+    "PartitionDown": "the partition is down",
+    "PartitionTimeLimit": "its time limit exceeds the partition's",
+    "PartitionNodeLimit": "it asks for more nodes than the partition has",
+    "TIMEOUT": "time limit reached",
+    "TimeLimit": "time limit reached",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "a node failed",
+    "NonZeroExitCode": "the job script failed",
+}
+"""Slurm's words for people; a word that is not here is shown as it is."""
+
+
+class JobView(msgspec.Struct, frozen=True):
+    """A run's job as the queue sees it."""
+
+    id: str
+    state: str
+    """``pending`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``unknown``"""
+    reason: str = ""
+    """Why it is pending or failed, in plain words."""
+
+
+def kind(environment: Environment | None) -> Literal["slurm", "local"]:
+    """Name of the executor an environment stands for."""
+    return "local" if environment is None else "slurm"
+
+
+def environment(executor: str) -> Environment | None:
+    """Environment of Slurm's client commands, or None for the local executor.
+
+    Raises `SlurmUnreachable` when a Slurm is wanted and none answers.
+    """
+    return None if executor == "local" else slurm_environment()
+
+
+def environment_or_none(executor: str) -> Environment | None:
+    """`environment`, with None also when no Slurm answers: for verbs that only look."""
+    try:
+        return environment(executor)
+    except SlurmUnreachable:
+        return None
+
+
+def partitions(environment: Environment) -> list[Partition]:
+    """The partitions of that Slurm."""
+    return query.partitions(environment)
+
+
+def script(config: RunConfig, run: RunDir, number: int, environment: Environment | None) -> str:
+    """What an attempt would run: the sbatch script, or for the local executor the command line."""
+    if config.slurm.executor == "local":
+        ranks = sum(component.nodes for _, component in present_components(config))
+        return shlex.join(["mpiexec", "-n", str(ranks), sys.executable, *agent_arguments(run, number)])
+    return het_script(config, run, python=sys.executable, attempt=number, environment={})
+
+
+def queue(config: RunConfig, run: RunDir, number: int, environment: Environment | None) -> str:
+    """Queue one attempt, or start it here when there is no environment; returns the job id."""
+    if environment is None:
+        return local.start(config, run, attempt=number)
+    return submit.submit(config, run, env=environment, attempt=number)
+
+
+def state(run: RunDir) -> JobView:
+    """The job of the run's last attempt; an empty id when it was never queued.
+
+    A job that Slurm has forgotten, or that no controller can be asked about, is ``unknown`` unless the run left its own verdict.
+    """
+    record = run.read_json(run.job)
+    if not record:
+        return JobView("", "unknown")
+    job_id = str(record.get("job_id", ""))
+    try:
+        info = submit.state(run, None if record.get("executor") == "local" else slurm_environment())
+    except SlurmUnreachable as error:
+        return JobView(job_id, _verdict(run) or "unknown", "" if _verdict(run) else str(error).rstrip("."))
+    if info.state is JobState.UNKNOWN:
+        return JobView(job_id, _verdict(run) or "unknown", "" if _verdict(run) else "Slurm does not know it any more")
+    failed = info.state not in STATES
+    reason = info.reason or (info.state.value if failed else "")
+    if info.state is JobState.FAILED and info.exit_code:
+        reason = f"exit code {info.exit_code}"
+    return JobView(job_id, STATES.get(info.state, "failed"), "" if info.state is JobState.RUNNING else REASONS.get(reason.split(",")[0], reason))
+
+
+def cancel(run: RunDir) -> None:
+    """Cancel the job of the run's last attempt."""
+    record = run.read_json(run.job)
+    submit.cancel(run, None if record.get("executor") == "local" else slurm_environment())
+
+
+def _verdict(run: RunDir) -> str:
+    """How the run itself said it ended; empty when it did not."""
+    said = str(run.read_json(run.result).get("state", ""))
+    return said if said in ("completed", "failed", "cancelled") else ""
+
+
+def discard(run: RunDir) -> None:
+    """Remove the folder of a run that was never queued."""
+    shutil.rmtree(run.path)
+
+
+def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> dict[str, Any]:
+    """Make a tiny policy by a job of one task and return its facts; ``out`` appears complete or not at all.
+
+    Raises `OperationError` when the job fails; its logs are then kept beside ``out``.
+    """
+    found = environment(executor)
+    folder, unfinished = out.with_name(f".{out.name}.job"), out.with_name(f".{out.name}.unfinished")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise invalid("OUT", str(out), f"{out.parent} cannot be made ({error.strerror})", "a new folder in a writable place") from error
+    shutil.rmtree(unfinished, ignore_errors=True)
+    handle = run_single(
+        _make_tiny_policy,
+        *(str(unfinished), task, seed, steps),
+        env=clean_environment(os.environ) if found is None else found,
+        name="make-policy",
+        folder=folder,
+        executor=kind(found),
+        mem=POLICY_MEMORY,
+        time_limit=POLICY_TIME,
+    )
+    note(f"job {handle.job_id} makes the policy (logs in {folder})")
+    try:
+        made: dict[str, Any] = handle.result()
+    except KeyboardInterrupt:
+        handle.cancel()
+        raise
+    if out.exists():
+        out.rmdir()
+    unfinished.rename(out)
+    shutil.rmtree(folder)
+    return made
+
+
+def _make_tiny_policy(out: str, task: str, seed: int, steps: int) -> dict[str, Any]:
+    """Runs inside the job; the engines it imports need not exist where the job is submitted."""
+    from libra_hpc.tasks.policy import make_tiny_policy
+
+    return make_tiny_policy(out, task, seed, steps)

@@ -1,0 +1,87 @@
+"""`libra-hpc logs`: what the processes of a run printed, while it runs and after."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libra_hpc.errors import UserError, invalid
+
+from .output import note, say
+from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, read_status
+
+POLL_S = 0.5
+_RANK = re.compile(r"^(?:agent-|[rt])(\d+)(?:\.|$)")
+"""``agent-2.log`` is the agent of rank 2, ``t2.0.log`` its first trainer, ``r2.0.log`` its first rollout engine."""
+
+
+def logs(
+    run: RunArgument = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only processes of this node (rank).")] = None,
+    process: Annotated[str | None, typer.Option("--process", metavar="NAME", help="Only log files whose name contains NAME.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until the run ends.")] = False,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Lines to print of each file.")] = 20,
+    which: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; default: the last.")] = None,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    """Print the end of a run's log files."""
+    found = find_run(run, runs)
+    folder = found.logs(which or max(attempt(found), 1))
+    files = select(folder, rank, process)
+    if not files and not follow:
+        have = [path.stem for path in select(folder, None, None)]
+        if not have:
+            raise UserError(f"{found.name} has no logs yet (folder {folder}).")
+        raise invalid("--rank" if process is None else "--process", rank if process is None else process, "no such log file", have)
+    offsets: dict[Path, int] = {}
+    for path in files:
+        offsets[path] = path.stat().st_size
+        say(f"==> {path} <==")
+        for line in last_lines(path, tail):
+            say(line)
+    while follow:
+        # Looked at before the files, so that what was written before the end is still printed.
+        status = read_status(found)
+        for path in select(folder, rank, process):
+            for line in new_lines(path, offsets):
+                say(f"{path.stem}: {line}")
+        if status is not None and status.state in FINAL:
+            note(f"{found.name} is {status.state}")
+            return
+        time.sleep(POLL_S)
+
+
+def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
+    """Log files of an attempt in order of name."""
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    if process is not None:
+        files = [path for path in files if process in path.stem]
+    if rank is not None:
+        files = [path for path in files if (m := _RANK.match(path.stem)) and int(m.group(1)) == rank]
+    return files
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last ``count`` lines of a file."""
+    with path.open(errors="replace") as handle:
+        return [line.rstrip("\n") for line in deque(handle, maxlen=count)]
+
+
+def new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
+    """Complete lines added since the last call; ``offsets`` is updated.  A file that shrank was started anew."""
+    start = offsets.get(path, 0)
+    size = path.stat().st_size
+    if size < start:
+        start = 0
+    with path.open("rb") as handle:
+        handle.seek(start)
+        data = handle.read(size - start)
+    end = data.rfind(b"\n") + 1
+    offsets[path] = start + end
+    yield from data[:end].decode(errors="replace").splitlines()

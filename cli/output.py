@@ -1,0 +1,42 @@
+"""How every verb speaks: results on stdout (tables for people, JSON for programs), diagnostics as single lines on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+WIDTH = 100
+"""Columns of tables and panels; a pipe has no width of its own."""
+
+
+def complain(message: str) -> None:
+    """Print an error as one line on stderr."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def note(message: str) -> None:
+    """Print something worth knowing that is not the result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """Print a plain line of the result."""
+    print(message, flush=True)
+
+
+def show(what: RenderableType) -> None:
+    """Print a table or panel: coloured on a terminal, plain in a pipe."""
+    console().print(what)
+
+
+def console() -> Console:
+    """A console on the present stdout."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
+
+
+def say_json(value: Any) -> None:
+    """Print one JSON document; NaN and infinity, which JSON lacks, are a defect of the caller and raise."""
+    print(json.dumps(value, indent=1, allow_nan=False), flush=True)

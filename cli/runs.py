@@ -1,0 +1,78 @@
+"""Finding runs: by folder, by name below the runs folder, by job id, or the latest."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from libra_hpc.errors import UserError, nearest
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import Status, decode_status
+
+RUNS = "runs"
+"""Default of ``run.dir``."""
+FINAL = ("completed", "failed", "cancelled")
+
+RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run folder, its name, or its job id; default: the latest run.")]
+RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def all_runs(parent: Path) -> list[RunDir]:
+    """Runs below ``parent``, oldest first."""
+    if not parent.is_dir():
+        return []
+    found = [RunDir(path) for path in parent.iterdir() if (path / "config.json").is_file()]
+    return sorted(found, key=lambda run: (_created(run), run.name))
+
+
+def find_run(wanted: str | None, parent: Path) -> RunDir:
+    """The run a user means; raises `UserError` naming the runs there are."""
+    if wanted and (Path(wanted) / "config.json").is_file():
+        return RunDir.open(wanted)
+    runs = all_runs(parent)
+    if wanted is None:
+        if not runs:
+            raise UserError(f"There is no run below {parent}/; submit one with `libra-hpc submit RUN.toml`, or name another folder with --runs.")
+        return runs[-1]
+    for run in reversed(runs):
+        if wanted in (run.name, job_id(run)):
+            return run
+    names = [run.name for run in runs]
+    known = f"valid: {', '.join(names[-8:])}" if names else "there are none"
+    raise UserError(f"RUN = {wanted!r}: no run of that name, folder or job id below {parent}/; {known}{nearest(wanted, names)}.")
+
+
+def job_id(run: RunDir) -> str:
+    """Id of the run's last job; empty before it was queued."""
+    return str(run.read_json(run.job).get("job_id", ""))
+
+
+def attempt(run: RunDir) -> int:
+    """Number of the last attempt; 0 before the first was queued."""
+    value = run.read_json(run.job).get("attempt", 0)
+    return value if isinstance(value, int) else 0
+
+
+def read_status(run: RunDir) -> Status | None:
+    """The last snapshot of the last attempt; None while that attempt has not written one."""
+    try:
+        status = decode_status(run.status.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return status if status.attempt >= attempt(run) else None
+
+
+def rewards(run: RunDir) -> list[float]:
+    """Mean reward of every step so far."""
+    return [value for value in series.column(series.steps(run), "reward") if math.isfinite(value)]
+
+
+def _created(run: RunDir) -> float:
+    submitted: Any = run.read_json(run.job).get("submitted_at")
+    return float(submitted) if isinstance(submitted, (int, float)) else run.config.stat().st_mtime

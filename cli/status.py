@@ -1,0 +1,43 @@
+"""`libra-hpc status`: one screen of a run, once or live."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from libra_hpc.telemetry.status import status_dict
+from libra_hpc.telemetry.view import render
+
+from . import jobs
+from .follow import follow
+from .output import say, say_json, show
+from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status, rewards
+
+
+def status(
+    run: RunArgument = None,
+    json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    """Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason."""
+    found = find_run(run, runs)
+    if watch and not json:
+        follow(found)
+        return
+    snapshot = read_status(found)
+    # The queue knows better than a snapshot whether the job still runs, but a finished run needs no query.
+    job = None if snapshot is not None and snapshot.state in FINAL else jobs.state(found)
+    if json:
+        value: dict[str, Any] = {"run": found.name, "path": str(found.path), "job": msgspec.to_builtins(job)}
+        say_json({**value, "status": None if snapshot is None else status_dict(snapshot)})
+        return
+    if snapshot is not None:
+        show(render(snapshot, now=time.time(), rewards=rewards(found)))
+    if job is not None and (snapshot is None or job.state != "running"):
+        reason = f" ({job.reason})" if job.reason else ""
+        say(f"{found.name}: job {job.id or '-'} is {job.state}{reason}; files in {found.path}")

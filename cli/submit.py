@@ -1,0 +1,143 @@
+"""`libra-hpc submit`: from a run file to a queued job, and with ``--wait`` to its summary.
+
+Nothing is written or queued before every check has passed; ``--dry-run`` stops there and prints the script.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from libra_hpc.config.check import check_run
+from libra_hpc.config.load import apply_override, validate
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.slurm.fit import check_fit
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.summary import render_summary, summarise
+
+from . import jobs
+from .check import load
+from .config_show import OverrideOption
+from .follow import LOOK_S, Follower, follow
+from .output import note, say, say_json, show
+from .runs import FINAL, RUNS, JsonOption, attempt, find_run
+from .summary import draw
+
+EXECUTORS = ("auto", "slurm", "local")
+
+ExecutorOption = Annotated[str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")]
+
+
+def submit(
+    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file.")] = None,
+    override: OverrideOption = [],  # noqa: B006
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script and touch nothing.")] = False,
+    executor: ExecutorOption = None,
+    parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Queue a run as one heterogeneous job."""
+    if (run_file is None) == (resume is None):
+        raise UserError("submit needs either a run file or --resume RUN, and not both.")
+    overrides = [*override, *([f"slurm.executor={executor}"] if executor else [])]
+    if resume is not None:
+        run: RunDir | None = find_run(resume, Path(RUNS))
+        assert run is not None
+        config = resumed(run, overrides)
+    else:
+        assert run_file is not None
+        run, config = None, load(run_file, overrides)
+    check_run(config)
+    environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
+    if environment is not None:
+        check_fit(config, jobs.partitions(environment))
+    number = 1 if run is None else attempt(run) + 1
+    if dry_run:
+        say(jobs.script(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number, environment).rstrip("\n"))
+        return
+    if run is None:
+        assert run_file is not None
+        run = create(config, run_file)
+    else:
+        refuse_if_active(run)
+    queued = queue(config, run, number, environment)
+    if parsable:
+        say(queued)
+    elif json:
+        say_json({"job_id": queued, "run": run.name, "path": str(run.path), "attempt": number, "executor": jobs.kind(environment)})
+    else:
+        say(f"Submitted {queued}  run={run.path}")
+    if wait:
+        finish(run, queued, quiet=parsable or json)
+
+
+def create(config: RunConfig, run_file: Path) -> RunDir:
+    """Make the run directory with the run file as written."""
+    try:
+        run = RunDir.create(Path(config.run.dir), config.run.name)
+        write_atomic(run.toml, run_file.read_bytes())
+    except OSError as error:
+        raise invalid("run.dir", config.run.dir, f"no run directory can be made there ({error.strerror})", "a writable folder") from error
+    return run
+
+
+def queue(config: RunConfig, run: RunDir, number: int, environment: Mapping[str, str] | None) -> str:
+    """Queue one attempt; a first attempt that is refused leaves no run directory behind."""
+    try:
+        run.write_json(run.config, config.model_dump())
+        return jobs.queue(config, run, number, environment)
+    except (UserError, OperationError):
+        if number == 1:
+            jobs.discard(run)
+        raise
+
+
+def resumed(run: RunDir, overrides: list[str]) -> RunConfig:
+    """The configuration of an earlier attempt with overrides; its identity stays."""
+    data = run.read_json(run.config)
+    for override in overrides:
+        apply_override(data, override)
+    config = validate(data)
+    if run.path.parent != Path(config.run.dir) or not run.path.name.startswith(config.run.name):
+        raise invalid("--resume", run.name, "a resumed run keeps its run.name and run.dir")
+    return config
+
+
+def refuse_if_active(run: RunDir) -> None:
+    """Raise `UserError` while an earlier attempt may still run: two jobs in one run directory would overwrite each other."""
+    job = jobs.state(run)
+    if job.id and job.state not in (*FINAL, "unknown"):
+        raise invalid("--resume", run.name, f"its job {job.id} is {job.state}", f"a run that has ended (libra-hpc cancel {run.name} ends it)")
+
+
+def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
+    """Follow the run to its end, show its summary, and exit with 0 or 1; an interrupt leaves the job alone."""
+    try:
+        state = wait_silently(run) if quiet else follow(run)
+    except KeyboardInterrupt:
+        note(f"job {queued} goes on; `libra-hpc status {run.name} --watch` shows it, `libra-hpc cancel {run.name}` ends it")
+        raise typer.Exit(130) from None
+    if not quiet:
+        draw(run)
+        show(render_summary(msgspec.structs.replace(summarise(run), state=state)))
+    if state != "completed":
+        said = str(run.read_json(run.result).get("message", "")).rstrip(".")
+        why = f" ({said})" if said else ""
+        verdict = "was cancelled" if state == "cancelled" else state
+        raise OperationError(f"the run {verdict}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})")
+
+
+def wait_silently(run: RunDir) -> str:
+    """Wait for a run's end with nothing but the result on stdout."""
+    follower = Follower(run)
+    while (state := follower.look()) not in FINAL:
+        time.sleep(LOOK_S)
+    return state

@@ -1,0 +1,34 @@
+"""`libra-hpc summary`: what a run achieved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.summary import render_summary, summarise
+
+from .output import note, say_json, show
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
+
+
+def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
+    """Show reward, speed, moves of nodes and failures of a run; writes summary.png into its folder."""
+    found = find_run(run, runs)
+    draw(found)
+    if json:
+        say_json(msgspec.to_builtins(summarise(found)))
+    else:
+        show(render_summary(summarise(found)))
+
+
+def draw(run: RunDir) -> None:
+    """Write the run's picture; a folder of someone else's that cannot be written only costs the picture."""
+    # matplotlib takes half a second to import, which no other verb should pay.
+    from libra_hpc.telemetry.plot import plot
+
+    try:
+        plot(run, run.summary_picture)
+    except OSError as error:
+        note(f"no picture: {error}")

@@ -1,0 +1,143 @@
+"""Make the virtual environment of one requirement set with plain pip: ``python3 envs/install.py cpu --venv .venv --extra dev``.
+
+Sets are complete and pinned, so pip is called with ``--no-deps``: nothing may pull the CUDA builds that break a CPU machine.  The exception is
+``cuda``, whose dependencies depend on the driver and are resolved by pip on the spot.  A stamp in the environment holds the hash of everything that
+decided its content; when it still matches, nothing is done.  Standard library only: this file runs before anything of ours is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SETS: dict[str, tuple[str, ...]] = {"login": ("login",), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
+EXTRAS = ("dev",)
+STAMP = "libra-hpc.json"
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+"""PyTorch's own index of CPU builds, asked only when pip's configured sources lack the ``+cpu`` build (PyPI never has it)."""
+PINNED_PYTHON = (3, 11)
+"""The wheels of ``cpu.txt`` are for this interpreter."""
+_NETWORK_SIGNS = ("NewConnectionError", "Max retries exceeded", "name resolution", "Network is unreachable", "ConnectTimeout", "ProxyError")
+
+
+class InstallError(Exception):
+    """One sentence that tells the user what to change."""
+
+
+def requirements(names: tuple[str, ...]) -> list[str]:
+    """Pins of the named sets, without comments."""
+    lines = [line.strip() for name in names for line in (HERE / f"{name}.txt").read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def fingerprint(names: tuple[str, ...]) -> str:
+    """Hash of the pins, pyproject.toml, this interpreter's version and the checkout's place."""
+    facts = [platform.python_version(), str(ROOT), (ROOT / "pyproject.toml").read_text(), *requirements(names), *names]
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+def check_python(target: str) -> None:
+    """Raise `InstallError` when this interpreter cannot carry the set."""
+    here = sys.version_info[:2]
+    if here < PINNED_PYTHON or (target == "cpu" and here != PINNED_PYTHON):
+        wanted = ".".join(map(str, PINNED_PYTHON)) + ("" if target == "cpu" else " or newer")
+        raise InstallError(f"the {target!r} set needs Python {wanted}, and {sys.executable} is {platform.python_version()}; run this file with that one.")
+
+
+def make_venv(folder: Path) -> Path:
+    """Return the environment's python, making the environment if there is none or its interpreter is gone or another version."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        probe = subprocess.run([str(python), "-c", "import pip, platform; print(platform.python_version())"], capture_output=True, text=True)
+        if probe.returncode == 0 and probe.stdout.strip() == platform.python_version():
+            return python
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+        raise InstallError(f"{folder} exists and is no virtual environment; name another folder with --venv.")
+    done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        if "ensurepip" in done.stdout + done.stderr:
+            raise InstallError(f"{sys.executable} lacks ensurepip and cannot make a virtual environment; on Debian: apt-get install python3-venv.")
+        raise InstallError(f"no virtual environment could be made at {folder}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    return python
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Run ``pip install``; raises `InstallError` naming the reason when it fails."""
+    command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", "--no-warn-script-location", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return
+    output = done.stderr + done.stdout
+    # pip reports an unreachable index as "no matching distribution"; the connection errors above it are the true cause.
+    if any(sign in output for sign in _NETWORK_SIGNS):
+        raise InstallError("no package index could be reached: check the network, or point pip at a mirror (pip config set global.index-url URL).")
+    lines = output.strip().splitlines() or ["pip failed without a message"]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines
+    raise InstallError(f"pip could not install the packages: {errors[-1]}")
+
+
+def install_cpu_torch(python: Path, pin: str) -> None:
+    """Install the ``+cpu`` build from pip's configured sources, else from PyTorch's CPU index."""
+    try:
+        pip(python, "--no-deps", pin)
+    except InstallError as configured:
+        try:
+            pip(python, "--no-deps", "--index-url", CPU_TORCH_INDEX, pin)
+        except InstallError as upstream:
+            raise InstallError(f"{pin} is neither in pip's configured sources ({configured}) nor at {CPU_TORCH_INDEX} ({upstream})") from upstream
+
+
+def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
+    """Bring the environment to the wanted content; returns one line that says what was done."""
+    check_python(target)
+    names = (*SETS[target], *extras)
+    wanted, stamp = fingerprint(names), folder / STAMP
+    try:
+        present = json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        present = {}
+    # A set that was installed with more extras also serves a request for fewer.
+    if wanted in present.get("satisfies", []) and (folder / "bin" / "libra-hpc").exists():
+        return f"{folder} is up to date ({target})"
+    started = time.monotonic()
+    python = make_venv(folder)
+    stamp.unlink(missing_ok=True)
+    pins = requirements(names)
+    print(f"installing {len(pins)} packages ({', '.join(names)}) into {folder} ...", flush=True)
+    if target == "cuda":
+        pip(python, *pins)
+    else:
+        for pin in (p for p in pins if p.endswith("+cpu")):
+            install_cpu_torch(python, pin)
+        pip(python, "--no-deps", *(p for p in pins if not p.endswith("+cpu")))
+    pip(python, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    smaller = [fingerprint(names)] + ([fingerprint(SETS[target])] if extras else [])
+    stamp.write_text(json.dumps({"set": target, "extras": extras, "satisfies": smaller}, indent=1) + "\n")
+    return f"{folder} is ready ({', '.join(names)}) after {time.monotonic() - started:.0f} s"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make the virtual environment of one requirement set.")
+    parser.add_argument("target", choices=sorted(SETS), metavar="SET", help="login (light), cpu or cuda (with the engines)")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv in the checkout)")
+    parser.add_argument("--extra", choices=EXTRAS, action="append", default=[], help="dev: tests and linters")
+    given = parser.parse_args(arguments)
+    try:
+        print(install(given.target, given.venv.absolute(), tuple(dict.fromkeys(given.extra))))
+    except InstallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

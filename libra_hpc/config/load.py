@@ -1,0 +1,194 @@
+"""From a run file and overrides to one frozen `RunConfig`; whatever is wrong with them becomes one sentence.
+
+Values keep their TOML types (a number in quotes is an error, not a number).  Only the first mistake is reported, and unknown keys come before wrong
+values: a misspelt key is usually the cause of what follows.  Overrides are ``section.key=value`` with the value in TOML syntax; a value that is not
+TOML, or one meant for a text field (``slurm.time_limit=00:30:00`` is a *time* in TOML), is taken as text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import annotated_types
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from libra_hpc.errors import UserError, invalid, nearest
+
+from .run import RunConfig
+
+_TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
+_TYPE_NAMES: dict[Any, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table", list: "a list"}
+_RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path``, apply ``overrides`` in order, and validate.
+
+    Raises `UserError` when the file cannot be read or parsed, an override is malformed, a key is unknown, or a value has the wrong type or range.
+    """
+    data = read_toml(Path(path))
+    for override in overrides:
+        apply_override(data, override)
+    return validate(data)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; raises `UserError` naming file and line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        place = _TOML_PLACE.match(str(error))
+        if place is None:
+            raise UserError(f"{path}: not valid TOML: {str(error).rstrip('.')}.") from error
+        what = place["what"][:1].lower() + place["what"][1:]
+        raise UserError(f"{path}:{place['line']}: not valid TOML: {what} (column {place['column']}).") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: byte {error.start} is not UTF-8.") from error
+    except OSError as error:
+        raise UserError(f"{path}: the run file cannot be read: {error.strerror}.") from error
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one dotted key of a parsed run file; raises `UserError` when the override is malformed."""
+    key, separator, text = override.partition("=")
+    names = key.strip().split(".")
+    if not separator or not all(names) or len(names) < 2:
+        raise invalid("override", override, "malformed", "section.key=value, for instance algorithm.eta=2")
+    table = data
+    for depth, name in enumerate(names[:-1], start=1):
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise invalid("override", override, f"{'.'.join(names[:depth])} is a value, not a table")
+        table = inner
+    field = _field(names)
+    table[names[-1]] = _override_value(text.strip(), as_text=field is not None and field.annotation is str)
+
+
+def _override_value(text: str, *, as_text: bool) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break would smuggle further keys in; such a value was not meant as TOML.
+    if set(parsed) != {"value"} or (as_text and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def validate(data: Mapping[str, Any]) -> RunConfig:
+    """Check a parsed run file against the schema; raises `UserError` for the first mistake."""
+    for field, value in _numbers(data, ""):
+        if not math.isfinite(value):
+            raise invalid(field, value, "not a finite number")
+    try:
+        return RunConfig.model_validate(data, strict=True)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        raise translate(first) from error
+
+
+def translate(error: ErrorDetails) -> UserError:
+    """Turn one pydantic error into the project's sentence: field, value, what is valid, nearest match."""
+    names = [str(part) for part in error["loc"]]
+    dotted, value, kind = ".".join(names), _shown(error["input"]), error["type"]
+    if kind == "extra_forbidden":
+        return _unknown(names, value)
+    field = _field(names)
+    if field is None:
+        return invalid(dotted, value, "wrong type", "a table" if kind == "model_type" else "")
+    if kind == "literal_error":
+        return invalid(dotted, value, "unknown value", [str(choice) for choice in typing.get_args(field.annotation)])
+    if kind == "model_type":
+        return invalid(dotted, value, "wrong type", "a table")
+    if value is not error["input"]:
+        why = "a date or time must be in quotes"
+    elif kind in _RANGE_ERRORS:
+        why = "out of range"
+    elif kind == "string_pattern_mismatch":
+        why = "malformed"
+    elif kind == "string_too_long":
+        why = "too long"
+    else:
+        why = "wrong type"
+    return invalid(dotted, value, why, describe(field))
+
+
+def _unknown(names: Sequence[str], value: Any) -> UserError:
+    """The error for a key or section the schema does not have."""
+    parent = _section(names[:-1])
+    valid = sorted(parent.model_fields) if parent else []
+    where = f"[{'.'.join(names[:-1])}]" if len(names) > 1 else "the run file"
+    what = f"[{'.'.join(names)}]: unknown section" if isinstance(value, dict) else f"{'.'.join(names)} = {value!r}: unknown key"
+    return UserError(f"{what} in {where}; valid: {', '.join(valid)}{nearest(names[-1], valid)}.")
+
+
+def describe(field: FieldInfo) -> str:
+    """What a field accepts, in words: ``an integer >= 0``."""
+    kind = field.annotation
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(kind))
+    if origin is list:
+        item = typing.get_args(kind)[0]
+        words = f"a list of {'strings' if item is str else 'values'}"
+    elif origin in (Union, types.UnionType):
+        words = " or ".join(_TYPE_NAMES.get(option, str(option)) for option in typing.get_args(kind))
+    else:
+        words = _TYPE_NAMES.get(origin or kind, "a table")
+    limits = [f"{sign} {bound:g}" for sign, bound in _bounds(field)]
+    rest = [f"matching {m.pattern}" for m in field.metadata if getattr(m, "pattern", None)]
+    rest += [f"of at most {m.max_length} characters" for m in field.metadata if isinstance(m, annotated_types.MaxLen)]
+    return " ".join([words, " and ".join(limits), *rest]).replace("  ", " ").strip()
+
+
+def _bounds(field: FieldInfo) -> Iterator[tuple[str, float]]:
+    signs = {annotated_types.Ge: (">=", "ge"), annotated_types.Gt: (">", "gt"), annotated_types.Le: ("<=", "le"), annotated_types.Lt: ("<", "lt")}
+    for rule in field.metadata:
+        if type(rule) in signs:
+            sign, attribute = signs[type(rule)]
+            yield sign, getattr(rule, attribute)
+
+
+def _section(names: Sequence[str]) -> type[BaseModel] | None:
+    """The pydantic model of a dotted section name."""
+    model: type[BaseModel] = RunConfig
+    for name in names:
+        field = model.model_fields.get(name)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return None
+        model = field.annotation
+    return model
+
+
+def _field(names: Sequence[str]) -> FieldInfo | None:
+    """The schema of a dotted field name; of the list itself for an item of a list."""
+    parent = _section(names[:-1])
+    if parent is not None:
+        return parent.model_fields.get(names[-1])
+    return _field(names[:-1]) if len(names) > 1 else None
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Every float of a nested document with its dotted name."""
+    if isinstance(value, float):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{name}.{index}")
+
+
+def _shown(value: Any) -> Any:
+    """A value as the user wrote it: TOML dates and times without Python's constructor around them."""
+    return value if isinstance(value, (str, int, float, bool, list, dict)) else str(value)

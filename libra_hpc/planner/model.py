@@ -1,0 +1,173 @@
+"""Cost model: seconds each stage needs for one global batch, at the present split of nodes and at its neighbours, from measured times.
+
+Both stages are in the same unit.  *Measured* at the present split (n training replicas, m rollout nodes), since the last change of split or of
+lengths:
+
+* T_train: the median of the train stage's own seconds per step (compute, reduce, optimizer of the slowest replica).  Waiting for data is not in it: in an
+  asynchronous loop the slower stage holds up the other, and only own work says how fast a stage could be.
+* T_rollout: work / (m * rate).  Work is the mean generated length times the trajectories of a batch; rate is generated tokens per *busy* node second,
+  median over windows, for the same reason.  A rollout that idles most of the time runs small batches and shows too low a rate; but no stage can be slower than
+  the loop it is part of, so T_rollout is never above the median time between two commits.
+* The straggler bound: a batch cannot end before its longest trajectory.  With eta + 1 batches in flight it has that many batch times, so
+  T_rollout >= longest * decode_s / (eta + 1), longest being the quantile 1 - 1/N of lengths for N trajectories a batch.  Nodes do not shorten it.
+
+*Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the intercept of a Theil-Sen line of
+seconds over tokens per replica, between 0 and `MAX_FIXED` = 0.9 of T_train, and 0 while batches differ too little in size to tell (spread under
+`MIN_SPREAD` = 0.2 of the median): an optimistic start, which the next line corrects.  T_rollout scales with m / m'.  Both are multiplied by the *scaling
+correction* learned from the last move between the two splits: measured over predicted, per token.  It holds what no ratio of node counts knows: ranks
+that share cores or a network, the price of the all-reduce.
+
+Each time carries a relative standard error, from the spread of the steps (median: 1.2533 * 1.4826 MAD / sqrt(n)) and of the lengths, whose group
+members are not independent and count as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean, median
+from typing import NamedTuple
+
+from libra_hpc.planner.snapshot import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
+
+MIN_STEPS = 4
+"""Steps and windows a median is taken over at least: one outlier cannot move it."""
+MIN_GROUPS = 16
+"""Groups of finished trajectories the mean length is taken over at least: its error is then some 20 % for lengths as scattered as their mean."""
+MAX_SAMPLES = 64
+"""Newest steps and windows used; the Theil-Sen line takes 2,016 pairs of them."""
+MAX_FIXED = 0.9
+MIN_SPREAD = 0.2
+MIN_CORRECTION = 0.1
+"""A stage never gets ten times better than ideal scaling: a smaller ratio is an artefact of a badly estimated fixed part."""
+
+
+class Split(NamedTuple):
+    """How many nodes do what."""
+
+    train: int
+    rollout: int
+
+
+class Times(NamedTuple):
+    """Seconds per global batch of either stage, and what the loop makes of them."""
+
+    train: float
+    rollout: float
+    eta: int
+
+    @property
+    def batch(self) -> float:
+        """Seconds per global batch: the slower stage, or with eta = 0, where the stages take turns, both."""
+        return self.train + self.rollout if self.eta == 0 else max(self.train, self.rollout)
+
+
+class Measured(NamedTuple):
+    """The model at one split, fitted to what was measured there."""
+
+    split: Split
+    times: Times
+    train_error: float
+    """Relative standard error of ``times.train``."""
+    rollout_error: float
+    fixed: float
+    """Seconds of a training step that more replicas do not shorten."""
+    straggler: float
+    """Seconds below which no number of rollout nodes brings a batch."""
+    train_tokens: float
+    """Tokens of a batch that were trained on."""
+    rollout_tokens: float
+    """Tokens of a batch that were generated."""
+
+
+class Correction(NamedTuple):
+    """Measured over predicted when going from one split to another; 1.0 is ideal scaling."""
+
+    train: float = 1.0
+    rollout: float = 1.0
+
+
+def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Measured | str:
+    """Fit the model to what was measured at ``split`` after ``since``, or say in words what is still missing."""
+    steps = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_SAMPLES:]
+    windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
+    windows = windows[-MAX_SAMPLES:]
+    done = [t for t in snapshot.trajectories if t.at > since]
+    need = MIN_GROUPS * snapshot.group_size
+    if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
+        return (
+            f"{len(steps)} of {MIN_STEPS} steps, {len(windows)} of {MIN_STEPS} rollout windows and {len(done)} of {need} trajectories measured with "
+            f"{split.train} training and {split.rollout} rollout nodes since the last change"
+        )
+    train = median(s.seconds for s in steps)
+    fixed = min(_intercept(steps), MAX_FIXED * train)
+    rates = [w.generated_tokens / (w.seconds * w.nodes * w.busy) for w in windows]
+    rate = median(rates)
+    straggler = _straggler(snapshot, done, windows)
+    work = fmean(t.generated for t in done) * snapshot.prompts_per_step * snapshot.group_size
+    rollout = max(straggler, work / (split.rollout * rate))
+    if snapshot.eta > 0 and len(steps) > 1:
+        rollout = min(rollout, max(train, median(b.at - a.at for a, b in pairwise(steps))))
+    lengths_error = _relative_error([float(t.generated) for t in done], len(done) / snapshot.group_size)
+    return Measured(
+        split,
+        Times(train, rollout, snapshot.eta),
+        _median_error([s.seconds for s in steps]),
+        sqrt(lengths_error**2 + _median_error(rates) ** 2),
+        fixed,
+        min(straggler, rollout),
+        median(s.tokens for s in steps),
+        work,
+    )
+
+
+def predict(now: Measured, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0) -> Times:
+    """Times at the split ``to``; the shifts move the measured times by so many standard errors."""
+    train = now.times.train * max(0.0, 1.0 + train_shift * now.train_error)
+    rollout = now.times.rollout * max(0.0, 1.0 + rollout_shift * now.rollout_error)
+    fixed = min(now.fixed, train)
+    return Times(
+        fixed + (train - fixed) * correction.train * now.split.train / to.train,
+        max(now.straggler, rollout * correction.rollout * now.split.rollout / to.rollout),
+        now.times.eta,
+    )
+
+
+def correct(before: Measured, after: Measured) -> Correction:
+    """What the move from ``before`` to ``after`` taught about scaling between these splits; a change in the size of batches is taken out."""
+    fixed = before.fixed
+    ideal_train = (before.times.train - fixed) * before.split.train / after.split.train * after.train_tokens / before.train_tokens
+    ideal_rollout = before.times.rollout * before.split.rollout / after.split.rollout * after.rollout_tokens / before.rollout_tokens
+    return Correction(max(MIN_CORRECTION, (after.times.train - fixed) / ideal_train), max(MIN_CORRECTION, after.times.rollout / ideal_rollout))
+
+
+def _intercept(steps: Sequence[TrainStepFact]) -> float:
+    sizes = sorted(s.tokens / s.replicas for s in steps)
+    if sizes[(3 * len(sizes)) // 4] - sizes[len(sizes) // 4] < MIN_SPREAD * median(sizes):
+        return 0.0
+    points = [(s.tokens / s.replicas, s.seconds) for s in steps]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] != a[0]]
+    slope = max(0.0, median(slopes))
+    return max(0.0, median(seconds - slope * size for size, seconds in points))
+
+
+def _straggler(snapshot: PlanSnapshot, done: Sequence[TrajectoryFact], windows: Sequence[RolloutWindowFact]) -> float:
+    speeds = [w.decode_s for w in windows if w.decode_s > 0.0]
+    if not speeds:
+        return 0.0
+    lengths = sorted(t.generated for t in done)
+    batch = snapshot.prompts_per_step * snapshot.group_size
+    longest = lengths[min(len(lengths) - 1, int(len(lengths) * (1.0 - 1.0 / batch)))]
+    return longest * median(speeds) / (snapshot.eta + 1)
+
+
+def _median_error(values: Sequence[float]) -> float:
+    centre = median(values)
+    spread = 1.4826 * median(abs(v - centre) for v in values)
+    return 1.2533 * spread / centre / sqrt(len(values))
+
+
+def _relative_error(values: Sequence[float], independent: float) -> float:
+    centre = fmean(values)
+    return sqrt(fmean((v - centre) ** 2 for v in values)) / centre / sqrt(independent)

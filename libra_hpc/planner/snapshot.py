@@ -1,0 +1,116 @@
+"""What the planner sees and what it answers.  Plain structs; times are seconds of one clock (``at``, ``since``), durations seconds, lengths tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Action = Literal["hold", "to_train", "to_rollout"]
+
+
+class NodeFact(msgspec.Struct, frozen=True):
+    """One node of the pool."""
+
+    rank: int
+    component: str
+    """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes ever move."""
+    role: str
+    """A `libra_hpc.pool.states.NodeState` value: ``starting`` | ``train`` | ``to_rollout`` | ``rollout`` | ``to_train`` | ``lost``."""
+    since: float
+    """When it took this role."""
+
+
+class TrainStepFact(msgspec.Struct, frozen=True):
+    """One committed training step of one global batch."""
+
+    at: float
+    """When it was committed."""
+    tokens: int
+    """All tokens of the global batch that were trained on (forward and backward), summed over replicas."""
+    loss_tokens: int
+    """Those the policy generated."""
+    replicas: int
+    seconds: float
+    """The stage's own work: compute, reduce and optimizer of the slowest replica, without waiting for data."""
+
+
+class RolloutWindowFact(msgspec.Struct, frozen=True):
+    """What the rollout nodes did in one window of time with an unchanged set of nodes."""
+
+    at: float
+    """End of the window."""
+    seconds: float
+    nodes: int
+    """Rollout nodes that accepted turns all through the window."""
+    generated_tokens: int
+    """Summed over nodes."""
+    prefilled_tokens: int
+    """Computed, not taken from the prefix cache."""
+    busy: float
+    """Share of ``seconds * nodes`` in which an engine had work, 0..1."""
+    decode_s: float = 0.0
+    """Seconds per decoded token of one sequence; 0.0 when not measured."""
+
+
+class TrajectoryFact(msgspec.Struct, frozen=True):
+    """One finished trajectory."""
+
+    index: int
+    """Ordinal of finishing over the run, from 0: tells the planner which ones it has seen."""
+    at: float
+    generated: int
+    context: int
+    """Tokens of the whole context at the end."""
+    turns: int
+
+
+class SwitchFact(msgspec.Struct, frozen=True):
+    """One completed move of a node."""
+
+    at: float
+    direction: Literal["to_train", "to_rollout"]
+    seconds: float
+    """From the order until the node worked in its new role: node time that produced nothing."""
+
+
+class QueueFact(msgspec.Struct, frozen=True):
+    """How the two stages wait for each other, over the last looks."""
+
+    ready_groups: int
+    outstanding_groups: int
+    trainer_wait: float
+    """Share of the trainers' time spent waiting for a batch, 0..1."""
+    gate_blocked: float
+    """Share of time in which the staleness gate kept rollout from starting another group, 0..1."""
+
+
+class PlanSnapshot(msgspec.Struct, frozen=True):
+    """Everything one decision is made from.  Lists are in order of time and may be sliding windows; the planner skips what is too old to count."""
+
+    nodes: tuple[NodeFact, ...]
+    steps: tuple[TrainStepFact, ...]
+    windows: tuple[RolloutWindowFact, ...]
+    trajectories: tuple[TrajectoryFact, ...]
+    switches: tuple[SwitchFact, ...]
+    queue: QueueFact
+    prompts_per_step: int
+    """Groups of one global batch, B."""
+    group_size: int
+    """Trajectories of one group, n."""
+    eta: int
+    """Staleness bound; with 0 the stages take turns, with more they overlap."""
+    steps_left: int
+    """Steps until the run ends: a move must pay before that."""
+
+
+class PlanDecision(msgspec.Struct, frozen=True):
+    """What to do now and why."""
+
+    action: Action
+    node: int
+    """Rank that moves; -1 for ``hold``."""
+    reason: str
+    """A sentence with the numbers that decided."""
+    numbers: dict[str, float]
+    """Seconds unless the name says otherwise."""

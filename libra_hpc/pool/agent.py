@@ -1,0 +1,280 @@
+"""The node agent: one MPI rank per node, the process Slurm starts.
+
+Thin on purpose: asyncio, MPI and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.  Every agent can run engines of
+both kinds (`RolloutNode`, `TrainNode`); rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout
+leader.  All parts run in one event loop and talk through the mesh, also where they share a process.
+
+``python -m libra_hpc.pool.agent --run RUN_DIR --attempt N``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
+
+from .context import Context, make_folders
+from .coordinator import Coordinator, start_state
+from .layout import COMPONENTS_VARIABLE, Layout, check_world
+from .mesh import MPI, Mesh
+from .rollout_lead import RolloutLead
+from .rollout_node import RolloutNode
+from .train_node import TrainNode
+
+HEARTBEAT_S = 1.0
+ORPHAN_S = 60.0
+"""The coordinator repeats the roles every 5 s; an agent that hears nothing for a minute is alone and leaves."""
+GOODBYE_S = 5.0
+
+log = logging.getLogger("libra_hpc.agent")
+
+
+class Agent:
+    """All parts of one node."""
+
+    def __init__(self, comm: Any, layout: Layout, run: RunDir, attempt: int) -> None:
+        self.mesh = Mesh(comm, self._on_message)
+        self.layout, self.run_dir, self.attempt = layout, run, attempt
+        self.rank = self.mesh.rank
+        self.config = RunConfig.model_validate_json(run.config.read_bytes())
+        self.private, self.shared_memory = make_folders()
+        self.context: Context | None = None
+        self.coordinator: Coordinator | None = None
+        self.train_leader: TrainLeader | None = None
+        self.rollout_lead: RolloutLead | None = None
+        self.rollout_node: RolloutNode | None = None
+        self.train_node: TrainNode | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._welcome = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._heard = time.monotonic()
+
+    async def run(self) -> bool:
+        """Serve until the coordinator says stop; True when the run completed (rank 0) or this node was not at fault (others)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._spawn(self.mesh.run())
+        if self.rank == 0:
+            self._enter(start_state(self.run_dir))
+            assert self.context is not None
+            self.coordinator = Coordinator(self.context)
+            self._spawn(self.coordinator.run(), then=self._stop.set)
+        self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
+        self._spawn(self._heartbeats())
+        await self._stop.wait()
+        await self._leave()
+        return self.coordinator is None or self.coordinator.state == "completed"
+
+    # --- life -------------------------------------------------------------------------------------------------------------------------------
+
+    def _enter(self, start: wire.Welcome) -> None:
+        """The attempt's start state is known: build the parts of this node."""
+        if self.context is not None:
+            return
+        context = Context(
+            self.rank, self.layout, self.config, self.run_dir, self.attempt, self.mesh.send, start, self.private, self.shared_memory
+        )
+        self.context = context
+        if context.component != "planner":
+            self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)
+        if self.rank == self.layout.train_leader:
+            self.train_leader = self._make_train_leader(context)
+            self._spawn(self.train_leader.run())
+        if self.rank == self.layout.rollout_leader:
+            self.rollout_lead = RolloutLead(context)
+            self._spawn(self.rollout_lead.run())
+        self._welcome.set()
+
+    def _make_train_leader(self, context: Context) -> TrainLeader:
+        config, start = self.config, context.start
+        self.run_dir.rendezvous.mkdir(exist_ok=True)
+        rendezvous = self.run_dir.rendezvous / f"attempt-{self.attempt}"
+        rendezvous.mkdir(exist_ok=True)
+        self.run_dir.checkpoints.mkdir(exist_ok=True)
+        settings = LeaderSettings(
+            steps=config.run.steps,
+            minibatches=config.algorithm.minibatches,
+            skip_zero_advantage=config.algorithm.skip_zero_advantage and config.algorithm.kl_coef == 0.0,
+            checkpoint_every=config.checkpoint.every,
+            rendezvous=str(rendezvous),
+            checkpoints=str(self.run_dir.checkpoints),
+            retain=config.train.snapshot_every + 2,
+        )
+
+        def saved(step: int, order: DataOrder) -> None:
+            folder = self.run_dir.checkpoint(step)
+            self.run_dir.write_json(folder / "state.json", {"step": step, "low": order.low, "extra": sorted(order.extra)})
+            context.log("checkpoint_saved", step=step)
+            kept = sorted(p for p in self.run_dir.checkpoints.glob("step-*") if (p / "state.json").exists())
+            for old in kept[: -config.checkpoint.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
+        order = DataOrder(start.low, start.extra)
+        leader = self.layout.rollout_leader
+        return TrainLeader(settings, self.rank, start.step, order, self.mesh.send, leader, lambda: context.receivers, saved)
+
+    async def _leave(self) -> None:
+        """End the engines, then the tasks; the folders of this agent go with it."""
+        stops = [part.stop() for part in (self.rollout_lead, self.rollout_node, self.train_node) if part is not None]
+        await asyncio.gather(*stops)
+        await self.mesh.drain(GOODBYE_S)
+        for task in self._tasks:
+            task.cancel()
+        shutil.rmtree(self.private, ignore_errors=True)
+        shutil.rmtree(self.shared_memory, ignore_errors=True)
+
+    async def _heartbeats(self) -> None:
+        while True:
+            nodes = [part for part in (self.rollout_node, self.train_node) if part is not None]
+            engines = {name: state for part in nodes for name, state in part.states.items()}
+            pids = {name: pid for part in nodes for name, pid in part.pids.items()}
+            version = -1
+            if self.rollout_node is not None and self.train_node is not None:
+                version = max(self.rollout_node.version, self.train_node.step if not self.rollout_node.states else -1)
+            self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version))
+            if time.monotonic() - self._heard > ORPHAN_S:
+                log.error("no word from the coordinator for %.0f s: leaving", ORPHAN_S)
+                self._stop.set()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _spawn(self, work: Any, then: Any = None) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def done(finished: asyncio.Task[Any]) -> None:
+            self._tasks.discard(finished)
+            if finished.cancelled():
+                return
+            error = finished.exception()
+            if error is not None:
+                log.error("a task of this agent failed", exc_info=error)
+                self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
+            if then is not None:
+                then()
+
+        task.add_done_callback(done)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.coordinator is not None:
+            self.coordinator.on_signal(signal.Signals(number).name)
+
+    # --- messages ---------------------------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, source: int, message: Any, blob: bytes) -> None:
+        if source == 0:
+            self._heard = time.monotonic()
+        try:
+            self._route(source, message, blob)
+        except Exception as error:
+            log.exception("message %s from rank %d", type(message).__name__, source)
+            self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
+
+    def _route(self, source: int, message: Any, blob: bytes) -> None:
+        lead, node, train, leader = self.rollout_lead, self.rollout_node, self.train_node, self.train_leader
+        match message:
+            case wire.Turns() if node:
+                node.on_turns(message)
+            case wire.TurnsDone() | wire.EngineUp() | wire.EngineDown() | wire.EngineVersion() | wire.EngineLoad() | wire.DrainTurns() | wire.Committed():
+                if lead:
+                    lead.on_message(message)
+            case wire.WeightsChunk() if node:
+                node.on_chunk(message, blob)
+            case wire.WeightsCurrent() if node:
+                node.on_current(message)
+            case wire.WeightsWanted() if train:
+                if leader and leader.exporter != self.rank:
+                    self.mesh.send(leader.exporter, message)
+                else:
+                    train.on_wanted(message)
+            case wire.Publish() if train:
+                train.on_publish(message)
+            case wire.ToReplica(message=order) if train:
+                train.on_message(order)
+            case wire.FromReplica(rank=rank, message=answer) if leader:
+                leader.on_reply(rank, answer)
+            case wire.FormGeneration(generation=generation, ranks=ranks) if leader:
+                leader.on_generation(generation, ranks)
+            case wire.Batch() if leader:
+                leader.on_batch(message)
+            case wire.StopTraining(reason=reason) if leader:
+                leader.on_stop(reason)
+            case wire.EngineDied(rank=rank, reason=reason, kind="train") if leader:
+                leader.on_replica_down(rank, reason)
+            case wire.StartEngine(kind=kind) if node and train:
+                self._spawn((node if kind == "rollout" else train).start())
+            case wire.StandbyEngine(kind=kind) if node and train:
+                (node if kind == "rollout" else train).standby()
+            case wire.Roles(receivers=receivers):
+                if self.context:
+                    self.context.receivers = receivers
+            case wire.RankLost(rank=rank):
+                self.mesh.forget(rank)
+                if leader:
+                    leader.on_replica_down(rank, "node lost")
+                if lead:
+                    lead.leader.on_rank_lost(rank)
+            case wire.Welcome():
+                self._enter(message)
+            case wire.Stop(reason=reason):
+                log.info("stop: %s", reason)
+                self._stop.set()
+            case _ if self.coordinator:
+                self.coordinator.on_message(source, message)
+
+
+def main() -> None:
+    """Entry point of ``python -m libra_hpc.pool.agent``."""
+    parser = argparse.ArgumentParser(prog="libra-hpc node agent")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    comm = MPI.COMM_WORLD
+    run = RunDir(arguments.run)
+    try:
+        layout = Layout.parse(os.environ.get(COMPONENTS_VARIABLE, ""))
+        check_world(comm.Get_size(), layout, os.environ)
+    except OperationError as error:
+        log.error("%s", error)
+        if comm.Get_rank() == 0:
+            run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})
+        os._exit(error.exit_code)
+    good = asyncio.run(Agent(comm, layout, run, arguments.attempt).run())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        shutil.rmtree(run.rendezvous / f"attempt-{arguments.attempt}", ignore_errors=True)
+    _finalize(comm)
+    os._exit(0 if good else 1)
+
+
+def _finalize(comm: MPI.Intracomm) -> None:
+    """Finalize MPI when every rank still takes part; with a dead member `MPI_Finalize` would hang for ever."""
+    request = comm.Ibarrier()
+    deadline = time.monotonic() + GOODBYE_S
+    while time.monotonic() < deadline:
+        if request.Test():
+            MPI.Finalize()
+            return
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A child process of the agent and the Unix-domain socket between them.
+
+The agent listens on a socket in its private 0700 directory, starts the child in a process group of its own with a log file of its own, and accepts one
+connection.  Frames are those of `libra_hpc.protocol.codec`.  The child exits when the socket closes, so no engine outlives its agent; the agent ends a
+child by its own process group, and learns of a child's death from the kernel, not from silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
+
+READ_BYTES = 1 << 20
+TERM_GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL when a child does not leave on its own."""
+
+
+class Child:
+    """One engine process.  `on_message` and `on_exit` are called in the agent's loop; `on_exit` exactly once, after the last message."""
+
+    def __init__(
+        self,
+        name: str,
+        socket_path: Path,
+        outbound: Codec[Any],
+        inbound: Codec[Any],
+        on_message: Callable[[Child, Any], None],
+        on_exit: Callable[[Child, int], None],
+    ) -> None:
+        self.name, self.socket_path = name, socket_path
+        self._outbound, self._inbound = outbound, inbound
+        self._on_message, self._on_exit = on_message, on_exit
+        self._writer: asyncio.StreamWriter | None = None
+        self._queue: list[bytes] = []
+        self._process: asyncio.subprocess.Process | None = None
+        self._server: asyncio.Server | None = None
+        self._read_done = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.ended = False
+        self.stopping = False
+        """True once the agent itself asked the child to leave."""
+
+    @property
+    def pid(self) -> int:
+        """Process id, 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    async def start(self, argv: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        """Start ``argv + ["--socket", path]``; messages sent before it connects are kept."""
+        with contextlib.suppress(FileNotFoundError):
+            self.socket_path.unlink()
+        self._server = await asyncio.start_unix_server(self._connected, str(self.socket_path))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab", buffering=0) as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv, "--socket", str(self.socket_path), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+        self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
+
+    def send(self, message: Any) -> None:
+        """Send one message; to a child that is gone it is dropped (its `on_exit` tells the owner)."""
+        frame = self._outbound.frame(message)
+        if self._writer is None:
+            self._queue.append(frame)
+        elif not self._writer.is_closing():
+            self._writer.write(frame)
+
+    def kill(self) -> None:
+        """SIGKILL the child's process group."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self, grace_s: float = TERM_GRACE_S) -> None:
+        """Close the socket, wait, then SIGTERM, then SIGKILL; returns when the process is gone."""
+        self.stopping = True
+        if self._writer is not None:
+            self._writer.close()
+        process = self._process
+        if process is None:
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if process.returncode is not None:
+                break
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), grace_s)
+        if self._task is not None:
+            await self._task
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            writer.close()
+            return
+        self._writer = writer
+        if self._queue:
+            writer.write(b"".join(self._queue))
+            self._queue.clear()
+        buffer = FrameBuffer()
+        try:
+            while chunk := await reader.read(READ_BYTES):
+                for body in buffer.feed(chunk):
+                    self._on_message(self, self._inbound.decode(body))
+        except (ConnectionError, FrameError) as error:
+            if isinstance(error, FrameError):
+                self.kill()
+        finally:
+            self._read_done.set()
+            writer.close()
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        if self._writer is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._read_done.wait(), TERM_GRACE_S)
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.socket_path.unlink()
+        # The group may hold the child's own workers; it is ours alone, so nothing else can be hit.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.ended = True
+        self._on_exit(self, code)

@@ -1,0 +1,86 @@
+"""What every part of a node agent shares: identity, configuration, folders, and the way to send and to log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
+from libra_hpc.telemetry.rundir import RunDir
+
+from .layout import Layout
+
+PREFIX = "libra-"
+OWNER_FILE = "owner.pid"
+
+Send = Callable[..., None]
+"""``send(rank, message, blob=b"")``"""
+
+
+@dataclass
+class Context:
+    """One agent's surroundings."""
+
+    rank: int
+    layout: Layout
+    config: RunConfig
+    run: RunDir
+    attempt: int
+    send: Send
+    start: Welcome
+    private: Path
+    """0700, for sockets and engine configurations; short, because a Unix socket's path may have 107 bytes."""
+    shared_memory: Path
+    """0700, in /dev/shm where there is one: weight files and training snapshots."""
+    receivers: tuple[int, ...] = field(default=())
+    """Ranks that get new weights, as the coordinator last said."""
+
+    @property
+    def component(self) -> str:
+        """This node's component."""
+        return self.layout.components[self.rank]
+
+    @property
+    def logs(self) -> Path:
+        """Log folder of this attempt."""
+        return self.run.logs(self.attempt)
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Send one record to the event log."""
+        self.send(0, Log(kind, time.time(), fields))
+
+    def tell_leader(self, message: MeshMessage) -> None:
+        """Send to the rollout leader."""
+        self.send(self.layout.rollout_leader, message)
+
+
+def make_folders() -> tuple[Path, Path]:
+    """Make the private and the shared-memory folder of this agent, and remove those of own agents that were killed."""
+    bases = [Path(tempfile.gettempdir()), Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())]
+    for base in set(bases):
+        _remove_orphans(base)
+    made = []
+    for base in bases:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        (folder / OWNER_FILE).write_text(str(os.getpid()))
+        made.append(folder)
+    return made[0], made[1]
+
+
+def _remove_orphans(base: Path) -> None:
+    for folder in base.glob(f"{PREFIX}*"):
+        try:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            owner = int((folder / OWNER_FILE).read_text())
+        except (OSError, ValueError):
+            continue
+        if not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

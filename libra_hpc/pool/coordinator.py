@@ -1,0 +1,344 @@
+"""The coordinator, in the agent of rank 0: it carries out what the pure policies decide and writes what people read.
+
+It owns the pool (`libra_hpc.pool.states`): every message that tells of an engine or a node is an event, every effect becomes an order to an agent or a leader.
+Every `PlannerSection.interval_s` it shows the planner a snapshot and turns its decision into a move.  It is the only writer of the event log, the
+metrics and the status snapshot, and it decides how the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from libra_hpc.planner.decide import Planner
+from libra_hpc.planner.snapshot import NodeFact, PlanDecision
+from libra_hpc.protocol.mesh import (
+    DrainTurns,
+    EngineDied,
+    EngineIsReady,
+    Fatal,
+    FormGeneration,
+    Heartbeat,
+    Hello,
+    Log,
+    MemberJoined,
+    RankLost,
+    Roles,
+    RolloutReport,
+    StandbyEngine,
+    StartEngine,
+    StepReport,
+    Stop,
+    StopTraining,
+    TrainingFinished,
+    TurnsDrained,
+    Welcome,
+)
+from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
+
+from . import states
+from .context import Context
+from .observations import Observations
+
+HEARTBEAT_LOST_S = 20.0
+"""A heartbeat comes every second from a process that does nothing long; twenty missing ones are a dead node, not a slow one."""
+HELLO_S = 120.0
+"""All agents of one `srun` say hello within seconds of each other."""
+STATUS_S = 1.0
+ROLES_S = 5.0
+"""The roles are repeated this often, which also tells the agents that the coordinator lives."""
+STOP_S = 4.0
+"""After a cancel Slurm kills in 5 s by default (KillWait 30 on most sites): a checkpoint that is not done by then is not waited for."""
+
+Role = Literal["train", "rollout"]
+
+
+class _Node:
+    def __init__(self, now: float) -> None:
+        self.host = ""
+        self.beat: Heartbeat | None = None
+        self.seen = now
+        self.since = now
+
+
+class Coordinator:
+    """See the module docstring.  `run` returns when the run is over; ``state`` then says how."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._config, self._run_dir = context, context.config, context.run
+        self._events, self._metrics = LineLog(context.run.events), LineLog(context.run.metrics)
+        now = time.time()
+        self._nodes = {rank: _Node(now) for rank in range(len(context.layout.components))}
+        self._pool: states.Pool | None = None
+        self._observations = Observations()
+        self._planner = Planner(self._config.planner)
+        self._decision: DecisionStatus | None = None
+        self._moves: dict[int, tuple[Role, float]] = {}
+        self._started_at = now
+        self._step = context.start.step
+        self._gen_tokens = 0.0
+        self._finished = asyncio.Event()
+        self.state, self._message = "starting", "waiting for the nodes"
+        self._stop_deadline: float | None = None
+
+    # --- messages ---------------------------------------------------------------------------------------------------------------------------
+
+    def on_message(self, source: int, message: Any) -> None:
+        """Everything that is addressed to the coordinator."""
+        node = self._nodes[source]
+        node.seen = time.time()
+        match message:
+            case Heartbeat():
+                node.beat = message
+            case Log(kind=kind, t=t, fields=fields):
+                self._events.write({"t": t, "kind": kind, **fields})
+            case StepReport():
+                self._on_step(message)
+            case RolloutReport():
+                receivers = states.rollout_nodes(self._pool) if self._pool else ()
+                self._observations.on_rollout(message, receivers, time.time())
+            case Hello(rank=rank, host=host, pid=pid, component=component):
+                node.host = host
+                self._context.send(rank, self._context.start)
+                self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
+                self._maybe_start()
+            case EngineIsReady(rank=rank, kind=kind, seconds=seconds):
+                self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
+                self._apply(states.EngineReady(rank, _role(kind)))
+            case EngineDied(rank=rank, kind=kind, reason=reason):
+                self._apply(states.EngineDied(rank, _role(kind)))
+                self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
+            case TurnsDrained(rank=rank):
+                self._apply(states.Drained(rank))
+            case MemberJoined(rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds):
+                self._event("member_joined", rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds)
+                self._apply(states.StateArrived(rank))
+                self._apply(states.MemberOf(rank, generation))
+            case TrainingFinished(step=step):
+                self._step = step
+                self._end("cancelled" if self._stop_deadline is not None else "completed", f"step {step} is saved")
+            case Fatal(rank=rank, reason=reason):
+                self._end("failed", f"node {rank}: {reason}")
+
+    def on_signal(self, name: str) -> None:
+        """SIGTERM or the time-limit notice: save at the next step border, then stop."""
+        if self._stop_deadline is None and not self._finished.is_set():
+            self._event("stop_requested", signal=name)
+            self._stop_deadline = time.time() + STOP_S
+            self._message = f"{name}: saving and stopping"
+            self._context.send(self._context.layout.train_leader, StopTraining(name))
+
+    # --- the pool ---------------------------------------------------------------------------------------------------------------------------
+
+    def _maybe_start(self) -> None:
+        if self._pool is not None or not all(node.host for node in self._nodes.values()):
+            return
+        self._event("job_started", ranks=len(self._nodes), step=self._step, attempt=self._context.attempt)
+        self.state, self._message = "running", "starting engines"
+        self._pool, effects = states.start(self._context.layout.pool(), self._config.planner.hybrid_start)
+        self._roles()
+        self._carry_out(effects)
+
+    def _apply(self, event: states.Event) -> None:
+        if self._pool is None or self._finished.is_set():
+            return
+        before = self._pool.nodes
+        try:
+            self._pool, effects = states.advance(self._pool, event)
+        except states.IllegalTransition as error:
+            self._event("illegal_transition", reason=str(error))
+            return
+        self._carry_out(effects)
+        now = time.time()
+        for rank, node in self._pool.nodes.items():
+            if node.state is before[rank].state:
+                continue
+            self._nodes[rank].since = now
+            self._event("node_state", rank=rank, state=str(node.state), was=str(before[rank].state))
+            if rank in self._moves and str(node.state) == self._moves[rank][0]:
+                role, started = self._moves.pop(rank)
+                self._observations.on_switch("to_train" if role == "train" else "to_rollout", now - started, now)
+                self._event("move_done", rank=rank, role=role, seconds=now - started)
+            elif rank in self._moves and node.state is states.NodeState.LOST:
+                del self._moves[rank]
+        if self._pool.nodes != before:
+            self._roles()
+
+    def _carry_out(self, effects: tuple[states.Effect, ...]) -> None:
+        context = self._context
+        for effect in effects:
+            match effect:
+                case states.StartEngine(rank=rank, kind=kind):
+                    context.send(rank, StartEngine(kind))
+                case states.StandbyEngine(rank=rank, kind=kind):
+                    context.send(rank, StandbyEngine(kind))
+                case states.DrainTurns(rank=rank):
+                    context.send(context.layout.rollout_leader, DrainTurns(rank))
+                case states.ResubmitTurns(rank=rank) if self._pool and self._pool.nodes[rank].state is states.NodeState.LOST:
+                    context.send(context.layout.rollout_leader, RankLost(rank))
+                case states.FormMembership(membership=membership):
+                    self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
+                    context.send(context.layout.train_leader, FormGeneration(membership.generation, membership.ranks))
+
+    def _roles(self) -> None:
+        assert self._pool is not None
+        named = {rank: str(node.state) for rank, node in self._pool.nodes.items()}
+        # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
+        message = Roles(named, states.rollout_nodes(self._pool))
+        for rank in self._nodes:
+            self._context.send(rank, message)
+
+    def _plan(self) -> None:
+        assert self._pool is not None
+        nodes = tuple(NodeFact(rank, node.component, str(node.state), self._nodes[rank].since) for rank, node in self._pool.nodes.items())
+        algorithm = self._config.algorithm
+        steps_left = self._config.run.steps - self._step
+        snapshot = self._observations.snapshot(nodes, algorithm.prompts_per_step, algorithm.group_size, algorithm.eta, steps_left)
+        now = time.time()
+        decision = self._planner.decide(snapshot, now)
+        self._remember(decision, now)
+        if decision.action == "hold":
+            return
+        role: Role = "train" if decision.action == "to_train" else "rollout"
+        self._event("move_started", rank=decision.node, to=role, reason=decision.reason, numbers=decision.numbers)
+        self._moves[decision.node] = (role, now)
+        self._apply(states.MoveOrdered(decision.node, role))
+
+    def _remember(self, decision: PlanDecision, now: float) -> None:
+        last = self._decision
+        self._decision = DecisionStatus(now, decision.action, decision.node, decision.reason, decision.numbers)
+        if last is None or last.action != decision.action or decision.action != "hold" or now - last.at > ROLES_S:
+            self._event("decision", action=decision.action, node=decision.node, reason=decision.reason, numbers=decision.numbers)
+
+    # --- the loop ---------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Drive the run to its end."""
+        next_status = next_roles = next_plan = 0.0
+        while not self._finished.is_set():
+            now = time.time()
+            if self._pool is None and now - self._started_at > HELLO_S:
+                missing = [rank for rank, node in self._nodes.items() if not node.host]
+                self._end("failed", f"no sign of life from rank(s) {missing} after {HELLO_S:.0f} s")
+            if self._pool is not None:
+                self._check_heartbeats(now)
+                if now >= next_roles:
+                    next_roles = now + ROLES_S
+                    self._roles()
+                if self._config.planner.enabled and now >= next_plan and not self._moves and self._stop_deadline is None:
+                    next_plan = now + self._config.planner.interval_s
+                    self._plan()
+            if self._stop_deadline is not None and now > self._stop_deadline:
+                self._end("cancelled", "stopped before the last step could be saved; the last checkpoint stands")
+            if now >= next_status:
+                next_status = now + STATUS_S
+                self._write_status()
+            try:
+                await asyncio.wait_for(self._finished.wait(), min(STATUS_S, self._config.planner.interval_s))
+            except TimeoutError:
+                continue
+        await self._close()
+
+    def _check_heartbeats(self, now: float) -> None:
+        for rank, node in self._nodes.items():
+            if rank == self._context.rank or now - node.seen < HEARTBEAT_LOST_S or self._pool is None:
+                continue
+            if self._pool.nodes[rank].state is states.NodeState.LOST:
+                continue
+            self._event("node_lost", rank=rank, silent_s=now - node.seen)
+            layout = self._context.layout
+            if rank in (layout.train_leader, layout.rollout_leader):
+                self._end("failed", f"node {rank}, which leads a stage, is lost; continue with --resume")
+                return
+            for other in self._nodes:
+                self._context.send(other, RankLost(rank))
+            self._apply(states.HeartbeatLost(rank))
+
+    def _on_step(self, report: StepReport) -> None:
+        self._step = report.step
+        self._message = ""
+        now = time.time()
+        self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
+        self._observations.on_step(report, now)
+        rollout_nodes = len(states.rollout_nodes(self._pool)) if self._pool else 0
+        speed = self._observations.rollout_speed(self._gen_tokens)[0]
+        self._metrics.write({"t": now, "step": report.step, **report.metrics, "rollout_nodes": rollout_nodes, "rollout_tokens_per_s": speed})
+
+    def _end(self, state: str, message: str) -> None:
+        if not self._finished.is_set():
+            self.state, self._message = state, message
+            self._finished.set()
+
+    async def _close(self) -> None:
+        newest = self._run_dir.latest_checkpoint()
+        if newest is not None and self.state == "completed":
+            await asyncio.to_thread(_copy_policy, newest[1] / "policy", self._run_dir.policy)
+        self._event("job_finished", state=self.state, message=self._message, step=self._step)
+        result = {"state": self.state, "message": self._message, "step": self._step, "attempt": self._context.attempt, "t": time.time()}
+        self._run_dir.write_json(self._run_dir.result, result)
+        self._write_status()
+        for rank in self._nodes:
+            if rank != self._context.rank:
+                self._context.send(rank, Stop(self._message))
+
+    # --- what people read -------------------------------------------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._events.write({"t": time.time(), "kind": kind, **fields})
+
+    def _write_status(self) -> None:
+        write_atomic(self._run_dir.status, encode_status(self._status(time.time())))
+
+    def _status(self, now: float) -> Status:
+        seen, report = self._observations, self._observations.report
+        train, rollout = seen.train_speed(), seen.rollout_speed(self._gen_tokens)
+        membership = self._pool.membership if self._pool else states.Membership(0, ())
+        rewards = seen.rewards
+        fifth = max(1, len(rewards) // 5)
+        serving = states.rollout_nodes(self._pool) if self._pool else ()
+        return Status(
+            run=self._run_dir.name, path=str(self._run_dir.path), job_id=str(self._run_dir.read_json(self._run_dir.job).get("job_id", "")),
+            attempt=self._context.attempt, state=self.state, started_at=self._started_at, updated_at=now, step=self._step,
+            steps=self._config.run.steps, version=self._step, reward=rewards[-1] if rewards else 0.0,
+            reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0, generation=membership.generation, replicas=len(membership.ranks),
+            train=StageStatus(*train, nodes=len(membership.ranks)), rollout=StageStatus(*rollout, nodes=len(serving)),
+            open_trajectories=report.open_trajectories if report else 0, waiting_turns=report.waiting_turns if report else 0,
+            tools_running=report.tools_running if report else 0, ready_groups=report.ready_groups if report else 0,
+            staleness_mean=sum(m for m, _ in seen.staleness) / len(seen.staleness) if seen.staleness else 0.0,
+            staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
+            trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
+            nodes=[self._node_status(rank, node, now) for rank, node in self._nodes.items()], decision=self._decision, message=self._message,
+        )  # fmt: skip
+
+    def _node_status(self, rank: int, node: _Node, now: float) -> NodeStatus:
+        component = self._context.layout.components[rank]
+        role = component if self._pool is None or component == "planner" else str(self._pool.nodes[rank].state)
+        beat = node.beat
+        return NodeStatus(rank, node.host, component, role, beat.engines if beat else {}, beat.version if beat else -1, max(0.0, now - node.seen))
+
+
+def _role(kind: str) -> Role:
+    return "train" if kind == "train" else "rollout"
+
+
+def _copy_policy(source: Path, destination: Path) -> None:
+    partial = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    shutil.rmtree(destination, ignore_errors=True)
+    partial.rename(destination)
+
+
+def start_state(run: RunDir) -> Welcome:
+    """Where an attempt starts: the newest complete checkpoint of the run, or the beginning."""
+    newest = run.latest_checkpoint()
+    if newest is None:
+        return Welcome(0, "", 0, ())
+    step, folder = newest
+    state = run.read_json(folder / "state.json")
+    return Welcome(step, str(folder), int(state["low"]), tuple(state["extra"]))

@@ -1,0 +1,95 @@
+"""What rank 0 remembers of the run for the planner and for the status screen: sliding windows of steps, rollout windows, trajectories and moves.
+
+Windows are bounded (`STEPS`, `WINDOWS`, `TRAJECTORIES`): a few minutes of a fast run, and all the planner's change test needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from libra_hpc.planner.snapshot import NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.mesh import RolloutReport, StepReport
+
+STEPS = 256
+WINDOWS = 256
+TRAJECTORIES = 4096
+
+
+class Observations:
+    """Feed it every report; `snapshot` is the planner's view, the other methods the status screen's."""
+
+    def __init__(self) -> None:
+        self.steps: deque[TrainStepFact] = deque(maxlen=STEPS)
+        self.windows: deque[RolloutWindowFact] = deque(maxlen=WINDOWS)
+        self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
+        self.switches: deque[SwitchFact] = deque(maxlen=32)
+        self.rewards: list[float] = []
+        self.staleness: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self.trained = 0
+        self.report: RolloutReport | None = None
+        self._report_at = 0.0
+        self._report_nodes: tuple[int, ...] = ()
+        self._finished = 0
+        self._walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        """(seconds from commit to commit, seconds of it the trainer waited for data)"""
+
+    def on_step(self, report: StepReport, now: float) -> None:
+        """One committed step."""
+        metrics = report.metrics
+        self.rewards.append(metrics.get("reward", 0.0))
+        self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
+        self.trained += int(metrics.get("trajectories", 0))
+        self._walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
+        if metrics.get("train_s", 0.0) > 0.0:
+            tokens, loss_tokens, replicas = int(metrics["trained_tokens"]), int(metrics["loss_tokens"]), int(metrics["replicas"])
+            self.steps.append(TrainStepFact(now, tokens, loss_tokens, replicas, metrics["train_s"]))
+
+    def on_rollout(self, report: RolloutReport, nodes: tuple[int, ...], now: float) -> None:
+        """A second of rollout; a window counts only when the same nodes served all through it."""
+        last = self.report
+        if last is not None and nodes and nodes == self._report_nodes and now > self._report_at:
+            seconds = now - self._report_at
+            busy = (report.busy_s - last.busy_s) / (seconds * len(nodes))
+            generated, prefilled = report.generated_tokens - last.generated_tokens, report.prefilled_tokens - last.prefilled_tokens
+            self.windows.append(RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy)))
+        self.report, self._report_at, self._report_nodes = report, now, nodes
+        for generated, context, turns in report.lengths:
+            self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns))
+            self._finished += 1
+
+    def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
+        """One completed move."""
+        self.switches.append(SwitchFact(now, direction, seconds))
+
+    @property
+    def trainer_wait(self) -> float:
+        """Share of the trainers' time spent waiting for data, over the last steps."""
+        recent = list(self._walls)[-16:]
+        wall = sum(w for w, _ in recent)
+        return sum(s for _, s in recent) / wall if wall > 0.0 else 0.0
+
+    def snapshot(self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int) -> PlanSnapshot:
+        """The planner's view."""
+        report = self.report
+        queue = QueueFact(
+            report.ready_groups if report else 0, report.outstanding_groups if report else 0, self.trainer_wait, report.gate_blocked if report else 0.0
+        )
+        return PlanSnapshot(
+            nodes, tuple(self.steps), tuple(self.windows), tuple(self.trajectories), tuple(self.switches), queue, prompts_per_step, group_size, eta, steps_left
+        )
+
+    def train_speed(self) -> tuple[float, float, float]:
+        """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
+        recent = list(self.steps)[-16:]
+        seconds, tokens = sum(s.seconds for s in recent), sum(s.tokens for s in recent)
+        wall = sum(w for w, _ in list(self._walls)[-16:])
+        return (tokens / seconds if seconds else 0.0, seconds / len(recent) if recent else 0.0, min(1.0, seconds / wall) if wall else 0.0)
+
+    def rollout_speed(self, tokens_per_batch: float) -> tuple[float, float, float]:
+        """(generated tokens per second, node-seconds of own work per global batch, busy share) over the last windows."""
+        recent = list(self.windows)[-10:]
+        seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
+        busy = sum(w.busy * w.seconds for w in recent)
+        per_token = busy / tokens if tokens else 0.0
+        return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)

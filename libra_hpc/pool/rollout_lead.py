@@ -1,0 +1,143 @@
+"""The rollout leader's surroundings in its agent: environment host processes, the trajectory file, and the report of every second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.env import ToHost, from_host, to_host
+from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
+from libra_hpc.sched.registry import make_policy
+from libra_hpc.tasks.settings import HostConfig
+from libra_hpc.telemetry.events import LineLog
+
+from .child import Child
+from .context import Context
+
+REPORT_S = 1.0
+HOST_RESTART_S = 0.5
+MAX_FAST_DEATHS = 5
+"""Deaths in a row without a single `HostReady`: then the task itself is broken and the run ends with its message."""
+
+
+class RolloutLead:
+    """See the module docstring."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        config = context.config
+        algorithm, rollout = config.algorithm, config.rollout
+        settings = RolloutSettings(
+            task=config.task.name,
+            prompts_per_step=algorithm.prompts_per_step,
+            group_size=algorithm.group_size,
+            eta=algorithm.eta,
+            steps=config.run.steps,
+            temperature=rollout.temperature,
+            max_model_len=rollout.max_model_len,
+            max_inflight=rollout.max_inflight,
+            max_open_groups=max(1, rollout.max_trajectories // algorithm.group_size)
+            if rollout.max_trajectories
+            else (algorithm.eta + 1) * algorithm.prompts_per_step,
+        )
+        self._trace = LineLog(context.run.trajectories)
+        self._hosts: list[Child | None] = [None] * config.task.hosts
+        self._deaths = [0] * config.task.hosts
+        self._restarts: dict[int, asyncio.Task[None]] = {}
+        self._stopping = False
+        self.leader = RolloutLeader(
+            settings,
+            make_policy(rollout.policy, config.run.seed),
+            context.send,
+            context.layout.train_leader,
+            config.task.hosts,
+            self._to_host,
+            self._trace.write,
+            context.log,
+        )
+
+    async def run(self) -> None:
+        """Start the hosts, then report every second until cancelled."""
+        for host in range(len(self._hosts)):
+            await self._start_host(host)
+        start = self._context.start
+        self.leader.on_position(start.step, start.low, start.extra)
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._context.send(0, self.leader.report())
+
+    async def stop(self) -> None:
+        """End the environment hosts."""
+        self._stopping = True
+        await asyncio.gather(*(child.stop() for child in self._hosts if child is not None))
+        self._trace.close()
+
+    def on_message(self, message: Any) -> None:
+        """What the mesh brings for the rollout leader."""
+        leader = self.leader
+        match message:
+            case wire.TurnsDone(items=items):
+                leader.on_turns_done(items)
+            case wire.EngineLoad(engine=engine, stats=stats):
+                leader.on_engine_load(engine, stats)
+            case wire.EngineVersion(engine=engine, version=version):
+                leader.on_engine_version(engine, version)
+            case wire.EngineUp():
+                leader.on_engine_up(message)
+            case wire.EngineDown(engine=engine, reason=reason):
+                leader.on_engine_down(engine, reason)
+            case wire.DrainTurns(rank=rank):
+                leader.on_drain(rank)
+            case wire.Committed(step=step, indices=indices):
+                leader.on_committed(step, indices)
+
+    # --- environment hosts ------------------------------------------------------------------------------------------------------------------
+
+    async def _start_host(self, host: int) -> None:
+        context, task = self._context, self._context.config.task
+        settings = HostConfig(
+            task=task.name,
+            model=context.config.model.path,
+            options=task.options,
+            seed=context.config.run.seed,
+            tool_timeout_s=task.tool_timeout_s,
+            tool_memory_mb=task.tool_memory_mb,
+            tool_output_bytes=task.tool_output_bytes,
+            tool_processes=task.tool_processes,
+        )
+        child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._message, self._exited)
+        self._hosts[host] = child
+        await child.start([sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(settings).decode()], dict(os.environ), context.logs / f"host{host}.log")
+
+    def _to_host(self, host: int, message: ToHost) -> None:
+        child = self._hosts[host]
+        if child is not None:
+            child.send(message)
+
+    def _message(self, child: Child, message: Any) -> None:
+        host = self._hosts.index(child)
+        self._deaths[host] = 0
+        self.leader.on_host(host, message)
+
+    def _exited(self, child: Child, code: int) -> None:
+        if self._stopping:
+            return
+        host = self._hosts.index(child)
+        self._deaths[host] += 1
+        reason = f"environment host ended with {code}"
+        self._context.log("host_lost", host=host, reason=reason)
+        if self._deaths[host] >= MAX_FAST_DEATHS:
+            self._context.send(0, wire.Fatal(self._context.rank, f"{reason} {self._deaths[host]} times in a row; see {self._context.logs}/host{host}.log"))
+            return
+        self._restarts[host] = asyncio.get_running_loop().create_task(self._restart(host, reason))
+
+    async def _restart(self, host: int, reason: str) -> None:
+        await asyncio.sleep(HOST_RESTART_S * self._deaths[host])
+        if not self._stopping:
+            await self._start_host(host)
+            self.leader.on_host_down(host, reason)

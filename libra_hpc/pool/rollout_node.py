@@ -1,0 +1,233 @@
+"""The rollout half of a node agent: owns the node's vLLM engine processes and passes turns, answers and weights between them and the mesh.
+
+An engine is announced to the rollout leader (`EngineUp`) only once it samples from the newest weights there are: after its start, after a restart and
+after standby it asks for them first.  In standby the process stays alive with its device memory released, so that coming back costs a weight update
+instead of a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol.mesh import (
+    EngineDied,
+    EngineDown,
+    EngineIsReady,
+    EngineLoad,
+    EngineUp,
+    EngineVersion,
+    Turns,
+    TurnsDone,
+    WeightsChunk,
+    WeightsCurrent,
+    WeightsWanted,
+)
+from libra_hpc.protocol.rollout import (
+    EngineError,
+    EngineReady,
+    EngineStats,
+    Generate,
+    Generated,
+    Shutdown,
+    Sleep,
+    UpdateWeights,
+    Wake,
+    WeightsApplied,
+    from_engine,
+    to_engine,
+)
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.weights.relay import Receiver
+
+from .child import Child
+from .context import Context
+
+KIND = "rollout"
+
+
+class _Engine:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.child: Child | None = None
+        self.state = "lost"
+        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``lost``"""
+        self.ready: EngineReady | None = None
+        self.version = -1
+
+
+class RolloutNode:
+    """See the module docstring."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        count = context.config.rollout.engines_per_node
+        self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
+        self._receiver = Receiver(context.shared_memory, context.send, self._weights_complete)
+        self._wanted = False
+        self._ordered_at = 0.0
+        self._outbox: list[tuple[str, Generated]] = []
+
+    @property
+    def states(self) -> dict[str, str]:
+        """State of every engine that was ever started."""
+        return {e.name: e.state for e in self._engines.values() if e.child is not None}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id of every live engine."""
+        return {e.name: e.child.pid for e in self._engines.values() if e.child is not None and not e.child.ended}
+
+    @property
+    def version(self) -> int:
+        """Lowest version of the ready engines, -1 without one."""
+        return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
+
+    async def start(self) -> None:
+        """Bring every engine of the node up: start what is missing, wake what sleeps."""
+        self._wanted, self._ordered_at = True, time.monotonic()
+        for engine in self._engines.values():
+            if engine.state == "standby" and engine.child is not None:
+                engine.state = "loading"
+                engine.child.send(Wake())
+                self._catch_up(engine)
+            elif engine.state == "lost":
+                await self._spawn(engine)
+        self._maybe_ready()
+
+    def standby(self) -> None:
+        """Put every engine to sleep; the rollout leader has drained them."""
+        self._wanted = False
+        for engine in self._engines.values():
+            if engine.child is not None and engine.state in ("ready", "loading"):
+                engine.state = "standby"
+                engine.child.send(Sleep())
+                self._context.tell_leader(EngineDown(self._context.rank, engine.name, "standby"))
+
+    async def stop(self) -> None:
+        """End every engine."""
+        self._wanted = False
+        for engine in self._engines.values():
+            if engine.child is not None and not engine.child.ended:
+                engine.child.stopping = True
+                engine.child.send(Shutdown())
+        await asyncio.gather(*(e.child.stop() for e in self._engines.values() if e.child is not None))
+
+    def on_turns(self, message: Turns) -> None:
+        """Pass requests on; one whose engine is gone is dropped, the leader hears of the loss anyway."""
+        for name, request in message.items:
+            engine = self._engines.get(name)
+            if engine is None or engine.child is None or engine.state != "ready":
+                self._answer(name, _refused(request, "engine is not ready"))
+            else:
+                engine.child.send(request)
+
+    def on_chunk(self, message: WeightsChunk, blob: bytes) -> None:
+        """A piece of new weights."""
+        self._receiver.chunk(message, blob)
+
+    def on_current(self, message: WeightsCurrent) -> None:
+        """There is nothing newer than what the engines have."""
+        for engine in self._engines.values():
+            if engine.state == "loading" and engine.version >= message.version:
+                self._up(engine)
+
+    # --- engines ----------------------------------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, engine: _Engine) -> None:
+        context, rollout = self._context, self._context.config.rollout
+        start = context.start
+        config = EngineConfig(
+            model=str(Path(start.checkpoint) / "policy") if start.checkpoint else context.config.model.path,
+            dtype=context.config.model.dtype,
+            tp=rollout.tp,
+            max_model_len=rollout.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            kv_cache_mb=rollout.kv_cache_mb,
+            block_size=rollout.block_size,
+            threads=rollout.threads,
+            seed=context.config.run.seed * 100_003 + context.rank * 101 + context.attempt,
+            device=context.config.slurm.device,
+            version=start.step if self._receiver.newest_path is None else self._receiver.newest,
+            weights="" if self._receiver.newest_path is None else str(self._receiver.newest_path),
+        )
+        path = context.private / f"{engine.name}.json"
+        path.write_bytes(msgspec.json.encode(config))
+        engine.state, engine.ready = "starting", None
+        engine.child = Child(engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited)
+        argv = [sys.executable, "-m", "libra_hpc.rollout.engine", "--config", str(path)]
+        await engine.child.start(argv, dict(os.environ), context.logs / f"{engine.name}.log")
+
+    def _message(self, child: Child, message: Any) -> None:
+        engine = self._engines[child.name]
+        match message:
+            case Generated():
+                self._answer(engine.name, message)
+            case EngineStats():
+                self._context.tell_leader(EngineLoad(engine.name, message))
+            case WeightsApplied(version=version, seconds=seconds):
+                engine.version = version
+                self._context.log("weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds)
+                if engine.state == "ready":
+                    self._context.tell_leader(EngineVersion(self._context.rank, engine.name, version))
+                elif engine.state == "loading":
+                    self._catch_up(engine)
+            case EngineReady():
+                engine.ready, engine.version, engine.state = message, message.version, "loading"
+                self._catch_up(engine)
+            case EngineError(what=what, fatal=fatal):
+                self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
+
+    def _answer(self, name: str, generated: Generated) -> None:
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((name, generated))
+
+    def _flush(self) -> None:
+        items, self._outbox = tuple(self._outbox), []
+        self._context.tell_leader(TurnsDone(items))
+
+    def _catch_up(self, engine: _Engine) -> None:
+        """Bring one engine to the newest weights before it is announced."""
+        assert engine.child is not None
+        if self._receiver.newest_path is not None and self._receiver.newest > engine.version:
+            engine.child.send(UpdateWeights(str(self._receiver.newest_path), self._receiver.newest, self._receiver.newest_crc32))
+        else:
+            self._context.send(self._context.layout.train_leader, WeightsWanted(self._context.rank, engine.version))
+
+    def _up(self, engine: _Engine) -> None:
+        assert engine.ready is not None
+        engine.state = "ready"
+        ready = msgspec.structs.replace(engine.ready, version=engine.version)
+        self._context.tell_leader(EngineUp(self._context.rank, engine.name, ready))
+        self._context.log("engine_ready", rank=self._context.rank, engine=engine.name, version=engine.version, seconds=ready.start_s)
+        self._maybe_ready()
+
+    def _maybe_ready(self) -> None:
+        if self._wanted and all(e.state == "ready" for e in self._engines.values()):
+            self._context.send(0, EngineIsReady(self._context.rank, KIND, time.monotonic() - self._ordered_at))
+
+    def _weights_complete(self, version: int, path: Path, crc32: int) -> None:
+        for engine in self._engines.values():
+            if engine.child is not None and engine.state in ("ready", "loading"):
+                engine.child.send(UpdateWeights(str(path), version, crc32))
+
+    def _exited(self, child: Child, code: int) -> None:
+        engine = self._engines[child.name]
+        was, engine.state, engine.version = engine.state, "lost", -1
+        if child.stopping:
+            return
+        reason = f"engine process ended with {code}" if code >= 0 else f"engine process was killed by signal {-code}"
+        self._context.log("engine_lost", rank=self._context.rank, engine=engine.name, reason=reason, state=was)
+        self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
+        self._context.send(0, EngineDied(self._context.rank, KIND, reason))
+
+
+def _refused(request: Generate, reason: str) -> Generated:
+    return Generated(request.rid, b"", b"", "error", (), 0, 0.0, 0.0, reason)

@@ -1,0 +1,341 @@
+"""The elastic pool as a pure state machine: event in, new pool and effects out.
+
+A node is in one of six states:
+
+    STARTING --engine ready--> ROLLOUT | (member with its state) TRAIN          first start, restart after a crash, return after a loss
+    ROLLOUT  --move--> TO_TRAIN   --drained, engine ready, member, state arrived--> TRAIN
+    TRAIN    --move--> TO_ROLLOUT --left the membership at a step border, engine ready--> ROLLOUT
+    any      --heartbeat lost--> LOST --returned--> STARTING
+
+Only nodes of the ``hybrid`` component move; ``train`` and ``rollout`` nodes are the core and keep their role for life.
+
+*Membership* is the numbered set of data-parallel replicas.  Every wish to change it becomes a proposal with the next number; a newer proposal replaces one
+that is still forming.  A node is proposed once its training engine answers, so that members never wait for an engine to start, and it counts as a trainer
+(TRAIN) only when it is a member *and* its weights and optimizer state have arrived, in whatever order the two happen.  Trainers adopt a proposal at a step
+border; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the generation that no longer holds it is
+complete; if it has meanwhile become the only one that holds the training state, its move is called off.  The first generation waits for all core training
+nodes, so that a run does not form one group per node while they come up.
+
+`advance` raises `IllegalTransition` for an event that cannot happen in the present state (a core node ordered to move, a second order while the first is
+under way): the caller logs it and keeps the old pool.  Confirmations of a superseded generation are normal late messages and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Literal, Union
+
+import msgspec
+
+Role = Literal["train", "rollout"]
+Component = Literal["train", "hybrid", "rollout"]
+
+
+class NodeState(StrEnum):
+    """State of a pool node."""
+
+    STARTING = "starting"
+    TRAIN = "train"
+    TO_ROLLOUT = "to_rollout"
+    ROLLOUT = "rollout"
+    TO_TRAIN = "to_train"
+    LOST = "lost"
+
+
+class IllegalTransition(Exception):
+    """An event that is impossible in the present state of the pool."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One node."""
+
+    rank: int
+    component: Component
+    state: NodeState
+    role: Role
+    """The role it has, or is on its way to."""
+    draining: bool = False
+    """Ordered to train, with turns still in flight."""
+    engine_ready: bool = False
+    """Whether the engine of ``role`` answers."""
+    has_state: bool = False
+    """Whether its training engine holds the current weights and optimizer state (kept by a leaving node until it is freed)."""
+    member_of: int = -1
+    """Last generation its present training engine confirmed."""
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """A numbered set of training replicas; the one a run starts from is empty."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """The whole pool."""
+
+    nodes: dict[int, Node]
+    membership: Membership
+    """Latest complete generation."""
+    issued: int
+    """Highest generation number ever proposed."""
+    forming: Membership | None = None
+    """Latest proposal while not every member has confirmed it."""
+
+
+# Events -------------------------------------------------------------------------------------------
+
+
+class MoveOrdered(msgspec.Struct, frozen=True):
+    """The planner wants a hybrid node in the other role."""
+
+    rank: int
+    to: Role
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """A node that leaves rollout has no turn in flight any more."""
+
+    rank: int
+
+
+class EngineReady(msgspec.Struct, frozen=True):
+    """The node's engine of this kind answers."""
+
+    rank: int
+    kind: Role
+
+
+class StateArrived(msgspec.Struct, frozen=True):
+    """The node's training engine holds the weights and optimizer state of the current step."""
+
+    rank: int
+
+
+class MemberOf(msgspec.Struct, frozen=True):
+    """The node's training engine formed the group of this generation."""
+
+    rank: int
+    generation: int
+
+
+class EngineDied(msgspec.Struct, frozen=True):
+    """The node's engine of this kind ended unasked; the node itself lives."""
+
+    rank: int
+    kind: Role
+
+
+class HeartbeatLost(msgspec.Struct, frozen=True):
+    """The node is silent for too long."""
+
+    rank: int
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """A lost node answers again; whatever it held is gone."""
+
+    rank: int
+
+
+Event = Union[MoveOrdered, Drained, EngineReady, StateArrived, MemberOf, EngineDied, HeartbeatLost, Returned]
+
+# Effects ------------------------------------------------------------------------------------------
+
+
+class StartEngine(msgspec.Struct, frozen=True):
+    """Start the node's engine of this kind, or wake it from standby."""
+
+    rank: int
+    kind: Role
+
+
+class StandbyEngine(msgspec.Struct, frozen=True):
+    """Put the node's engine of this kind into warm standby."""
+
+    rank: int
+    kind: Role
+
+
+class OpenTurns(msgspec.Struct, frozen=True):
+    """The router may send turns to this node."""
+
+    rank: int
+
+
+class DrainTurns(msgspec.Struct, frozen=True):
+    """Send no new turns to this node; report `Drained` when those in flight are answered or moved."""
+
+    rank: int
+
+
+class ResubmitTurns(msgspec.Struct, frozen=True):
+    """The node's turns in flight are gone: send them elsewhere."""
+
+    rank: int
+
+
+class FormMembership(msgspec.Struct, frozen=True):
+    """At the next step border, form this generation; each member reports `MemberOf`, a new one `StateArrived` too."""
+
+    membership: Membership
+
+
+Effect = Union[StartEngine, StandbyEngine, OpenTurns, DrainTurns, ResubmitTurns, FormMembership]
+
+# Transitions --------------------------------------------------------------------------------------
+
+
+def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout", generation: int = 0) -> tuple[Pool, tuple[Effect, ...]]:
+    """A pool whose nodes ``(rank, component)`` all have to start their engine; ``generation`` is the last one used before (a resumed run)."""
+    made: dict[int, Node] = {}
+    for rank, component in nodes:
+        made[rank] = Node(rank, component, NodeState.STARTING, hybrid_role if component == "hybrid" else component)
+    return Pool(made, Membership(generation, ()), generation), tuple(StartEngine(node.rank, node.role) for node in made.values())
+
+
+def trainers(pool: Pool) -> tuple[int, ...]:
+    """Ranks that count as training replicas now: members whose state has arrived, leaving ones included until they are freed."""
+    nodes = (pool.nodes[rank] for rank in pool.membership.ranks)
+    return tuple(n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state))
+
+
+def rollout_nodes(pool: Pool) -> tuple[int, ...]:
+    """Ranks that accept turns now."""
+    return tuple(rank for rank, node in pool.nodes.items() if node.state is NodeState.ROLLOUT)
+
+
+def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
+    """Apply one event; raises `IllegalTransition` and changes nothing when it is impossible."""
+    node = pool.nodes.get(event.rank)
+    if node is None:
+        raise IllegalTransition(f"node {event.rank} is not in the pool")
+    match event:
+        case MoveOrdered(to="train"):
+            return _to_train(pool, node)
+        case MoveOrdered():
+            return _to_rollout(pool, node)
+        case Drained():
+            _require(node.draining, node, "drained")
+            return _put(pool, node, draining=False), (StandbyEngine(node.rank, "rollout"), StartEngine(node.rank, "train"))
+        case EngineReady(kind=kind):
+            return _engine_ready(pool, node, kind)
+        case StateArrived():
+            _require(node.role == "train" and node.engine_ready, node, "state arrived")
+            return _settle(_put(pool, node, has_state=True)), ()
+        case MemberOf(generation=generation):
+            return _member(pool, node, generation)
+        case EngineDied(kind=kind):
+            return _engine_died(pool, node, kind)
+        case HeartbeatLost():
+            return _lost(pool, node)
+        case Returned():
+            _require(node.state is NodeState.LOST, node, "returned")
+            return _put(pool, node, state=NodeState.STARTING), (StartEngine(node.rank, node.role),)
+
+
+def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.component == "hybrid", node, "ordered to train: it is a core node")
+    _require(node.state is NodeState.ROLLOUT, node, "ordered to train")
+    _require(len(rollout_nodes(pool)) > 1, node, "ordered to train: it is the last rollout node")
+    moved = _put(pool, node, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
+    return moved, (DrainTurns(node.rank),)
+
+
+def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.component == "hybrid", node, "ordered to rollout: it is a core node")
+    _require(node.state is NodeState.TRAIN, node, "ordered to rollout")
+    _require(any(n.state is NodeState.TRAIN and n.rank != node.rank for n in pool.nodes.values()), node, "ordered to rollout: it is the last trainer")
+    return _propose(_put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False))
+
+
+def _engine_ready(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect, ...]]:
+    started = node.state is not NodeState.LOST and not node.draining and not node.engine_ready
+    _require(started and kind == node.role and not (kind == "rollout" and node.has_state), node, f"{kind} engine ready")
+    if kind == "rollout":
+        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), (OpenTurns(node.rank),)
+    return _propose(_put(pool, node, engine_ready=True))
+
+
+def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(generation <= pool.issued, node, f"member of generation {generation}, which was never proposed")
+    forming = pool.forming
+    if forming is None or generation != forming.generation:
+        return pool, ()
+    _require(node.rank in forming.ranks, node, f"member of generation {generation}")
+    pool = _put(pool, node, member_of=generation)
+    if any(pool.nodes[rank].member_of != generation for rank in forming.ranks):
+        return pool, ()
+    pool = msgspec.structs.replace(pool, membership=forming, forming=None)
+    effects: list[Effect] = []
+    for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.has_state]:
+        pool = _put(pool, leaving, has_state=False, member_of=-1)
+        effects += (StandbyEngine(leaving.rank, "train"), StartEngine(leaving.rank, "rollout"))
+    return _settle(pool), tuple(effects)
+
+
+def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.state is not NodeState.LOST, node, f"{kind} engine died")
+    if kind == "rollout":
+        if node.draining:
+            return _put(pool, node, draining=False), (ResubmitTurns(node.rank), StartEngine(node.rank, "train"))
+        if node.role != "rollout" or node.has_state:
+            return pool, ()  # a standby: the next move pays a cold start
+        restart: tuple[Effect, ...] = (StartEngine(node.rank, "rollout"),)
+        if node.state is NodeState.ROLLOUT:
+            return _put(pool, node, state=NodeState.STARTING, engine_ready=False), (ResubmitTurns(node.rank), *restart)
+        return pool, restart
+    if node.state is NodeState.TO_ROLLOUT and node.has_state:
+        return _put(pool, node, has_state=False, member_of=-1), (StartEngine(node.rank, "rollout"),)
+    if node.role != "train" or node.draining:
+        return pool, ()  # a standby
+    state = NodeState.STARTING if node.state is NodeState.TRAIN else node.state
+    was_proposed = node.engine_ready
+    died = _put(pool, node, state=state, engine_ready=False, has_state=False, member_of=-1)
+    died, effects = _propose(died) if was_proposed else (died, ())
+    return died, (*effects, StartEngine(node.rank, "train"))
+
+
+def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    if node.state is NodeState.LOST:
+        return pool, ()
+    held_turns = node.state is NodeState.ROLLOUT or node.draining
+    # A core trainer that is lost before the first generation is one the others wait for no longer.
+    changes = (node.role == "train" and node.engine_ready) or not pool.membership.ranks
+    lost = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
+    lost, effects = _propose(lost) if changes else (lost, ())
+    return lost, ((ResubmitTurns(node.rank), *effects) if held_turns else effects)
+
+
+def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
+    """Replace whatever is forming by the next generation over all training engines that answer."""
+    nodes = pool.nodes.values()
+    wanted = tuple(sorted(n.rank for n in nodes if n.role == "train" and n.engine_ready))
+    if not wanted:
+        for leaving in [n for n in nodes if n.state is NodeState.TO_ROLLOUT and n.has_state]:
+            pool = _put(pool, leaving, state=NodeState.TRAIN, role="train", engine_ready=True)
+            wanted = (*wanted, leaving.rank)
+    coming_up = any(n.component == "train" and n.state is NodeState.STARTING and not n.engine_ready for n in nodes)
+    if not wanted or (coming_up and not pool.membership.ranks):
+        return msgspec.structs.replace(pool, forming=None), ()
+    forming = Membership(pool.issued + 1, wanted)
+    return msgspec.structs.replace(pool, forming=forming, issued=forming.generation), (FormMembership(forming),)
+
+
+def _settle(pool: Pool) -> Pool:
+    """Let every member whose state has arrived count as a trainer."""
+    for node in list(pool.nodes.values()):
+        arrived = node.has_state and node.engine_ready and node.role == "train"
+        if arrived and node.member_of == pool.membership.generation and node.state is not NodeState.TRAIN:
+            pool = _put(pool, node, state=NodeState.TRAIN)
+    return pool
+
+
+def _put(pool: Pool, node: Node, **changes: object) -> Pool:
+    return msgspec.structs.replace(pool, nodes={**pool.nodes, node.rank: msgspec.structs.replace(node, **changes)})
+
+
+def _require(possible: bool, node: Node, what: str) -> None:
+    if not possible:
+        raise IllegalTransition(f"node {node.rank} ({node.component}, {node.state}): {what}")

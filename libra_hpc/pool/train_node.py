@@ -1,0 +1,191 @@
+"""The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them) and speaks for the replica as a whole.
+
+Every message goes to all processes; the replica has answered once every process has, with local rank 0's answer.  When one process dies the others are
+ended too, because a replica is only whole, and the next start restores from the newest in-memory snapshot, or else from the checkpoint the attempt
+started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, FromReplica, Publish, WeightsCurrent, WeightsWanted
+from libra_hpc.protocol.trainer import (
+    Export,
+    FromWorker,
+    Joined,
+    Standby,
+    StepDone,
+    Stop,
+    ToWorker,
+    WorkerError,
+    WorkerReady,
+    from_worker,
+    to_worker,
+)
+from libra_hpc.train import folders
+from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
+from libra_hpc.weights.relay import Publisher
+
+from .child import Child
+from .context import Context
+
+KIND = "train"
+
+
+class TrainNode:
+    """See the module docstring."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._children: list[Child] = []
+        self._ready: dict[int, WorkerReady] = {}
+        self._answers: dict[str, dict[int, FromWorker]] = {}
+        self._state = "none"
+        self._starts = 0
+        self._ordered_at = 0.0
+        self._stopping = False
+        self._publisher = Publisher(context.send)
+        self.step = -1
+
+    @property
+    def states(self) -> dict[str, str]:
+        """State of the replica, once it was started."""
+        return {} if self._state == "none" else {f"t{self._context.rank}": self._state}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id of every live worker."""
+        return {child.name: child.pid for child in self._children if not child.ended}
+
+    async def start(self) -> None:
+        """Build the replica, or end its standby."""
+        self._ordered_at = time.monotonic()
+        if self._state == "standby":
+            self._state = "ready"
+            self._context.send(0, EngineIsReady(self._context.rank, KIND, 0.0))
+            return
+        if self._state == "ready":
+            self._context.send(0, EngineIsReady(self._context.rank, KIND, 0.0))
+            return
+        while any(not child.ended for child in self._children):
+            await asyncio.sleep(0.05)
+        await self._spawn()
+
+    def standby(self) -> None:
+        """Leave training: the group is dropped and device memory released; the processes stay."""
+        if self._state == "ready":
+            self._state = "standby"
+            for child in self._children:
+                child.send(Standby())
+
+    async def stop(self) -> None:
+        """End every process of the replica."""
+        self._stopping = True
+        for child in self._children:
+            child.stopping = True
+            child.send(Stop())
+        await asyncio.gather(*(child.stop() for child in self._children))
+
+    def on_message(self, message: ToWorker) -> None:
+        """Pass an order of the train leader to every process."""
+        if isinstance(message, Export):
+            message = Export(str(self._export_path(message.version)), message.version)
+        for child in self._children:
+            child.send(message)
+
+    def on_publish(self, message: Publish) -> None:
+        """A version is committed: send its file on its way."""
+        self._publisher.publish(message.version, self._export_path(message.version), message.crc32, message.ranks)
+
+    def on_wanted(self, message: WeightsWanted) -> None:
+        """A rollout node asks for the newest weights."""
+        if not self._publisher.answer(message.rank, message.have):
+            self._context.send(message.rank, WeightsCurrent(message.have))
+
+    def _export_path(self, version: int) -> Path:
+        return self._context.shared_memory / f"export-{version:08d}.safetensors"
+
+    async def _spawn(self) -> None:
+        context, config = self._context, self._context.config
+        train, algorithm, optimizer = config.train, config.algorithm, config.optimizer
+        snapshots = context.shared_memory / "snapshots"
+        snapshots.mkdir(exist_ok=True)
+        newest = folders.latest(snapshots)
+        self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
+        self._starts += 1
+        for local_rank in range(train.tp * train.pp):
+            worker = WorkerConfig(
+                model_dir=config.model.path,
+                world_rendezvous=str(context.private / f"world-{self._starts}"),
+                start_dir=str(newest) if newest is not None else context.start.checkpoint,
+                device=config.slurm.device,
+                device_index=local_rank,
+                dtype=config.model.dtype,
+                tp=train.tp,
+                pp=train.pp,
+                local_rank=local_rank,
+                optimizer=OptimizerSettings(
+                    lr=optimizer.lr, beta1=optimizer.beta1, beta2=optimizer.beta2, eps=optimizer.eps,
+                    weight_decay=optimizer.weight_decay, grad_clip=optimizer.grad_clip, warmup_steps=optimizer.warmup_steps,
+                ),
+                algorithm=AlgorithmSettings(
+                    clip=algorithm.clip, is_truncation=algorithm.is_truncation, kl_coef=algorithm.kl_coef, temperature=config.rollout.temperature
+                ),
+                micro_tokens=train.micro_tokens,
+                snapshot_dir=str(snapshots) if train.snapshot_every else "",
+                snapshot_every=train.snapshot_every,
+                threads=train.threads,
+                seed=config.run.seed,
+            )  # fmt: skip
+            name = f"t{context.rank}.{local_rank}"
+            path = context.private / f"{name}.json"
+            write_config(worker, path)
+            child = Child(name, context.private / f"{name}.sock", to_worker, from_worker, self._message, self._exited)
+            self._children.append(child)
+            environment = {**os.environ, "OMP_NUM_THREADS": str(train.threads)}
+            await child.start([sys.executable, "-m", "libra_hpc.train.worker", "--config", str(path)], environment, context.logs / f"{name}.log")
+
+    def _message(self, child: Child, message: Any) -> None:
+        if child not in self._children:
+            return
+        local_rank = self._children.index(child)
+        if isinstance(message, WorkerReady):
+            self._ready[local_rank] = message
+            if len(self._ready) == len(self._children):
+                self._state, self.step = "ready", self._ready[0].step
+                seconds = time.monotonic() - self._ordered_at
+                self._context.log("replica_ready", rank=self._context.rank, step=self.step, seconds=seconds)
+                self._context.send(0, EngineIsReady(self._context.rank, KIND, seconds))
+            return
+        if isinstance(message, WorkerError):
+            # One process may fail alone; its peers then never answer, so this cannot wait for them.
+            self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
+            self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
+            return
+        answers = self._answers.setdefault(type(message).__name__, {})
+        answers[local_rank] = message
+        if len(answers) == len(self._children):
+            del self._answers[type(message).__name__]
+            answer = answers[0]
+            if isinstance(answer, StepDone | Joined):
+                self.step = answer.step
+            self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, answer))
+
+    def _exited(self, child: Child, code: int) -> None:
+        if self._stopping or child not in self._children or self._state == "lost":
+            return
+        was, self._state = self._state, "lost"
+        for other in self._children:
+            other.kill()
+        reason = f"worker process {child.name} ended with {code}" if code >= 0 else f"worker process {child.name} was killed by signal {-code}"
+        self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
+        self._context.send(0, EngineDied(self._context.rank, KIND, reason))
+        self._context.send(self._context.layout.train_leader, EngineDied(self._context.rank, KIND, reason))
+
+

@@ -1,0 +1,317 @@
+"""Agent <-> agent, over MPI: the closed union of everything that crosses nodes.
+
+Names of the parties: the *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the lowest rank of
+component ``rollout``.  Every node's agent is a party too.  A message may be followed by one blob (raw bytes, see `libra_hpc.pool.mesh`).
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from .codec import Codec
+from .rollout import EngineReady, EngineStats, Generate, Generated
+from .trainer import FromWorker, Sample, ToWorker
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> coordinator: alive for the first time."""
+
+    rank: int
+    host: str
+    pid: int
+    component: str
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agent: the state the attempt starts from, decided once so that no two nodes see different files."""
+
+    step: int
+    checkpoint: str
+    """Checkpoint folder, empty at the beginning of a run."""
+    low: int
+    extra: tuple[int, ...]
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> coordinator, once a second."""
+
+    rank: int
+    role: str
+    engines: dict[str, str]
+    """Engine or worker id -> state."""
+    pids: dict[str, int]
+    version: int
+
+
+class StartEngine(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agent: start the node's engine of this kind (``train`` | ``rollout``), or wake it from standby; answered by `EngineIsReady`."""
+
+    kind: str
+
+
+class StandbyEngine(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agent: put the node's engine of this kind into warm standby."""
+
+    kind: str
+
+
+class EngineIsReady(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> coordinator: the node's engine of this kind answers (rollout: and has the newest weights)."""
+
+    rank: int
+    kind: str
+    seconds: float
+    """Since the order."""
+
+
+class EngineDied(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> coordinator: a process of the node's engine of this kind ended unasked."""
+
+    rank: int
+    kind: str
+    reason: str
+
+
+class Roles(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> all: the state of every pool node; ranks in ``receivers`` get new weights."""
+
+    states: dict[int, str]
+    receivers: tuple[int, ...]
+
+
+class RankLost(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> all: the heartbeat of a rank is missing; forget it."""
+
+    rank: int
+
+
+class Log(msgspec.Struct, tag=True, frozen=True):
+    """Any -> coordinator: one record for the event log."""
+
+    kind: str
+    t: float
+    fields: dict[str, Union[str, int, float, bool, list[int], dict[str, float]]]
+
+
+class Stop(msgspec.Struct, tag="MeshStop", frozen=True):
+    """Coordinator -> all: end engines and leave."""
+
+    reason: str
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """Any -> coordinator: the run cannot go on."""
+
+    rank: int
+    reason: str
+
+
+# --- training -------------------------------------------------------------------------------------------------------------------------------
+
+
+class ToReplica(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> train node: for every process of the replica."""
+
+    message: ToWorker
+
+
+class FromReplica(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train leader: the replica's answer (local rank 0's, once all have answered)."""
+
+    rank: int
+    message: FromWorker
+
+
+class FormGeneration(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> train leader: at the next step border, these ranks train together; a newer order replaces one not yet carried out."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class MemberJoined(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> coordinator: the rank is a member of the generation and holds the state of ``step``."""
+
+    rank: int
+    generation: int
+    step: int
+    received_bytes: int
+    seconds: float
+
+
+class StopTraining(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> train leader: checkpoint at the next step border and finish."""
+
+    reason: str
+
+
+class TrainingFinished(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> coordinator: the last step is committed and saved."""
+
+    step: int
+
+
+class StepReport(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> coordinator: one committed step; ``metrics`` are the columns of `metrics.jsonl`."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+# --- experience -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Group(msgspec.Struct, frozen=True):
+    """All trajectories of one prompt, advantages already normalised within the group."""
+
+    index: int
+    samples: tuple[Sample, ...]
+
+
+class Batch(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> train leader: the global batch of one step; exactly one batch is ever sent per step."""
+
+    step: int
+    groups: tuple[Group, ...]
+    stats: dict[str, float]
+
+
+class Committed(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> rollout leader: ``step`` is trained; the leader may forget these groups."""
+
+    step: int
+    indices: tuple[int, ...]
+
+
+# --- rollout --------------------------------------------------------------------------------------------------------------------------------
+
+
+class EngineUp(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> rollout leader: an engine accepts turns under ``ready.version``."""
+
+    rank: int
+    engine: str
+    ready: EngineReady
+
+
+class EngineDown(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> rollout leader: the engine ended or sleeps; whatever it still held is to be re-submitted."""
+
+    rank: int
+    engine: str
+    reason: str
+
+
+class DrainTurns(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> rollout leader: send no more turns to this rank's engines; answered by `TurnsDrained`."""
+
+    rank: int
+
+
+class TurnsDrained(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> coordinator: no turn of this rank's engines is in flight."""
+
+    rank: int
+
+
+class Turns(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> rollout node."""
+
+    items: tuple[tuple[str, Generate], ...]
+    """(engine, request)"""
+
+
+class TurnsDone(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> rollout leader."""
+
+    items: tuple[tuple[str, Generated], ...]
+
+
+class EngineLoad(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> rollout leader."""
+
+    engine: str
+    stats: EngineStats
+
+
+class EngineVersion(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> rollout leader: the engine samples from ``version`` from now on."""
+
+    rank: int
+    engine: str
+    version: int
+
+
+class RolloutReport(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> coordinator, once a second."""
+
+    open_trajectories: int
+    waiting_turns: int
+    inflight: int
+    tools_running: int
+    ready_groups: int
+    outstanding_groups: int
+    resubmitted: int
+    gate_blocked: float
+    """Share of the time since the last report in which the staleness gate admitted nothing."""
+    generated_tokens: int
+    prefilled_tokens: int
+    busy_s: float
+    """Engine busy seconds, all engines, since start."""
+    buckets: tuple[tuple[int, int, int, int, float], ...]
+    """(tp, engines, in flight, trajectories, KV use)"""
+    lengths: tuple[tuple[int, int, int], ...]
+    """(generated tokens, final context, turns) of trajectories finished since the last report."""
+
+
+# --- weights --------------------------------------------------------------------------------------------------------------------------------
+
+
+class Publish(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> exporting train node: this version is committed; send its file to these ranks."""
+
+    version: int
+    crc32: int
+    ranks: tuple[int, ...]
+
+
+class WeightsWanted(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> train leader -> exporting train node: send ``rank`` the newest weights, if newer than ``have``."""
+
+    rank: int
+    have: int
+
+
+class WeightsCurrent(msgspec.Struct, tag=True, frozen=True):
+    """Exporting train node -> rollout node: you have the newest version there is."""
+
+    version: int
+
+
+class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
+    """One piece of a weight file; the bytes follow as the message's blob.
+
+    ``relay`` lists the ranks behind the receiver: it forwards each chunk to the heads of the two halves of that list (a binomial tree), so the
+    sender's link carries two copies however many rollout nodes there are, and a dead node costs only its own subtree until the next version.
+    """
+
+    version: int
+    offset: int
+    size: int
+    """Bytes of the whole file."""
+    crc32: int
+    """Of the whole file."""
+    relay: tuple[int, ...]
+
+
+MeshMessage = Union[
+    Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, Log, Stop, Fatal,
+    ToReplica, FromReplica, FormGeneration, MemberJoined, StopTraining, TrainingFinished, StepReport,
+    Batch, Committed,
+    EngineUp, EngineDown, DrainTurns, TurnsDrained, Turns, TurnsDone, EngineLoad, EngineVersion, RolloutReport,
+    Publish, WeightsWanted, WeightsCurrent, WeightsChunk,
+]  # fmt: skip
+
+mesh: Codec[MeshMessage] = Codec(MeshMessage)

@@ -1,0 +1,61 @@
+"""Groups of trajectories, and the statistics of the global batch they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libra_hpc.protocol.mesh import Group
+
+from .advantage import advantages
+from .trajectory import Trajectory
+
+
+class GroupState:
+    """The trajectories of one prompt; complete when none is open."""
+
+    __slots__ = ("done", "index", "open")
+
+    def __init__(self, index: int, samples: int) -> None:
+        self.index, self.open = index, samples
+        self.done: list[Trajectory] = []
+
+    def to_group(self) -> Group:
+        """The trainer's view, advantages normalised within the group."""
+        self.done.sort(key=lambda t: t.sample)
+        values = advantages([t.reward for t in self.done])
+        return Group(self.index, tuple(t.sample_for_training(a) for t, a in zip(self.done, values, strict=True)))
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Nearest-rank quantile of a non-empty sequence."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:
+    """Columns of `metrics.jsonl` that describe a batch: reward, lengths, staleness (versions between first sampling and training), the task's own numbers."""
+    trajectories = [t for group in groups for t in group.done]
+    if not trajectories:
+        return {}
+    rewards = [t.reward for t in trajectories]
+    mean = sum(rewards) / len(rewards)
+    staleness = [trainer_version - t.first_version for t in trajectories]
+    generated = [float(t.attained) for t in trajectories]
+    turns = [float(len(t.turns)) for t in trajectories]
+    stats = {
+        "reward": mean,
+        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "trajectories": float(len(trajectories)),
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": float(max(staleness)),
+        "gen_tokens": sum(generated),
+        "gen_tokens_p50": quantile(generated, 0.5),
+        "gen_tokens_p95": quantile(generated, 0.95),
+        "turns_p50": quantile(turns, 0.5),
+        "turns_p95": quantile(turns, 0.95),
+        "context_p50": quantile([float(len(t.context)) for t in trajectories], 0.5),
+    }
+    for key in sorted({key for t in trajectories for key in t.info}):
+        values = [t.info[key] for t in trajectories if key in t.info]
+        stats[key] = sum(values) / len(values)
+    return stats

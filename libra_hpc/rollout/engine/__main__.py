@@ -1,0 +1,32 @@
+"""``python -m libra_hpc.rollout.engine --socket PATH --config JSON``: one vLLM engine for the agent that listens on PATH."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from libra_hpc.errors import UserError
+
+from .settings import prepare_process, read_config
+
+
+def main() -> int:
+    """Run the engine; exit codes: 0 asked to leave, 1 failed, 2 bad configuration."""
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.engine")
+    parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")
+    parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
+    args = parser.parse_args()
+    try:
+        config = read_config(args.config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    prepare_process(config)
+    # vLLM reads its environment when it is imported.
+    from .process import serve
+
+    return serve(args.socket, config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

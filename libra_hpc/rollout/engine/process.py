@@ -1,0 +1,170 @@
+"""The engine process's loop: messages in, steps, answers out, on one thread that sleeps when there is nothing to do.
+
+Between two steps the socket is drained without blocking, so a request joins the next batch; all answers of a step leave in one system call; an idle engine
+blocks in ``select``.  A weight file is verified in a thread while steps go on, then applied between two of them, in the order received.
+
+How it ends: `Shutdown`, or the agent closing the socket, or SIGTERM: exit 0.  A failed step or a half-applied update: every request in flight is answered
+with finish reason ``error``, then `EngineError` with ``fatal``, exit 1.  If the agent vanishes while a step or the start-up hangs, a watcher ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.rollout import (
+    Abort,
+    EngineError,
+    FromEngine,
+    Generate,
+    Shutdown,
+    Sleep,
+    ToEngine,
+    UpdateWeights,
+    Wake,
+    from_engine,
+    to_engine,
+)
+
+from .core import DuplicateRequest, RolloutEngine
+from .settings import EngineConfig
+from .stats import Pacer
+from .weightfile import WeightFileError
+
+HANGUP_GRACE_S = 10.0
+"""Seconds the main thread has to notice that the agent is gone before the watcher ends the process: longer than a step and an orderly shutdown."""
+
+
+def serve(socket_path: str, config: EngineConfig) -> int:
+    """Run an engine on the agent's socket until it ends; returns the exit code.  Raises `ConnectionError` or `OSError` when nobody listens there."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock: EngineSocket[FromEngine] = EngineSocket(socket_path, to_engine, from_engine)
+    threading.Thread(target=_watch_hangup, args=(sock.fileno(),), daemon=True, name="hangup").start()
+    try:
+        return _Loop(sock, config).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+
+
+class _WorkerDied(Exception):
+    pass
+
+
+class _Loop:
+    def __init__(self, sock: EngineSocket[FromEngine], config: EngineConfig) -> None:
+        self._socket = sock
+        self._config = config
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._worker_died = threading.Event()
+        self._updates: deque[tuple[UpdateWeights, Future[None]]] = deque()
+        self._pacer = Pacer()
+        self._engine: RolloutEngine | None = None
+        self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+
+    def run(self) -> int:
+        try:
+            self._engine = RolloutEngine(self._config, self._on_worker_death)
+            self._socket.send(self._engine.ready)
+            while self._turn_over(self._engine):
+                pass
+            return 0
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            self._report_fatal(f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            self._checker.shutdown(wait=False, cancel_futures=True)
+            if self._engine is not None:
+                self._engine.close()
+
+    def _turn_over(self, engine: RolloutEngine) -> bool:
+        while (message := self._socket.receive(timeout=0)) is not None:
+            if isinstance(message, Shutdown):
+                return False
+            self._handle(engine, message)
+        self._apply_checked(engine)
+        if self._worker_died.is_set():
+            raise _WorkerDied("a vLLM worker process died.")
+        work = engine.busy
+        replies: list[FromEngine] = [*engine.step()] if work else []
+        if self._pacer.due(time.monotonic(), work, engine.busy):
+            replies.append(engine.stats())
+        self._socket.send_many(replies)
+        if not engine.busy:
+            self._wait()
+        return True
+
+    def _handle(self, engine: RolloutEngine, message: ToEngine) -> None:
+        if isinstance(message, Generate):
+            try:
+                refused = engine.submit(message)
+            except DuplicateRequest as error:
+                self._socket.send(EngineError(what=str(error), fatal=False))
+            else:
+                self._socket.send_many([refused] if refused else [])
+        elif isinstance(message, Abort):
+            aborted = engine.abort(message.rid)
+            self._socket.send_many([aborted] if aborted else [])
+        elif isinstance(message, UpdateWeights):
+            future = self._checker.submit(engine.check, message)
+            self._updates.append((message, future))
+            future.add_done_callback(self._wake)
+        elif isinstance(message, Sleep):
+            self._socket.send_many(engine.sleep())
+        elif isinstance(message, Wake):
+            engine.wake()
+
+    def _apply_checked(self, engine: RolloutEngine) -> None:
+        while self._updates and self._updates[0][1].done():
+            update, checked = self._updates.popleft()
+            try:
+                checked.result()
+                self._socket.send(engine.apply(update))
+            except WeightFileError as error:
+                self._socket.send(EngineError(what=str(error), fatal=False))
+
+    def _wait(self) -> None:
+        select.select([self._socket.fileno(), self._wake_read], [], [])
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def _wake(self, _: Any = None) -> None:
+        # A full pipe wakes as well as one more byte.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"!")
+
+    def _on_worker_death(self) -> None:
+        self._worker_died.set()
+        self._wake()
+
+    def _report_fatal(self, what: str) -> None:
+        failed: list[FromEngine] = [*self._engine.fail(what)] if self._engine is not None else []
+        with contextlib.suppress(OSError):
+            self._socket.send_many([*failed, EngineError(what=what, fatal=True)])
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def _watch_hangup(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(HANGUP_GRACE_S)
+    os._exit(1)

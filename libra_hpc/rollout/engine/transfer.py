@@ -1,0 +1,104 @@
+"""Weights into a running vLLM, in place: our engine for vLLM's weight-transfer API, and what every worker process needs besides.
+
+vLLM imports this module in each worker (it is named as the worker extension); importing it registers `FileTransferEngine` and, in a worker that is a
+child process, ties its life to the engine process.
+
+An update is ``start_weight_update``, ``update_weights``, ``finish_weight_update`` on all workers, between two batches.  CPU linears keep their weights in a
+packed copy, so loading goes through vLLM's layer-wise reload, which unpacks, loads and re-packs each layer into its old storage (CUDA graphs stay valid).
+The reload skips a tied output head, because no tensor of the file is its own: its packed copy would go on serving the old weights.  It is re-packed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from .settings import TRANSFER_BACKEND
+
+PR_SET_PDEATHSIG = 1
+"""``prctl`` option: the signal this process gets when its parent dies (linux/prctl.h)."""
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """Where the weights are."""
+
+    path: str
+    """HF-named safetensors file, already verified."""
+
+
+class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
+    """Full update from one HF-named safetensors file; every worker maps the file and takes its own tensor-parallel shard."""
+
+    init_info_cls = FileInit
+    update_info_cls = FileUpdate
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        """No connection to make."""
+
+    def start_weight_update(self) -> None:
+        """Put the model into reload mode; until `finish_weight_update` it cannot run."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Load every tensor of the file, one at a time."""
+        model: Any = self.model
+        model.load_weights(_tensors(update_info.path))
+
+    def finish_weight_update(self) -> None:
+        """Leave reload mode and re-pack the tied head."""
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        head: Any = getattr(self.model, "lm_head", None)
+        if self.model_config.hf_text_config.tie_word_embeddings and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        """No connection to close."""
+
+
+class WorkerExtension:
+    """Named as vLLM's worker extension so that every worker imports this module; adds nothing to the worker class."""
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            yield name, file.get_tensor(name)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however it ends.
+
+    vLLM's workers watch a pipe for that, but from a thread that a hung collective or a start-up in progress outlives.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    parent = multiprocessing.parent_process()
+    # The parent may have died before the call above.
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+# At every update it warns that the rotary tables, which no file has and which vLLM keeps, were not loaded.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, FileTransferEngine)
+if multiprocessing.parent_process() is not None:
+    die_with_parent()

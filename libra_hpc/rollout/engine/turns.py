@@ -1,0 +1,87 @@
+"""One request inside the engine: what is accepted, and how its tokens add up to the answer.
+
+vLLM's core hands out each step's new tokens; a `Turn` collects them with their log-probabilities and the weight version of the step, so an aborted request
+is answered with what it has, and the version spans add up to the tokens by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.rollout import Generate, Generated
+
+
+class Rejected(Exception):
+    """A request the engine cannot run; the message is one sentence for its sender."""
+
+
+def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[int]:
+    """The prompt's token ids; raises `Rejected` for a request that vLLM could not run.
+
+    A prompt must leave room for one token: ``1 <= len(prompt) < max_model_len``.  A longer ``max_tokens`` than the room left is no mistake: the turn then ends
+    with finish reason ``length``.
+    """
+    if len(request.prompt) % 4:
+        raise Rejected(f"prompt: {len(request.prompt)} bytes are not int32 token ids.")
+    ids = np.frombuffer(request.prompt, dtype="<i4")
+    if not ids.size:
+        raise Rejected("prompt: empty.")
+    if ids.size >= max_model_len:
+        raise Rejected(f"prompt: {ids.size} tokens leave no room in a context of {max_model_len}.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise Rejected(f"prompt: token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}.")
+    if request.max_tokens < 1:
+        raise Rejected(f"max_tokens = {request.max_tokens}: at least 1 is needed.")
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        raise Rejected(f"temperature = {request.temperature}: a number >= 0 is needed.")
+    prompt: list[int] = ids.tolist()
+    return prompt
+
+
+def refusal(rid: str, why: str) -> Generated:
+    """The answer to a request that was never run."""
+    return Generated(rid=rid, tokens=b"", logprobs=b"", finish="error", versions=(), cached_tokens=0, queue_s=0.0, run_s=0.0, error=why)
+
+
+class Turn:
+    """A request in flight; times in seconds of ``time.monotonic``."""
+
+    __slots__ = ("_spans", "arrived", "cached_tokens", "logprobs", "rid", "scheduled", "tokens")
+
+    def __init__(self, rid: str, arrived: float) -> None:
+        self.rid = rid
+        self.arrived = arrived
+        self.scheduled = math.inf
+        self.cached_tokens = 0
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self._spans: list[list[int]] = []
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append one step's tokens, sampled under weight ``version``."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1][1] += len(tokens)
+        else:
+            self._spans.append([version, len(tokens)])
+
+    def finish(self, reason: str, now: float, error: str = "") -> Generated:
+        """The answer, with every token so far."""
+        started = min(self.scheduled, now)
+        return Generated(
+            rid=self.rid,
+            tokens=pack_i32(self.tokens),
+            logprobs=pack_f32(self.logprobs),
+            finish=reason,
+            versions=tuple((version, count) for version, count in self._spans),
+            cached_tokens=self.cached_tokens,
+            queue_s=started - self.arrived,
+            run_s=now - started,
+            error=error,
+        )

@@ -1,0 +1,160 @@
+"""Evaluation: sample a policy on a fixed set of episodes and average their rewards, with the task, sandbox and engine of the real run.
+
+The set is the task's own data order from `FIRST_INDEX` on, one sample per prompt, far beyond what training reaches; with a given task seed it is the same
+set for every policy.  The sampling temperature is 1 unless told otherwise, because that is the policy that was trained.
+
+``python -m libra_hpc.rollout.evaluate --policy FOLDER --config CONFIG.json [--episodes 512] [--progress 0.0]`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.pool.child import Child
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, from_host, to_host
+from libra_hpc.protocol.rollout import Generate, Generated
+from libra_hpc.rollout.engine.offline import OfflineEngine
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.tasks.settings import HostConfig
+
+FIRST_INDEX = 1 << 40
+"""No run trains this many prompts."""
+
+
+class _Open:
+    def __init__(self, message: EpisodeOpened) -> None:
+        self.context = array("i")
+        self.context.frombytes(message.tokens)
+        self.max_tokens, self.stop_ids = message.max_tokens, message.stop_ids
+        self.turns = self.generated = 0
+
+
+class Evaluation:
+    """One evaluation: ``episodes`` prompts at run progress ``progress``."""
+
+    def __init__(self, policy: str, config: RunConfig, episodes: int, progress: float, temperature: float, seed: int) -> None:
+        self._config, self._episodes, self._progress, self._temperature = config, episodes, progress, temperature
+        rollout = config.rollout
+        self._engine = OfflineEngine(
+            EngineConfig(
+                model=policy, dtype=config.model.dtype, max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
+                kv_cache_mb=rollout.kv_cache_mb, block_size=rollout.block_size, threads=rollout.threads, seed=seed, device=config.slurm.device,
+            )
+        )  # fmt: skip
+        self._open: dict[str, _Open] = {}
+        self._results: list[dict[str, float]] = []
+        self._host: Child | None = None
+        self._host_ready = asyncio.Event()
+        self._failed = ""
+
+    async def run(self) -> dict[str, Any]:
+        """Sample every episode to its end; raises `RuntimeError` when the environment host dies."""
+        task = self._config.task
+        settings = HostConfig(
+            task=task.name, model=self._config.model.path, options=task.options, seed=self._config.run.seed, tool_timeout_s=task.tool_timeout_s,
+            tool_memory_mb=task.tool_memory_mb, tool_output_bytes=task.tool_output_bytes, tool_processes=task.tool_processes,
+        )  # fmt: skip
+        folder = Path(tempfile.mkdtemp(prefix="libra-eval-"))
+        host = Child("host", folder / "host.sock", to_host, from_host, self._message, self._exited)
+        self._host = host
+        try:
+            argv = [sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(settings).decode()]
+            await host.start(argv, dict(os.environ), folder / "log")
+            await self._host_ready.wait()
+            for i in range(self._episodes):
+                host.send(OpenEpisode(str(i), FIRST_INDEX + i, 0, self._progress))
+            while len(self._results) < self._episodes:
+                if self._failed:
+                    raise RuntimeError(f"{self._failed}: {(folder / 'log').read_text()[-500:]}")
+                for done in self._engine.poll() if self._engine.pending else ():
+                    self._generated(done)
+                await asyncio.sleep(0.0 if self._engine.pending else 0.001)
+        finally:
+            await host.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+        return self._summary()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
+    def _message(self, child: Child, message: Any) -> None:
+        match message:
+            case HostReady():
+                self._host_ready.set()
+            case EpisodeOpened(episode=episode):
+                self._open[episode] = _Open(message)
+                self._turn(episode)
+            case EpisodeStepped(episode=episode, done=True, reward=reward, info=info):
+                state = self._open.pop(episode)
+                self._results.append({**info, "reward": reward, "turns": float(state.turns), "generated": float(state.generated)})
+            case EpisodeStepped(episode=episode, tokens=tokens):
+                self._open[episode].context.frombytes(tokens)
+                self._turn(episode)
+            case EpisodeFailed(error=error):
+                self._failed = error
+
+    def _turn(self, episode: str) -> None:
+        state = self._open[episode]
+        if len(state.context) + state.max_tokens > self._config.rollout.max_model_len:
+            del self._open[episode]
+            self._results.append({"reward": 0.0, "truncated": 1.0, "turns": float(state.turns), "generated": float(state.generated)})
+            return
+        self._engine.submit(Generate(episode, state.context.tobytes(), state.max_tokens, self._temperature, state.stop_ids))
+
+    def _generated(self, done: Generated) -> None:
+        assert self._host is not None
+        if done.finish == "error":
+            raise RuntimeError(f"episode {done.rid}: {done.error}")
+        state = self._open[done.rid]
+        tokens = array("i")
+        tokens.frombytes(done.tokens)
+        state.context.extend(tokens)
+        state.turns += 1
+        state.generated += len(tokens)
+        self._host.send(StepEpisode(done.rid, pack_i32(tokens)))
+
+    def _exited(self, child: Child, code: int) -> None:
+        self._failed = self._failed or ("" if child.stopping else f"environment host ended with {code}")
+        self._host_ready.set()
+
+    def _summary(self) -> dict[str, Any]:
+        count = len(self._results)
+        keys = sorted({key for result in self._results for key in result})
+        means = {key: sum(r.get(key, 0.0) for r in self._results) / count for key in keys}
+        mean = means["reward"]
+        spread = (sum((r["reward"] - mean) ** 2 for r in self._results) / max(1, count - 1)) ** 0.5
+        return {"episodes": count, **means, "reward_stderr": spread / count**0.5}
+
+
+def main() -> None:
+    """Entry point of ``python -m libra_hpc.rollout.evaluate``."""
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.evaluate")
+    parser.add_argument("--policy", required=True, help="Hugging Face folder")
+    parser.add_argument("--config", required=True, help="a run's config.json: task, tokenizer folder, engine settings")
+    parser.add_argument("--episodes", type=int, default=512)
+    parser.add_argument("--progress", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=12345, help="of the engine's sampling")
+    arguments = parser.parse_args()
+    config = RunConfig.model_validate_json(Path(arguments.config).read_bytes())
+    evaluation = Evaluation(arguments.policy, config, arguments.episodes, arguments.progress, arguments.temperature, arguments.seed)
+    print(json.dumps(asyncio.run(evaluation.run())), flush=True)
+    evaluation.close()
+
+
+if __name__ == "__main__":
+    main()

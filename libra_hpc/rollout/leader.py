@@ -1,0 +1,475 @@
+"""The rollout leader: admits prompts under the staleness gate, runs the trajectory loops, and asks the scheduling policy where every turn goes.
+
+It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained.  A trajectory alternates between three
+places: an environment host (a tool runs; no engine slot is held), the list of waiting turns, and an engine.  Whatever dies, the token-level record here
+is complete up to the last answer, so a lost engine costs the running turns only (they are sent again elsewhere), and a lost environment host costs its
+episodes, which start anew under the same prompt.
+
+Work is coalesced: answers that arrive together are routed together, once per pass of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.env import (
+    CloseEpisode,
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    HostReady,
+    OpenEpisode,
+    StepEpisode,
+    ToHost,
+)
+from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport, Turns, TurnsDrained
+from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
+from libra_hpc.sched.protocol import EngineView, Finished, Policy, TurnView
+
+from .batch import GroupState, batch_stats
+from .speed import SpeedEstimate
+from .staleness import StalenessGate
+from .trajectory import Trajectory
+
+MAX_ERRORS = 3
+"""An engine or a task may fail a trajectory this often before its group goes on without it: once is an accident, thrice is the trajectory's own fault."""
+SPEED_WINDOW_S = 10.0
+"""Window of the busy-seconds-per-token figure behind ``rollout_s``: a few global batches."""
+
+
+class RolloutSettings(msgspec.Struct, frozen=True):
+    """What the leader needs of the run file."""
+
+    task: str
+    prompts_per_step: int
+    group_size: int
+    eta: int
+    steps: int
+    temperature: float
+    max_model_len: int
+    max_inflight: int
+    max_open_groups: int
+
+
+class _Engine:
+    __slots__ = ("draining", "inflight", "ready", "rank", "speed", "stats", "tokens", "version")
+
+    def __init__(self, up: EngineUp) -> None:
+        self.rank, self.ready, self.version = up.rank, up.ready, up.ready.version
+        self.inflight: dict[str, Trajectory] = {}
+        self.tokens = 0
+        self.draining = False
+        self.speed = SpeedEstimate()
+        self.stats: EngineStats | None = None
+
+
+class RolloutLeader:
+    """See the module docstring.  Inputs are the ``on_*`` methods; outputs go through ``send`` (mesh), ``to_host`` and ``trace``."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        policy: Policy,
+        send: Callable[[int, MeshMessage], None],
+        train_leader: int,
+        hosts: int,
+        to_host: Callable[[int, ToHost], None],
+        trace: Callable[[dict[str, Any]], None],
+        log: Callable[..., None],
+    ) -> None:
+        self.settings, self.policy = settings, policy
+        self._send, self._train_leader, self._to_host, self._trace, self._log = send, train_leader, to_host, trace, log
+        self._hosts_ready = [False] * hosts
+        self._engines: dict[str, _Engine] = {}
+        self._gate: StalenessGate | None = None
+        self._groups: dict[int, GroupState] = {}
+        self._episodes: dict[str, Trajectory] = {}
+        self._waiting: list[Trajectory] = []
+        self._trained: set[int] = set()
+        self._next_index = 0
+        self._next_step = 1
+        self._composed: dict[int, tuple[int, ...]] = {}
+        self._draining: set[int] = set()
+        self._scheduled = False
+        self._rid = 0
+        self.resubmitted = 0
+        self._lengths: list[tuple[int, int, int]] = []
+        self._generated = self._prefilled = 0
+        self._busy = 0.0
+        self._blocked_since: float | None = None
+        self._blocked_s = 0.0
+        self._reported_at = time.monotonic()
+        self._speed_window: list[tuple[float, int, float]] = []
+
+    # --- data order -------------------------------------------------------------------------------------------------------------------------
+
+    def on_position(self, step: int, low: int, extra: tuple[int, ...]) -> None:
+        """Where the data order stands: nothing below ``low`` and nothing in ``extra`` is sampled again."""
+        self._gate = StalenessGate(self.settings.eta, self.settings.prompts_per_step, self.settings.max_open_groups, step)
+        self._next_index, self._trained, self._next_step = low, set(extra), step + 1
+        self._kick()
+
+    def on_committed(self, step: int, indices: tuple[int, ...]) -> None:
+        """A step is trained: its groups are forgotten."""
+        self._composed.pop(step, None)
+        for index in indices:
+            self._groups.pop(index, None)
+        self._kick()
+
+    def _admit(self) -> None:
+        gate = self._gate
+        if gate is None or not all(self._hosts_ready) or not self._engines:
+            return
+        total = self.settings.steps * self.settings.prompts_per_step
+        now = time.monotonic()
+        while gate.capacity > 0 and self._next_index < total:
+            index = self._next_index
+            self._next_index += 1
+            if index in self._trained:
+                continue
+            gate.admit(str(index))
+            self._groups[index] = GroupState(index, self.settings.group_size)
+            for sample in range(self.settings.group_size):
+                self._open(index, sample, 0, now)
+        blocked = gate.blocked and self._next_index < total
+        if blocked and self._blocked_since is None:
+            self._blocked_since = now
+        elif not blocked and self._blocked_since is not None:
+            self._blocked_s += now - self._blocked_since
+            self._blocked_since = None
+
+    def _open(self, index: int, sample: int, attempt: int, now: float) -> None:
+        host = (index * self.settings.group_size + sample) % len(self._hosts_ready)
+        trajectory = Trajectory(index, sample, attempt, host, now)
+        self._episodes[trajectory.episode] = trajectory
+        progress = index / max(1, self.settings.steps * self.settings.prompts_per_step)
+        self._to_host(host, OpenEpisode(trajectory.episode, index, sample, progress))
+
+    # --- environment hosts ------------------------------------------------------------------------------------------------------------------
+
+    def on_host(self, host: int, message: Any) -> None:
+        """A message of an environment host."""
+        match message:
+            case EpisodeStepped():
+                self._stepped(message)
+            case EpisodeOpened(episode=episode):
+                trajectory = self._episodes.get(episode)
+                if trajectory is not None:
+                    trajectory.prompt_id = message.prompt_id
+                    trajectory.max_tokens, trajectory.stop_ids = message.max_tokens, message.stop_ids
+                    tokens = _ids(message.tokens)
+                    trajectory.prompt_tokens = len(tokens)
+                    trajectory.add_environment(tokens)
+                    self._ready(trajectory)
+            case EpisodeFailed(episode=episode, error=error):
+                trajectory = self._episodes.get(episode)
+                if trajectory is not None:
+                    self._restart(trajectory, error)
+            case HostReady():
+                self._hosts_ready[host] = True
+                self._kick()
+
+    def on_host_down(self, host: int, reason: str) -> None:
+        """An environment host died: its episodes start anew once it is back."""
+        self._hosts_ready[host] = False
+        for trajectory in [t for t in self._episodes.values() if t.host == host]:
+            self._restart(trajectory, reason, counts=False)
+
+    def _stepped(self, message: EpisodeStepped) -> None:
+        trajectory = self._episodes.get(message.episode)
+        if trajectory is None:
+            return
+        if message.signal is not None:
+            record = trajectory.turns[-1]
+            record.tool, record.outcome, record.tool_s = message.signal.tool, message.signal.outcome, message.signal.seconds
+            trajectory.signals.append(message.signal)
+            trajectory.at_signal.append(trajectory.attained)
+        if message.done:
+            trajectory.reward, trajectory.info = message.reward, message.info
+            self._finish(trajectory)
+            return
+        trajectory.add_environment(_ids(message.tokens))
+        if len(trajectory.context) + trajectory.max_tokens > self.settings.max_model_len:
+            self._to_host(trajectory.host, CloseEpisode(trajectory.episode))
+            trajectory.info = {"truncated": 1.0}
+            self._finish(trajectory)
+            return
+        self._ready(trajectory)
+
+    # --- turns ------------------------------------------------------------------------------------------------------------------------------
+
+    def _ready(self, trajectory: Trajectory) -> None:
+        trajectory.ready_at = time.monotonic()
+        trajectory.place = "waiting"
+        self._waiting.append(trajectory)
+        self._kick()
+
+    def _kick(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pass(self) -> None:
+        self._scheduled = False
+        self._compose()
+        self._admit()
+        self._dispatch()
+
+    def _views(self) -> dict[str, EngineView]:
+        # An engine behind the admission credit would sample tokens older than the staleness bound allows; it is left out until it caught up.
+        oldest = self._gate.version if self._gate else 0
+        return {name: self._view(name, engine) for name, engine in self._engines.items() if not engine.draining and engine.version >= oldest}
+
+    def _view(self, name: str, engine: _Engine) -> EngineView:
+        return EngineView(
+            name, engine.ready.tp, engine.ready.kv_tokens, len(engine.inflight), engine.tokens, self.settings.max_inflight,
+            engine.stats.kv_use if engine.stats else 0.0, engine.version, engine.speed.decode_s, engine.speed.prefill_s,
+        )  # fmt: skip
+
+    def _dispatch(self) -> None:
+        if not self._waiting:
+            return
+        views = self._views()
+        free = sum(max(0, view.max_inflight - view.inflight) for view in views.values())
+        if free == 0:
+            return
+        now = time.monotonic()
+        turns = [
+            TurnView(
+                t.episode, t.prompt_id, t.sample, self.settings.task, len(t.context), t.attained, len(t.turns) - 1, now - t.ready_at, t.engine, tuple(t.signals)
+            )
+            for t in self._waiting
+        ]
+        sent: set[int] = set()
+        outbox: dict[int, list[tuple[str, Generate]]] = {}
+        for position in self.policy.order(turns, now):
+            if free == 0:
+                break
+            decision = self.policy.route(turns[position], list(views.values()), now)
+            if not decision.engine:
+                continue
+            trajectory, engine = self._waiting[position], self._engines[decision.engine]
+            self._rid += 1
+            rid = f"{trajectory.episode}:{self._rid}"
+            room = trajectory.max_tokens - len(trajectory.turn)
+            request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority)
+            outbox.setdefault(engine.rank, []).append((decision.engine, request))
+            engine.inflight[rid] = trajectory
+            engine.tokens += len(trajectory.context)
+            trajectory.engine, trajectory.place = decision.engine, "engine"
+            views[decision.engine] = self._view(decision.engine, engine)
+            sent.add(position)
+            free -= 1
+        for rank, items in outbox.items():
+            self._send(rank, Turns(tuple(items)))
+        if sent:
+            self._waiting = [t for position, t in enumerate(self._waiting) if position not in sent]
+
+    def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
+        """Answers of engines."""
+        for name, generated in items:
+            engine = self._engines.get(name)
+            trajectory = engine.inflight.pop(generated.rid, None) if engine else None
+            if engine is None or trajectory is None:
+                continue
+            engine.tokens -= len(trajectory.context)
+            if generated.finish == "error":
+                trajectory.errors += 1
+                if trajectory.errors >= MAX_ERRORS:
+                    self._restart(trajectory, generated.error)
+                else:
+                    self._resubmit(trajectory, generated.error)
+            else:
+                self._take(trajectory, generated, name)
+            if engine.rank in self._draining:
+                self._maybe_drained(engine.rank)
+        self._kick()
+
+    def _take(self, trajectory: Trajectory, generated: Generated, engine: str) -> None:
+        trajectory.add_generated(_ids(generated.tokens), _floats(generated.logprobs), generated.versions, engine)
+        if generated.finish == "abort" and len(trajectory.turn) < trajectory.max_tokens:
+            self._ready(trajectory)
+            return
+        trajectory.place = "tool"
+        self._to_host(trajectory.host, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+
+    def _resubmit(self, trajectory: Trajectory, reason: str) -> None:
+        self.resubmitted += 1
+        self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
+        self._ready(trajectory)
+
+    def _restart(self, trajectory: Trajectory, reason: str, counts: bool = True) -> None:
+        """Sample the trajectory anew from its prompt; after `MAX_ERRORS` faults of its own its group goes on without it."""
+        self._episodes.pop(trajectory.episode, None)
+        self._waiting = [t for t in self._waiting if t is not trajectory]
+        for engine in self._engines.values():
+            for rid in [rid for rid, t in engine.inflight.items() if t is trajectory]:
+                del engine.inflight[rid]
+                engine.tokens -= len(trajectory.context)
+        attempt = trajectory.attempt + 1
+        if counts and attempt >= MAX_ERRORS:
+            self._log("trajectory_dropped", trajectory=trajectory.episode, reason=reason)
+            self._close(trajectory.index)
+            return
+        self.resubmitted += 1
+        self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
+        self._open(trajectory.index, trajectory.sample, attempt, time.monotonic())
+
+    # --- the end of a trajectory ------------------------------------------------------------------------------------------------------------
+
+    def _finish(self, trajectory: Trajectory) -> None:
+        del self._episodes[trajectory.episode]
+        now = time.monotonic()
+        self.policy.finished(
+            Finished(
+                trajectory.episode, trajectory.prompt_id, trajectory.sample, self.settings.task, trajectory.attained, len(trajectory.turns),
+                tuple(trajectory.at_signal), tuple(trajectory.signals), trajectory.versions[-1][0] if trajectory.versions else 0,
+            ),
+            now,
+        )  # fmt: skip
+        self._lengths.append((trajectory.attained, len(trajectory.context), len(trajectory.turns)))
+        self._trace(trajectory.trace_line(time.time()))
+        self._groups[trajectory.index].done.append(trajectory)
+        self._close(trajectory.index)
+
+    def _close(self, index: int) -> None:
+        group = self._groups[index]
+        group.open -= 1
+        if group.open == 0 and self._gate is not None:
+            self._gate.finish(str(index))
+            self._kick()
+
+    def _compose(self) -> None:
+        """Send every batch the gate allows; it may run ahead of the trainer by what eta admits."""
+        gate = self._gate
+        while gate is not None and (names := gate.batch()):
+            gate.consume(names)
+            step = self._next_step
+            self._next_step += 1
+            groups = [self._groups[int(name)] for name in names]
+            stats = batch_stats(groups, step - 1)
+            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._busy_per_token() / max(1, len({e.rank for e in self._engines.values()}))
+            self._composed[step] = tuple(group.index for group in groups)
+            self._send(self._train_leader, Batch(step, tuple(group.to_group() for group in groups), stats))
+
+    # --- engines ----------------------------------------------------------------------------------------------------------------------------
+
+    def on_engine_up(self, up: EngineUp) -> None:
+        """An engine accepts turns."""
+        self._engines[up.engine] = _Engine(up)
+        self._draining.discard(up.rank)
+        self._applied()
+        self._kick()
+
+    def on_engine_down(self, engine: str, reason: str) -> None:
+        """An engine is gone: its turns are sent again elsewhere."""
+        gone = self._engines.pop(engine, None)
+        if gone is None:
+            return
+        for trajectory in gone.inflight.values():
+            self._resubmit(trajectory, reason)
+        self._maybe_drained(gone.rank)
+        self._applied()
+        self._kick()
+
+    def on_rank_lost(self, rank: int) -> None:
+        """A node is gone with all its engines."""
+        for name in [name for name, engine in self._engines.items() if engine.rank == rank]:
+            self.on_engine_down(name, f"node {rank} lost")
+
+    def on_drain(self, rank: int) -> None:
+        """A node is about to leave the rollout stage: it gets no more turns."""
+        self._draining.add(rank)
+        for engine in self._engines.values():
+            if engine.rank == rank:
+                engine.draining = True
+        self._maybe_drained(rank)
+
+    def _maybe_drained(self, rank: int) -> None:
+        if rank in self._draining and not any(e.inflight for e in self._engines.values() if e.rank == rank):
+            self._draining.discard(rank)
+            self._send(0, TurnsDrained(rank))
+
+    def on_engine_version(self, engine: str, version: int) -> None:
+        """An engine applied new weights."""
+        if engine in self._engines:
+            self._engines[engine].version = version
+            self._applied()
+
+    def _applied(self) -> None:
+        """Admission credit counts the version every engine samples under, not the trainer's: only then the staleness bound holds for the first token."""
+        if self._gate is None or not self._engines:
+            return
+        applied = min(engine.version for engine in self._engines.values())
+        if applied > self._gate.version:
+            while self._gate.version < applied:
+                self._gate.publish(self._gate.version + 1)
+            self._kick()
+
+    def on_engine_load(self, name: str, stats: EngineStats) -> None:
+        """Counters of an engine."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return
+        last = engine.stats
+        if last is not None and stats.steps >= last.steps:
+            self._generated += stats.generated_tokens - last.generated_tokens
+            self._prefilled += stats.prefill_tokens - last.prefill_tokens
+            self._busy += stats.busy_s - last.busy_s
+        engine.stats = stats
+        engine.speed.update(stats)
+        now = time.monotonic()
+        self._speed_window.append((now, self._generated, self._busy))
+        while len(self._speed_window) > 2 and now - self._speed_window[0][0] > SPEED_WINDOW_S:
+            self._speed_window.pop(0)
+
+    def _busy_per_token(self) -> float:
+        if len(self._speed_window) < 2:
+            return 0.0
+        (_, tokens0, busy0), (_, tokens1, busy1) = self._speed_window[0], self._speed_window[-1]
+        return (busy1 - busy0) / (tokens1 - tokens0) if tokens1 > tokens0 else 0.0
+
+    # --- reports ----------------------------------------------------------------------------------------------------------------------------
+
+    def report(self) -> RolloutReport:
+        """What happened since the last report."""
+        now = time.monotonic()
+        blocked = self._blocked_s + (now - self._blocked_since if self._blocked_since is not None else 0.0)
+        self._blocked_s = 0.0
+        if self._blocked_since is not None:
+            self._blocked_since = now
+        share = min(1.0, blocked / max(1e-9, now - self._reported_at))
+        self._reported_at = now
+        lengths, self._lengths = tuple(self._lengths), []
+        levels = sorted({engine.ready.tp for engine in self._engines.values()})
+        buckets = []
+        for tp in levels:
+            members = {name: e for name, e in self._engines.items() if e.ready.tp == tp}
+            uses = [e.stats.kv_use for e in members.values() if e.stats]
+            trajectories = sum(1 for t in self._episodes.values() if t.engine in members)
+            buckets.append((tp, len(members), sum(len(e.inflight) for e in members.values()), trajectories, max(uses, default=0.0)))
+        return RolloutReport(
+            len(self._episodes), len(self._waiting), sum(len(e.inflight) for e in self._engines.values()),
+            sum(1 for t in self._episodes.values() if t.place == "tool"),
+            self._gate.ready if self._gate else 0, self._gate.outstanding if self._gate else 0, self.resubmitted, share,
+            self._generated, self._prefilled, self._busy, tuple(buckets), lengths,
+        )  # fmt: skip
+
+
+def _ids(data: bytes) -> array[int]:
+    out = array("i")
+    out.frombytes(data)
+    return out
+
+
+def _floats(data: bytes) -> array[float]:
+    out = array("f")
+    out.frombytes(data)
+    return out

@@ -1,0 +1,187 @@
+"""The staleness gate: when a new group of trajectories may start, and which finished groups the next step trains on.
+
+Names.  ``B`` groups make one global batch; *version* v is the policy after v steps, so the step that turns v into v + 1 trains *at trainer
+version* v. A group is *admitted* (its sampling may start) while version a is the newest published, *finished* when all its trajectories ended,
+*consumed* when the trainer takes it.  It is *outstanding* between admission and consumption, and *open* between admission and finish.  Its
+staleness is the trainer version at consumption minus a, and must be at most eta.
+
+Admission (AReaL's formula, arXiv 2505.24298, section 5.1, with each group counted once):
+
+    capacity = min(max_open - open,  (eta + v + 1) * B - slots)
+
+where ``slots`` counts every group ever admitted and not given up.  It is a total: consumption does *not* lower it, because the credit for a
+consumed batch is already given by v, which rises by one when that batch's step is published.  (Subtracting consumed groups from ``slots`` as
+well gives the same credit twice, and the number outstanding then grows by B a step without bound.)  Version v can only be published after v * B
+groups were consumed, hence
+
+    outstanding = slots - consumed <= (eta + v + 1) * B - v * B = (eta + 1) * B.
+
+Why the bound on staleness follows: the slot taken last before admission under version a has ordinal at most (eta + a + 1) * B - 1, so if groups
+are consumed in the order of admission it is part of the batch of trainer version at most eta + a.  Consuming in the order of *finishing* instead
+would be faster but lets a slow group be overtaken for ever.  `batch` therefore takes finished groups, oldest first, as long as every group left
+behind can still meet its deadline a + eta when the following steps consume B groups each; otherwise the trainer waits for the slow group.  With
+eta = 0 this is synchronous training: B groups are sampled under version v, trained at version v, and nothing is admitted until v + 1 is
+published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class _Group:
+    version: int
+    finished: bool = False
+
+
+class StalenessGate:
+    """Admission and consumption of groups under a staleness bound.
+
+    ``eta`` >= 0 versions; ``batch`` = B >= 1 groups; ``max_open`` >= 1 groups sampled at once; ``version`` is the version a resumed run starts from.
+    A call that breaks the protocol (an unknown group, more admissions than the capacity, a version before its batch was consumed) raises `ValueError`:
+    it would silently break the bound.
+    """
+
+    def __init__(self, eta: int, batch: int, max_open: int, version: int = 0) -> None:
+        if eta < 0 or batch < 1 or max_open < 1 or version < 0:
+            raise ValueError(f"need eta >= 0, batch >= 1, max_open >= 1, version >= 0, got {eta}, {batch}, {max_open}, {version}")
+        self.eta, self.size, self.max_open = eta, batch, max_open
+        self._version = version
+        self._batches = version
+        self._slots = version * batch
+        self._open = 0
+        self._groups: dict[str, _Group] = {}
+
+    @property
+    def version(self) -> int:
+        """Newest published version."""
+        return self._version
+
+    @property
+    def outstanding(self) -> int:
+        """Groups admitted and not consumed; never more than ``(eta + 1) * B``."""
+        return len(self._groups)
+
+    @property
+    def open(self) -> int:
+        """Groups still being sampled."""
+        return self._open
+
+    @property
+    def ready(self) -> int:
+        """Finished groups that wait for the trainer."""
+        return len(self._groups) - self._open
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be admitted now."""
+        credit = (self.eta + self._version + 1) * self.size - self._slots
+        return max(0, min(self.max_open - self._open, credit))
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the staleness bound alone, not ``max_open``, keeps the next group out."""
+        return self._open < self.max_open and self.capacity == 0
+
+    def admit(self, group: str) -> int:
+        """Start a group; returns the version it counts as sampled under."""
+        if group in self._groups:
+            raise ValueError(f"group {group} was already admitted")
+        if self.capacity == 0:
+            raise ValueError(f"group {group}: no capacity, {self.outstanding} groups are outstanding at version {self._version}")
+        self._groups[group] = _Group(self._version)
+        self._slots += 1
+        self._open += 1
+        return self._version
+
+    def finish(self, group: str) -> None:
+        """All trajectories of an open group ended."""
+        state = self._known(group)
+        if state.finished:
+            raise ValueError(f"group {group} was already finished")
+        state.finished = True
+        self._open -= 1
+
+    def batch(self) -> tuple[str, ...]:
+        """The B finished groups the next step may train on, oldest first.
+
+        Empty while there are too few, or while taking them would leave behind a group that then gets too stale.
+        """
+        if self._batches != self._version:
+            return ()
+        taken = [name for name, group in self._groups.items() if group.finished]
+        taken.sort(key=lambda name: self._groups[name].version)
+        if len(taken) < self.size:
+            return ()
+        chosen = taken[: self.size]
+        return tuple(chosen) if self._feasible_without(set(chosen)) else ()
+
+    def consume(self, groups: tuple[str, ...]) -> int:
+        """The trainer takes a batch; returns the largest staleness in it.
+
+        Raises `ValueError` unless these are B finished groups within the bound and the previous step was published.
+        """
+        if len(set(groups)) != self.size:
+            raise ValueError(f"a batch is {self.size} different groups, got {len(set(groups))}")
+        if self._batches != self._version:
+            raise ValueError(f"version {self._batches} is not published yet")
+        if any(not self._known(name).finished for name in groups):
+            raise ValueError("a batch may only contain finished groups")
+        staleness = max(self._version - self._groups[name].version for name in groups)
+        if staleness > self.eta or not self._feasible_without(set(groups)):
+            raise ValueError(f"this batch breaks the staleness bound {self.eta}")
+        for name in groups:
+            del self._groups[name]
+        self._batches += 1
+        return staleness
+
+    def publish(self, version: int) -> None:
+        """The step of the last consumed batch is done and its weights are offered to the engines."""
+        if version != self._version + 1 or version != self._batches:
+            raise ValueError(f"version {version} cannot follow {self._version} after {self._batches} consumed batches")
+        self._version = version
+
+    def drop(self, group: str) -> None:
+        """Give a group up for good (its task failed); its slot is free again."""
+        self._open -= not self._known(group).finished
+        del self._groups[group]
+        self._slots -= 1
+
+    def resubmit(self, group: str) -> int:
+        """Sample a group anew under the newest version; returns the new version.
+
+        It keeps its slot, so no capacity is needed; one that was finished already is open again, beyond ``max_open`` if need be.
+        """
+        self._open += self._known(group).finished
+        # Re-inserted at the end: insertion order is admission order, which `batch` relies on for ties of equal version.
+        del self._groups[group]
+        self._groups[group] = _Group(self._version)
+        return self._version
+
+    def too_stale(self, first_version: int, current_version: int) -> bool:
+        """Whether a sample begun under ``first_version`` may no longer be trained at trainer version ``current_version``.
+
+        The gate counts from the published version; an engine that lagged behind at admission may have sampled its first token under an older one, and
+        this check on the recorded version is what catches it.
+        """
+        return current_version - first_version > self.eta
+
+    def _known(self, group: str) -> _Group:
+        state = self._groups.get(group)
+        if state is None:
+            raise ValueError(f"group {group} is not outstanding")
+        return state
+
+    def _feasible_without(self, taken: set[str]) -> bool:
+        """Whether B groups a step, earliest deadline first, still meet every deadline once ``taken`` are trained at the present version."""
+        due = [0] * (self.eta + 1)
+        for name, group in self._groups.items():
+            if name not in taken:
+                due[max(0, group.version + self.eta - self._version)] += 1
+        left = 0
+        for steps_left, count in enumerate(due):
+            left += count
+            if left > steps_left * self.size:
+                return False
+        return True

@@ -1,0 +1,288 @@
+"""The embedded cluster: a real Slurm of six virtual nodes on this machine, for one user, without root.
+
+`Cluster.up` is idempotent and repairs: it starts what is missing, restarts everything when the configuration changed (host renamed, ports taken
+over by others), and returns once every node has registered.  `Cluster.down` cancels the jobs, stops the daemons and leaves the state, so job ids go on
+counting.  Both hold a file lock, so two callers never race.
+
+Layout of the home folder: ``etc run state log munge fakedev spool/<node> tmp/<node>``, ``cluster.json`` (`Record`) and ``lock``.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import OperationError, invalid
+from libra_hpc.telemetry.rundir import write_atomic
+
+from . import conf as files
+from .daemons import Daemon, job_processes, last_line, send, stop
+from .packages import Tools, ensure_packages, locked
+
+READY_TIMEOUT_S = 60.0
+"""Registration takes 0.1 to 2 s; a machine busy with engines may need far longer."""
+RESUME_AFTER_S = 3.0
+"""A node that is still down or drained this long after its slurmd started was set so by someone, and is resumed."""
+CANCEL_TIMEOUT_S = 20.0
+"""Slurm kills a job's processes ``KillWait`` = 10 s after asking them to end."""
+PORT_RANGE = (20000, 32000)
+"""Below Linux's ephemeral range (32768 upwards), so that no outgoing connection takes one of our ports between two starts."""
+POLL_S = 0.1
+DOWN_STATES = ("down", "drain", "fail", "inval", "unknown")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a later call must know about the cluster."""
+
+    root: str
+    """Folder of the unpacked packages."""
+    ports: dict[str, int]
+    first_job_id: int
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    """A running embedded cluster."""
+
+    home: Path
+    conf: Path
+    environment: dict[str, str]
+    """``SLURM_CONF``, ``PATH`` and ``LD_LIBRARY_PATH`` to set on top of the present environment."""
+    nodes: tuple[str, ...]
+    partitions: tuple[str, ...]
+    ports: dict[str, int]
+    pids: dict[str, int]
+    """Running daemons: ``munged``, ``slurmctld``, ``slurmd <node>``."""
+
+
+class Cluster:
+    """The embedded cluster in one home folder: ``$LIBRA_HPC_CLUSTER``, or ``~/.libra-hpc/cluster``."""
+
+    def __init__(self, home: Path | None = None) -> None:
+        self.home = Path(home or os.environ.get("LIBRA_HPC_CLUSTER") or Path.home() / ".libra-hpc" / "cluster").absolute()
+        self.conf = self.home / "etc" / "slurm.conf"
+
+    def up(self, progress: Callable[[str], None] = lambda message: None) -> ClusterInfo:
+        """Make the cluster run and return it; ``progress`` gets short messages.
+
+        Raises `UserError` when the home folder cannot hold sockets, `OperationError` when the packages cannot be had or a daemon does not start.
+        """
+        if len(str(self.home)) > files.LONGEST_HOME or any(character.isspace() for character in str(self.home)):
+            valid = f"a path of at most {files.LONGEST_HOME} characters without spaces"
+            raise invalid("LIBRA_HPC_CLUSTER", str(self.home), "Slurm's sockets and files cannot live there", valid)
+        tools = ensure_packages(progress)
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OperationError(f"The embedded Slurm's folder {self.home} cannot be made: {error.strerror}.") from error
+        with locked(self.home / "lock"):
+            try:
+                self._start(tools, progress)
+            except OperationError:
+                # Half alive (a daemon hangs, a port was lost): once more from a clean stop; a second failure is the user's to see.
+                progress("restarting the embedded Slurm")
+                self._stop(tools)
+                self._start(tools, progress)
+        info = self.info()
+        if info is None:
+            raise OperationError(f"The embedded Slurm ended right after its start: {last_line(self.home / 'log' / 'slurmctld.log')}.")
+        return info
+
+    def down(self) -> list[str]:
+        """Cancel the jobs and stop the daemons; returns the names of what was stopped, empty when nothing ran."""
+        record = self._record()
+        if record is None:
+            return []
+        with locked(self.home / "lock"):
+            return self._stop(Tools(Path(record.root)))
+
+    def info(self) -> ClusterInfo | None:
+        """The running cluster, or None when its controller does not run."""
+        record = self._record()
+        if record is None or not Path(record.root).is_dir():
+            return None
+        tools = Tools(Path(record.root))
+        pids = {daemon.name: pid for daemon in self._daemons(tools) if (pid := daemon.pid()) is not None}
+        if not {"munged", "slurmctld"} <= pids.keys():
+            return None
+        return ClusterInfo(self.home, self.conf, tools.environment(self.conf), files.NODES, files.PARTITIONS, record.ports, pids)
+
+    def _record(self) -> Record | None:
+        try:
+            record = msgspec.json.decode((self.home / "cluster.json").read_bytes(), type=Record)
+        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+            return None
+        return record
+
+    def _daemons(self, tools: Tools) -> list[Daemon]:
+        """In starting order: nothing works without munged, and a slurmd without a controller waits."""
+        run, log, conf = self.home / "run", self.home / "log", str(self.conf)
+        munged = (
+            str(tools.sbin / "munged"),
+            # Forced, because munged would otherwise refuse a socket below a private home directory; ours serves this user alone.
+            "--force",
+            f"--socket={files.munge_socket(self.home)}",
+            f"--key-file={self.home}/munge/munge.key",
+            f"--log-file={log}/munged.log",
+            f"--pid-file={run}/munged.pid",
+            f"--seed-file={self.home}/munge/munged.seed",
+            "--num-threads=4",
+        )
+        slurmctld = (str(tools.sbin / "slurmctld"), "-f", conf)
+        slurmd, stepd = str(tools.sbin / "slurmd"), str(tools.sbin / "slurmstepd")
+        return [
+            Daemon("munged", munged, (f"--socket={files.munge_socket(self.home)}",), run / "munged.pid", log / "munged.log"),
+            Daemon("slurmctld", slurmctld, (conf,), run / "slurmctld.pid", log / "slurmctld.log"),
+            *(
+                Daemon(
+                    f"slurmd {node}",
+                    (slurmd, "-f", conf, "-N", node, "-d", stepd),
+                    (conf, node),
+                    run / f"slurmd.{node}.pid",
+                    log / f"slurmd.{node}.log",
+                )
+                for node in files.NODES
+            ),
+        ]
+
+    def _start(self, tools: Tools, progress: Callable[[str], None]) -> None:
+        self._configure(tools, progress)
+        daemons, env = self._daemons(tools), self._environment(tools)
+        missing = [daemon for daemon in daemons if daemon.pid() is None]
+        if missing:
+            progress(f"starting {len(missing)} of {len(daemons)} daemons of the embedded Slurm")
+        for daemon in missing:
+            daemon.start(env)
+        self._wait_ready(daemons, env)
+
+    def _configure(self, tools: Tools, progress: Callable[[str], None]) -> None:
+        """Write folders, key and configuration; when the configuration on disk is another one, stop what still runs under it."""
+        nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in files.NODES]
+        for folder in (*(self.home / name for name in ("etc", "run", "log", "fakedev", "munge", "state")), *nodes):
+            folder.mkdir(parents=True, exist_ok=True)
+        for private in ("munge", "state"):
+            (self.home / private).chmod(0o700)
+        key = self.home / "munge" / "munge.key"
+        if not key.exists():
+            with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "wb") as handle:
+                handle.write(secrets.token_bytes(128))
+        for index in range(files.GPU_NODES.gpus):
+            device = self.home / "fakedev" / f"nvidia{index}"
+            if not device.is_symlink():
+                device.symlink_to("/dev/null")
+
+        record = self._record()
+        # The ports of a running cluster are bound by itself; those of a stopped one may have been taken by others.
+        running = any(daemon.pid() for daemon in self._daemons(tools))
+        address = _host_address()
+        if record is None or not (running or _all_free(record.ports.values(), address)):
+            first = record.first_job_id if record else int(time.time()) % 50_000_000 + 1000
+            record = Record(str(tools.root), _free_ports(("slurmctld", *files.NODES), address), first)
+        else:
+            record = msgspec.structs.replace(record, root=str(tools.root))
+        site = files.Site(self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id)
+        texts = {self.conf: files.slurm_conf(site, tools), self.conf.with_name("gres.conf"): files.gres_conf(self.home)}
+        if any(not path.exists() or path.read_text() != text for path, text in texts.items()):
+            if running:
+                progress("the configuration of the embedded Slurm changed: restarting it")
+                self._stop(tools)
+            for path, text in texts.items():
+                write_atomic(path, text.encode())
+        write_atomic(self.home / "cluster.json", msgspec.json.encode(record))
+
+    def _environment(self, tools: Tools) -> dict[str, str]:
+        """Environment of the daemons: small, because jobs get theirs from the submitter."""
+        kept = {name: value for name in ("HOME", "TZ", "LANG") if (value := os.environ.get(name))}
+        return {**kept, **tools.environment(self.conf)}
+
+    def _wait_ready(self, daemons: list[Daemon], env: dict[str, str]) -> None:
+        """Wait until every node has registered and none is down."""
+        started = time.monotonic()
+        resumed = False
+        while True:
+            listing = self._client(env, "sinfo", "--noheader", "--Node", "--format=%N|%T|%v")
+            states = {node: (state, version) for node, state, version in (line.split("|") for line in listing.splitlines() if line.count("|") == 2)}
+            bad = [node for node in files.NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
+            if not bad:
+                return
+            dead = [daemon for daemon in daemons if daemon.pid() is None]
+            waited = time.monotonic() - started
+            if dead or waited > READY_TIMEOUT_S:
+                culprit = dead[0] if dead else next(daemon for daemon in daemons if daemon.name.endswith(bad[0]))
+                raise OperationError(f"The embedded Slurm is not ready: {culprit.name} says {last_line(culprit.log)!r} (log: {culprit.log}).")
+            if waited > RESUME_AFTER_S and not resumed:
+                resumed = True
+                self._client(env, "scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME")
+            time.sleep(POLL_S)
+
+    def _stop(self, tools: Tools) -> list[str]:
+        daemons, env = self._daemons(tools), self._environment(tools)
+        munged, slurmctld, *slurmds = daemons
+        if munged.pid() and slurmctld.pid():
+            self._cancel_jobs(env)
+        # munged last: the others need it to end in an orderly way.
+        stopped = [name for group in (slurmds, [slurmctld], [munged]) for name in stop(group)]
+        for pid in job_processes(self.conf, files.NODES):
+            send(pid, signal.SIGKILL)
+        return stopped
+
+    def _cancel_jobs(self, env: dict[str, str]) -> None:
+        deadline = time.monotonic() + CANCEL_TIMEOUT_S
+        jobs = self._client(env, "squeue", "--noheader", "--format=%A").split()
+        if jobs:
+            self._client(env, "scancel", *jobs)
+        while jobs and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            jobs = self._client(env, "squeue", "--noheader", "--format=%A").split()
+
+    def _client(self, env: dict[str, str], *argv: str) -> str:
+        """Standard output of a Slurm command of this cluster; empty when it fails, which the caller's next look shows."""
+        try:
+            return subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CANCEL_TIMEOUT_S).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+
+def _usable(state: str, version: str) -> bool:
+    # A trailing * marks a node that does not answer.
+    return version not in ("", "N/A") and not state.endswith("*") and not state.startswith(DOWN_STATES)
+
+
+def _host_address() -> str:
+    """IPv4 address of this machine's own name; empty when it does not resolve."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _all_free(ports: Iterable[int], address: str) -> bool:
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                return False
+    return True
+
+
+def _free_ports(names: tuple[str, ...], address: str) -> dict[str, int]:
+    """A run of consecutive free ports, from a random start so that two users of one machine rarely meet."""
+    for _ in range(200):
+        first = random.randrange(*PORT_RANGE)
+        ports = {name: first + offset for offset, name in enumerate(names)}
+        if _all_free(ports.values(), address):
+            return ports
+    raise OperationError(f"The embedded Slurm found no {len(names)} consecutive free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}.")

@@ -1,0 +1,171 @@
+"""Debian 12's Slurm, unpacked but not installed: what the embedded cluster runs without root and without touching the system.
+
+`apt-get download` works for every user when it is given its own state and cache folders; `dpkg-deb -x` then unpacks the archives side by side.
+The result is one folder per Slurm series and machine type that every later start reuses.  It appears under its final name only when complete,
+so an interrupted download leaves nothing that looks usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_hpc.errors import OperationError
+
+SERIES = "22.05"
+"""Slurm release of Debian 12, the one this cluster's configuration was written for."""
+CODENAME = "bookworm"
+PACKAGES = ("munge", "libmunge2", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins")
+LIBRARIES = ("libhwloc15", "libnuma1", "libjson-c5", "libhttp-parser2.9", "libyaml-0-2", "libjansson4", "libjwt0", "libreadline8")
+"""Shared libraries a minimal system may lack; the C library and what `apt` itself needs are always there."""
+ROLES = ("slurmctld", "slurmd", "slurmstepd")
+"""Slurm derives its role from the program's name; Debian installs these under ``NAME-wlm``."""
+DOWNLOAD_TIMEOUT_S = 600.0
+"""About 4 MB of packages and 50 MB of package lists: ten minutes is a very slow line."""
+WAY_OUT = "use --executor local to run without Slurm"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """One unpacked Slurm."""
+
+    root: Path
+
+    @property
+    def bin(self) -> Path:
+        """Client commands (``sbatch``, ``srun``, ...)."""
+        return self.root / "usr" / "bin"
+
+    @property
+    def sbin(self) -> Path:
+        """Daemons."""
+        return self.root / "usr" / "sbin"
+
+    @property
+    def libraries(self) -> Path:
+        """Shared libraries of the machine's architecture."""
+        return self.root / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
+
+    @property
+    def plugins(self) -> Path:
+        """Slurm's plugin folder."""
+        return self.libraries / "slurm-wlm"
+
+    def environment(self, conf: Path) -> dict[str, str]:
+        """Variables a process needs to use these programs with ``conf``, the present search paths kept behind ours."""
+        return {
+            "SLURM_CONF": str(conf),
+            "PATH": _prefixed([self.bin, self.sbin], os.environ.get("PATH", os.defpath)),
+            "LD_LIBRARY_PATH": _prefixed([self.libraries, self.plugins], os.environ.get("LD_LIBRARY_PATH", "")),
+        }
+
+
+def cache_folder() -> Path:
+    """Where unpacked packages are kept: ``$LIBRA_HPC_CACHE`` or ``~/.cache/libra-hpc``."""
+    return Path(os.environ.get("LIBRA_HPC_CACHE") or Path.home() / ".cache" / "libra-hpc").absolute()
+
+
+def ensure_packages(progress: Progress) -> Tools:
+    """Return the unpacked Slurm, downloading it first when the cache has none.
+
+    Raises `OperationError` where the packages cannot be had: another distribution, no ``apt-get``, no network.
+    """
+    cache = cache_folder()
+    target = cache / f"slurm-{SERIES}-{platform.machine()}"
+    if not target.exists():
+        _require_debian()
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / "slurm.lock"):
+            # A second starter that waited for the lock finds the work done.
+            if not target.exists():
+                _download(target, progress)
+    return Tools(target)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; it ends with the process at the latest."""
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _prefixed(folders: list[Path], present: str) -> str:
+    ours = [str(folder) for folder in folders]
+    return ":".join(ours + [part for part in present.split(":") if part and part not in ours])
+
+
+def _require_debian() -> None:
+    try:
+        codename = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    except OSError:
+        codename = ""
+    missing = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
+    if codename == CODENAME and not missing:
+        return
+    why = f"this machine lacks {' and '.join(missing)}" if codename == CODENAME else f"this machine is not Debian 12 ({codename or 'unknown release'})"
+    raise OperationError(f"The embedded Slurm needs Debian 12's packages and {why}; {WAY_OUT}.")
+
+
+def _download(target: Path, progress: Progress) -> None:
+    work = Path(tempfile.mkdtemp(prefix="slurm-download-", dir=target.parent))
+    try:
+        lists, archives, debs, root = work / "apt" / "lists", work / "apt" / "cache", work / "debs", work / "root"
+        for folder in (lists / "partial", archives / "archives" / "partial", debs, root):
+            folder.mkdir(parents=True)
+        conf = work / "apt.conf"
+        conf.write_text(
+            f'Dir::State "{work}/apt"; Dir::State::lists "{lists}"; Dir::State::status "/var/lib/dpkg/status"; Dir::Cache "{archives}";\n'
+            'Debug::NoLocking "1"; APT::Sandbox::User ""; Acquire::Retries "2"; Acquire::http::Timeout "30";\n'
+        )
+        env = {**os.environ, "APT_CONFIG": str(conf), "LC_ALL": "C"}
+        _apt(["update", "-qq"], "reading the package lists", lists, env, debs, progress)
+        _apt(["download", "-qq", *PACKAGES, *LIBRARIES], f"downloading Slurm {SERIES}", debs, env, debs, progress)
+        progress("unpacking")
+        for deb in sorted(debs.glob("*.deb")):
+            subprocess.run(["dpkg-deb", "-x", str(deb), str(root)], check=True, capture_output=True)
+        for role in ROLES:
+            (root / "usr" / "sbin" / role).symlink_to(f"{role}-wlm")
+        root.rename(target)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise OperationError(f"The packages of the embedded Slurm could not be unpacked into {target}: {error}; {WAY_OUT}.") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _apt(arguments: list[str], what: str, growing: Path, env: dict[str, str], cwd: Path, progress: Progress) -> None:
+    """Run one apt-get command, reporting the size of the folder it fills about once a second."""
+    progress(what)
+    log = cwd.parent / "apt.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(["apt-get", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    try:
+        while True:
+            try:
+                code = process.wait(timeout=1.0)
+                break
+            except subprocess.TimeoutExpired:
+                megabytes = sum(file.stat().st_size for file in growing.rglob("*") if file.is_file()) / 1e6
+                progress(f"{what}: {megabytes:.1f} MB")
+                if time.monotonic() > deadline:
+                    raise OperationError(f"Downloading the embedded Slurm took longer than {DOWNLOAD_TIMEOUT_S:.0f} s; {WAY_OUT}.") from None
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if code:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("E:")]
+        reason = lines[-1].removeprefix("E:").strip() if lines else f"apt-get {arguments[0]} ended with {code}"
+        raise OperationError(f"The packages of the embedded Slurm cannot be downloaded ({reason.rstrip('.')}); {WAY_OUT}.")

@@ -1,0 +1,48 @@
+"""``job.json`` of a run directory: which job carries the run, started how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """The last submission of a run."""
+
+    executor: Literal["slurm", "local"]
+    job_id: str
+    """Slurm job id, or ``local-<pid>``."""
+    attempt: int
+    submitted_at: float
+    """Epoch seconds."""
+    pid: int = 0
+    """Local only: process id and group of the launcher."""
+    started: int = 0
+    """Local only: kernel start time of that process in clock ticks, which tells it from a later process of the same id."""
+    cancelled: bool = False
+    """Local only: the user cancelled it."""
+
+
+def write_job(run: RunDir, record: JobRecord) -> None:
+    """Replace the record."""
+    write_atomic(run.job, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+
+
+def read_job(run: RunDir) -> JobRecord:
+    """The record; raises `UserError` when the run was never submitted."""
+    try:
+        return msgspec.json.decode(run.job.read_bytes(), type=JobRecord)
+    except FileNotFoundError:
+        raise UserError(f"{run.path} was never submitted: it has no {run.job.name}.") from None
+    except msgspec.DecodeError as error:
+        raise UserError(f"{run.job} is damaged: {error}.") from None
+
+
+def start_attempt(run: RunDir, attempt: int) -> None:
+    """Make the log folder of a new attempt and remove the verdict of the last one."""
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    run.result.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""The same agents without Slurm: one MPI world on this machine, detached, watched through its launcher's process id and ``result.json``.
+
+The launcher (`ranks`) leads a session and a process group of its own with all ranks in it, so a signal to that group reaches the run and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.telemetry.rundir import RunDir
+
+from .fit import present_components
+from .job import JobRecord, read_job, start_attempt, write_job
+from .query import JobInfo, JobState
+from .site import clean_environment
+from .writer import agent_arguments, agent_environment
+
+GRACE_S = 20.0
+"""Time the agents have to save and to end their engines after SIGTERM, before SIGKILL."""
+POLL_S = 0.05
+
+
+def start(
+    config: RunConfig,
+    run: RunDir,
+    *,
+    attempt: int,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    arguments: Sequence[str] | None = None,
+) -> str:
+    """Start one agent per node of every component, all on this machine, and return ``local-<pid>``.
+
+    Parameters as for `writer.het_script`.  Output goes to ``agent-<rank>.log`` and ``launcher.log`` in the attempt's log folder.
+    """
+    ranks = sum(component.nodes for _, component in present_components(config))
+    start_attempt(run, attempt)
+    logs = run.logs(attempt)
+    command = [python, *(agent_arguments(run, attempt) if arguments is None else arguments)]
+    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(ranks), "--logs", str(logs), "--", *command]
+    env = {**clean_environment(os.environ), **(environment or {}), **agent_environment(config)}
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(logs / "launcher.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)
+    job_id = f"local-{pid}"
+    write_job(run, JobRecord("local", job_id, attempt, time.time(), pid=pid, started=_start_ticks(pid) or 0))
+    return job_id
+
+
+def state(run: RunDir) -> JobInfo:
+    """RUNNING while the launcher lives; then what ``result.json`` says, FAILED when there is none."""
+    record = read_job(run)
+    if _alive(record):
+        return JobInfo(record.job_id, JobState.RUNNING, start_time=record.submitted_at)
+    if run.read_json(run.result).get("state") == "completed":
+        return JobInfo(record.job_id, JobState.COMPLETED, exit_code=0, start_time=record.submitted_at)
+    ended = JobState.CANCELLED if record.cancelled else JobState.FAILED
+    return JobInfo(record.job_id, ended, exit_code=1, start_time=record.submitted_at)
+
+
+def cancel(run: RunDir) -> bool:
+    """End the run's processes: SIGTERM, and after `GRACE_S` SIGKILL; returns whether it was running."""
+    record = read_job(run)
+    if not _alive(record):
+        return False
+    write_job(run, msgspec.structs.replace(record, cancelled=True))
+    _signal_group(record, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while _alive(record) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if _alive(record):
+        _signal_group(record, signal.SIGKILL)
+    return True
+
+
+def _signal_group(record: JobRecord, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(record.pid, number)
+
+
+def _alive(record: JobRecord) -> bool:
+    return record.pid > 0 and _start_ticks(record.pid) == record.started
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Kernel start time of a live process in clock ticks since boot; None when there is none or it is a zombie."""
+    # If it is our own child, collect it, so that it does not stay a zombie.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,126 @@
+"""Queue a run, look at it, cancel it; runs started without Slurm are looked at and cancelled through the same functions."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
+
+from . import local
+from .command import SlurmRefused, call
+from .fit import check_fit
+from .job import JobRecord, read_job, start_attempt, write_job
+from .query import JobInfo, job, partitions
+from .writer import het_script
+
+SUBMIT_TIMEOUT_S = 90.0
+"""sbatch itself gives up after a minute without a controller; ending it earlier could leave a job queued that nobody knows of."""
+USER_MISTAKES = ("invalid", "not available", "not be satisfied", "can not be satisfied", "unrecognized", "exceed", "violates", "limit")
+"""Words in sbatch's refusals that mean the request, not the cluster, is at fault."""
+
+
+def submit(
+    config: RunConfig,
+    run: RunDir,
+    *,
+    env: Mapping[str, str],
+    attempt: int,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    arguments: Sequence[str] | None = None,
+) -> str:
+    """Write ``job.sbatch``, queue it, write ``job.json``; returns the Slurm job id.
+
+    ``env`` is Slurm's client environment (`slurm_environment`), ``environment`` the variables of the agents.  Raises `UserError` when the request can
+    never be met (nothing is queued then), `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
+    """
+    _write_script(config, run, env, attempt, environment, python, arguments)
+    start_attempt(run, attempt)
+    answer = _sbatch(["--parsable", str(run.script)], config, env)
+    # "id" or "id;cluster"
+    job_id = answer.strip().split(";")[0]
+    if not job_id.isdigit():
+        raise OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
+    write_job(run, JobRecord("slurm", job_id, attempt, time.time()))
+    return job_id
+
+
+def estimate(
+    config: RunConfig,
+    run: RunDir,
+    *,
+    env: Mapping[str, str],
+    attempt: int,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+) -> str:
+    """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns when it would start, in Slurm's words.  Raises as `submit` does."""
+    _write_script(config, run, env, attempt, environment, python, None)
+    return _sbatch(["--test-only", str(run.script)], config, env)
+
+
+def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
+    """Cancel a run, or a Slurm job by id; returns whether there was anything left to cancel.
+
+    ``env`` is Slurm's client environment, not needed for a local run.  Cancelling twice, or what has ended, is no error.
+    """
+    if isinstance(target, RunDir):
+        record = read_job(target)
+        if record.executor == "local":
+            return local.cancel(target)
+        job_id = record.job_id
+    else:
+        job_id = target
+    env = _required(env, job_id)
+    if job(env, job_id).state.ended:
+        return False
+    try:
+        call(["scancel", job_id], env)
+    except SlurmRefused as refusal:
+        if re.search("invalid job id", str(refusal), re.IGNORECASE):
+            return False
+        raise OperationError(f"Slurm did not cancel job {job_id}: {refusal}.") from None
+    return True
+
+
+def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
+    """How the job that carries ``run`` is doing; ``env`` as for `cancel`."""
+    record = read_job(run)
+    if record.executor == "local":
+        return local.state(run)
+    return job(_required(env, record.job_id), record.job_id)
+
+
+def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
+    if env is None:
+        raise SlurmUnreachable(f"Job {job_id} is a Slurm job, and no Slurm controller is known here.")
+    return env
+
+
+def _write_script(
+    config: RunConfig,
+    run: RunDir,
+    env: Mapping[str, str],
+    attempt: int,
+    environment: Mapping[str, str] | None,
+    python: str,
+    arguments: Sequence[str] | None,
+) -> None:
+    check_fit(config, partitions(env))
+    text = het_script(config, run, python=python, attempt=attempt, environment=environment or {}, arguments=arguments)
+    write_atomic(run.script, text.encode())
+
+
+def _sbatch(options: list[str], config: RunConfig, env: Mapping[str, str]) -> str:
+    try:
+        return call(["sbatch", *options], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S)
+    except SlurmRefused as refusal:
+        said = str(refusal)
+        if any(word in said.lower() for word in USER_MISTAKES):
+            raise UserError(f"Slurm refuses the job of run {config.run.name!r}: {said}.") from None
+        raise OperationError(f"Slurm did not take the job of run {config.run.name!r}: {said}.") from None

@@ -1,0 +1,265 @@
+"""``keychain``: follow a chain of keyed look-ups with flaky, dead and missing keys, one token per word.
+
+```
+<bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (the next key is k39, its alternative k4)
+get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
+```
+
+* A chain has 1 hop, and one more with probability ``p_more`` up to ``max_hops``: trajectory lengths are long-tailed.
+* A key is *flaky* with probability ``flaky`` (its first call only), else *dead* with probability ``dead`` (never the first key; a dead key is never flaky:
+  its alternative would then be too far back for a small policy to copy).  An alternative works only when its main key is dead, else ``miss``, which is
+  also the answer for unknown keys; old keys may be asked again.  A malformed call is answered ``err``.
+* ``need`` = hops + flaky + dead + 1 turns finish the episode; the budget is ``2 * need + 4`` turns, after which it ends, wrong.
+* Reward: 1 for the right value, else ``0.1 * well-formed calls / calls``; minus ``min(0.2, 0.02 * waste)``, where waste counts well-formed calls that are
+  not the next right call, malformed calls, and running over the budget.  The perfect policy gets 1.0.
+* ``notes`` lines ``note k7 k39`` before the question are noise: they lengthen the context, not the episode.
+* Drift: from ``progress`` >= ``drift_at`` on, the mix is that of the options overridden by ``after``, before it by ``before``.
+
+Longest context: ``4 + 4 notes + 8 (2 (2 max_hops + 1) + 4)`` tokens (436 at the default 12 hops): see `KeyChain.max_context`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from libra_hpc.errors import invalid
+
+from .base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
+
+KEYS, VALUES = 64, 32
+"""Size of the two alphabets; a chain of 12 hops uses 24 keys."""
+
+WORDS = ("<pad>", "<bos>", "<unk>", "\n", "find", "get", "ans", "=", "|", "flaky", "dead", "miss", "err", "val", "note")
+"""All other words of the vocabulary, in id order."""
+
+TURN_TOKENS = 4
+"""``get k0 \\n`` and one to spare."""
+
+WASTE_COST, WASTE_CAP, CALL_REWARD = 0.02, 0.2, 0.1
+"""Reward taken per wasted turn, at most in all, and given for well-formed calls of a failed episode: small against 1.0, so that solving dominates."""
+
+Hop = tuple[int, int, bool, bool]
+"""(main key, alternative key, flaky, dead)"""
+
+
+def vocabulary() -> list[str]:
+    """Every token, in id order."""
+    return [*WORDS, *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES))]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Distribution of episodes."""
+
+    p_more: float = 0.72
+    max_hops: int = 12
+    flaky: float = 0.25
+    dead: float = 0.25
+    notes: int = 0
+
+    def check(self, where: str) -> None:
+        """Raise `UserError` for a value out of range."""
+        for name in ("p_more", "flaky", "dead"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise invalid(f"{where}{name}", value, "out of range", "a number from 0 to 1")
+        for name, low, high in (("max_hops", 1, KEYS // 2), ("notes", 0, 4096)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise invalid(f"{where}{name}", value, "out of range", f"an integer from {low} to {high}")
+
+    @property
+    def max_context(self) -> int:
+        """Longest context in tokens: all of the largest budget spent on calls answered with a pair of keys (3 + 5 tokens)."""
+        return 4 + 4 * self.notes + 8 * (2 * (2 * self.max_hops + 1) + 4)
+
+
+@dataclass(frozen=True)
+class World:
+    """One prompt's hidden chain; keys and values are numbers."""
+
+    hops: tuple[Hop, ...]
+    value: int
+    notes: tuple[tuple[int, int], ...]
+
+    @property
+    def need(self) -> int:
+        """Turns of the perfect policy."""
+        return len(self.hops) + sum(flaky + dead for _, _, flaky, dead in self.hops) + 1
+
+
+def draw(rng: random.Random, mix: Mix) -> World:
+    """Draw a chain."""
+    length = 1
+    while length < mix.max_hops and rng.random() < mix.p_more:
+        length += 1
+    keys = rng.sample(range(KEYS), 2 * length)
+    hops = []
+    for i in range(length):
+        dead = i > 0 and rng.random() < mix.dead
+        hops.append((keys[2 * i], keys[2 * i + 1], not dead and rng.random() < mix.flaky, dead))
+    notes = tuple((rng.randrange(KEYS), rng.randrange(KEYS)) for _ in range(mix.notes))
+    return World(tuple(hops), rng.randrange(VALUES), notes)
+
+
+def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -> list[Any]:
+    """The tool ``get``: answer a key that was asked ``earlier`` times before.  Returns [outcome] or ["=", key, alternative] or ["val", value]."""
+    for i, (main, alternative, flaky, dead) in enumerate(hops):
+        if key == main and dead:
+            return ["dead"]
+        if key == main and flaky and not earlier:
+            return ["flaky"]
+        if key == main or (key == alternative and dead):
+            return ["=", hops[i + 1][0], hops[i + 1][1]] if i + 1 < len(hops) else ["val", value]
+    return ["miss"]
+
+
+class Guide:
+    """Follows an episode and knows its next right call."""
+
+    def __init__(self, world: World) -> None:
+        self._hops = world.hops
+        self._at = 0
+        self._dead = False
+
+    @property
+    def key(self) -> int | None:
+        """Key to ask next; None when the value is known and should be answered."""
+        if self._at == len(self._hops):
+            return None
+        return self._hops[self._at][1 if self._dead else 0]
+
+    def saw(self, key: int, outcome: str) -> None:
+        """Take note of an answer."""
+        hop = next((i for i, (main, alternative, _, _) in enumerate(self._hops) if key in (main, alternative)), -1)
+        if outcome in ("=", "val") and hop >= self._at:
+            self._at, self._dead = hop + 1, False
+        elif outcome == "dead" and hop == self._at:
+            self._dead = True
+
+
+class Words:
+    """The task's words as token ids of one tokenizer."""
+
+    def __init__(self, tokenizer: TaskTokenizer) -> None:
+        self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (tokenizer.need(word) for word in WORDS)
+        self.word = {word: tokenizer.need(word) for word in WORDS}
+        self.keys = [tokenizer.need(f"k{i}") for i in range(KEYS)]
+        self.values = [tokenizer.need(f"v{i}") for i in range(VALUES)]
+        self.key_of = {token: i for i, token in enumerate(self.keys)}
+        self.value_of = {token: i for i, token in enumerate(self.values)}
+
+    def prompt(self, world: World) -> list[int]:
+        """Token ids of the question."""
+        lines = [token for a, b in world.notes for token in (self.note, self.keys[a], self.keys[b], self.newline)]
+        return [self.bos, *lines, self.find, self.keys[world.hops[0][0]], self.newline]
+
+    def answer(self, found: Sequence[Any]) -> list[int]:
+        """Token ids of a `look_up` answer."""
+        if found[0] == "=":
+            return [self.word["="], self.keys[found[1]], self.word["|"], self.keys[found[2]], self.newline]
+        if found[0] == "val":
+            return [self.word["val"], self.values[found[1]], self.newline]
+        return [self.word[found[0]], self.newline]
+
+
+class KeyChainEpisode(Episode):
+    """One walk along a chain."""
+
+    def __init__(self, words: Words, world: World, prompt_id: str, after_drift: bool) -> None:
+        self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = prompt_id, words.prompt(world), TURN_TOKENS, (words.newline,)
+        self._words, self._world, self._after = words, world, after_drift
+        self._guide = Guide(world)
+        self._asked: dict[int, int] = {}
+        self._turns = self._calls = self._formed = self._waste = 0
+
+    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+        """One line of the policy: ``get KEY``, ``ans VALUE``, or something malformed."""
+        words = self._words
+        self._turns += 1
+        if len(tokens) == 3 and tokens[0] == words.ans and tokens[1] in words.value_of and tokens[2] == words.newline:
+            return self._end(words.value_of[tokens[1]] == self._world.value)
+        self._calls += 1
+        if len(tokens) == 3 and tokens[0] == words.get and tokens[1] in words.key_of and tokens[2] == words.newline:
+            self._formed += 1
+            answer = await self._get(words.key_of[tokens[1]], tools)
+        else:
+            self._waste += 1
+            answer = Turn(words.answer(["err"]), Signal("get", "error", 2, 0.0))
+        if self._turns >= 2 * self._world.need + 4:
+            self._waste += 1
+            return self._end(False, answer.signal)
+        return answer
+
+    async def _get(self, key: int, tools: Tools) -> Turn:
+        right = key == self._guide.key
+        result = await tools.call("get", self._world.hops, self._world.value, key, self._asked.get(key, 0))
+        if result.outcome != "ok":  # the sandbox's failure, not the policy's: it costs a turn and nothing else
+            return Turn(self._words.answer(["err"]), Signal("get", result.outcome, 2, result.seconds))
+        self._asked[key] = self._asked.get(key, 0) + 1
+        self._waste += not right
+        outcome = str(result.value[0])
+        self._guide.saw(key, outcome)
+        answer = self._words.answer(result.value)
+        return Turn(answer, Signal("get", "ok" if outcome == "=" else outcome, len(answer), result.seconds))
+
+    def _end(self, solved: bool, signal: Signal | None = None) -> Turn:
+        reward = 1.0 if solved else CALL_REWARD * self._formed / self._calls if self._calls else 0.0
+        info = {"solved": float(solved), "turns": self._turns, "waste": self._waste, "hops": len(self._world.hops), "after_drift": float(self._after)}
+        return Turn(signal=signal, done=True, reward=reward - min(WASTE_CAP, WASTE_COST * self._waste), info=info)
+
+
+class KeyChain(Task):
+    """See the module docstring.  ``before`` and ``after`` override the mix on their side of ``drift_at``."""
+
+    tools = {"get": look_up}
+
+    def __init__(
+        self,
+        tokenizer: TaskTokenizer,
+        *,
+        seed: int = 0,
+        p_more: float = Mix.p_more,
+        max_hops: int = Mix.max_hops,
+        flaky: float = Mix.flaky,
+        dead: float = Mix.dead,
+        notes: int = Mix.notes,
+        drift_at: float = 1.0,
+        before: Mapping[str, Any] | None = None,
+        after: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, seed=seed)
+        if not isinstance(drift_at, (int, float)) or not 0 <= drift_at <= 1:
+            raise invalid("task.options.drift_at", drift_at, "out of range", "a number from 0 to 1")
+        base = Mix(p_more, max_hops, flaky, dead, notes)
+        base.check("task.options.")
+        self._drift_at = drift_at
+        self.mixes = (_override(base, "before", {} if before is None else before), _override(base, "after", {} if after is None else after))
+        """The mix before and after the drift."""
+        self._words = Words(tokenizer)
+
+    def open(self, index: int, sample: int, progress: float) -> KeyChainEpisode:
+        """See `Task.open`."""
+        after = progress >= self._drift_at and self.mixes[0] != self.mixes[1]
+        prompt_id = f"keychain-{self.seed}-{int(after)}-{index}"
+        return KeyChainEpisode(self._words, draw(random.Random(prompt_id), self.mixes[after]), prompt_id, after)
+
+    @property
+    def max_context(self) -> int:
+        """See `Task.max_context`."""
+        return max(mix.max_context for mix in self.mixes)
+
+
+def _override(base: Mix, side: str, changes: Mapping[str, Any]) -> Mix:
+    names = [field.name for field in fields(Mix)]
+    if not isinstance(changes, Mapping):
+        raise invalid(f"task.options.{side}", changes, "not a table", f"a table of {', '.join(names)}")
+    for name in changes:
+        if name not in names:
+            raise invalid(f"task.options.{side}", name, "no such option", names)
+    mix = Mix(**{**{name: getattr(base, name) for name in names}, **changes})
+    mix.check(f"task.options.{side}.")
+    return mix

@@ -1,0 +1,311 @@
+"""The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio loop.
+
+A call waits for a free process of its pool, then has ``tool_timeout_s`` of wall-clock time; a process that overstays, dies or answers nonsense is killed
+with its process group and replaced, and the call ends as a `ToolResult`.  Declared tools and model-written code have separate pools, so slow code never
+holds up a look-up.  What confines the processes is in `libra_hpc.tasks.contain`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from libra_hpc.errors import OperationError, invalid
+from libra_hpc.protocol.codec import FrameBuffer, FrameError
+
+from .base import ToolResult
+from .registry import FILE_MODULE
+from .settings import HostConfig
+from .toolproc import Call, Ready, Run, Setup, ToolDone, ToolRef, from_tool, to_tool
+
+START_S = 30.0
+"""Most seconds from spawning a tool process to its `Ready`: starting Python and importing the tools from a busy shared file system."""
+
+CODE_GRACE_S = 2.0
+"""Model-written code is timed by its tool process; the host steps in this much later, when that process itself hangs."""
+
+REAP_S = 0.02
+"""Interval at which killed processes are reaped."""
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra_hpc.tasks.toolproc import main; main()"
+
+
+def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
+    """Describe declared tools so that another process can import them; raises `UserError` for one that cannot be (a lambda, a nested function)."""
+    refs = []
+    for name, function in tools.items():
+        module, qualname = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+        if not module or module == "__main__" or "<" in qualname or not qualname or not callable(function):
+            raise invalid(f"tools[{name!r}]", function, "cannot be run in a tool process", "a function at the top level of a module")
+        file = inspect.getsourcefile(sys.modules[module]) if module.startswith(FILE_MODULE) else None
+        refs.append(ToolRef(name, module, file or "", qualname))
+    return tuple(refs)
+
+
+class _Job:
+    """A call on its way: the frame, its limit, and the future of its answer."""
+
+    __slots__ = ("frame", "future")
+
+    def __init__(self, frame: bytes, future: asyncio.Future[ToolDone]) -> None:
+        self.frame, self.future = frame, future
+
+
+class _Process:
+    """One tool process: spawned, ready, then busy with one job or idle."""
+
+    def __init__(self, pool: _Pool, folder: str) -> None:
+        self.pool, self.folder = pool, folder
+        self.job: _Job | None = None
+        self.ready = False
+        self._buffer = FrameBuffer()
+        self._loop = asyncio.get_running_loop()
+        self._link, theirs = socket.socketpair()
+        try:
+            self.child = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={"TMPDIR": folder, "LC_ALL": "C.UTF-8"}, pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        self._link.setblocking(False)
+        self._loop.add_reader(self._link.fileno(), self._readable)
+        self._timer = self._loop.call_later(START_S, self._overdue)
+        self._unsent = bytearray()
+        self._send(to_tool.frame(pool.setup(folder)))
+
+    def start(self, job: _Job) -> None:
+        """Give an idle process a job."""
+        self.job = job
+        self._timer = self._loop.call_later(self.pool.limit_s, self._overdue)
+        self._send(job.frame)
+
+    def _send(self, data: bytes) -> None:
+        self._unsent += data
+        self._writable()
+
+    def _writable(self) -> None:
+        try:
+            sent = self._link.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            sent = len(self._unsent)  # the process is gone: the reader reports it
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._link.fileno(), self._writable)
+        else:
+            self._loop.remove_writer(self._link.fileno())
+
+    def _readable(self) -> None:
+        try:
+            chunk = self._link.recv(1 << 20)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._end(ToolDone("error", "the tool process died"))
+            return
+        for frame in self._buffer.feed(chunk):
+            try:
+                message = from_tool.decode(frame)
+            except FrameError as error:
+                self._end(ToolDone("error", f"the tool process sent an unreadable answer ({error})"))
+                return
+            self._timer.cancel()
+            if isinstance(message, Ready):
+                self.ready = True
+                self.pool.network_off = message.network_off
+                if not (self.pool.refs or message.network_off):
+                    print("sandbox: no network namespace here; the system-call filter alone keeps model-written code off the network", file=sys.stderr)
+            elif not self.ready:
+                self._end(message)
+                return
+            else:
+                self._answer(message)
+            self.pool.free(self)
+
+    def _answer(self, done: ToolDone) -> None:
+        job, self.job = self.job, None
+        if job is not None and not job.future.done():
+            job.future.set_result(done)
+
+    def _overdue(self) -> None:
+        self._end(ToolDone("timeout" if self.ready else "error", f"no answer within {self.pool.limit_s if self.ready else START_S:g} s"))
+
+    def _end(self, done: ToolDone) -> None:
+        self.kill()
+        self._answer(done)
+        self.pool.lost(self, "" if self.ready else str(done.value))
+
+    def kill(self) -> None:
+        """End the process and its group; `reaped` tells when it is gone."""
+        self._timer.cancel()
+        self._loop.remove_reader(self._link.fileno())
+        self._loop.remove_writer(self._link.fileno())
+        self._link.close()
+        if self.child.poll() is None:  # while it is not reaped, the group id is its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+
+    def reaped(self) -> bool:
+        """Collect the ended process and its folder; False while the kernel is still at it."""
+        if self.child.poll() is None:
+            return False
+        rmtree(self.folder, ignore_errors=True)
+        return True
+
+
+class _Pool:
+    """Up to ``size`` processes of one purpose, and the calls that wait for them."""
+
+    def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...], limit_s: float) -> None:
+        self.owner, self.refs, self.limit_s = owner, refs, limit_s
+        self.network_off = False
+        self.processes: list[_Process] = []
+        self._idle: deque[_Process] = deque()
+        self._waiting: deque[_Job] = deque()
+        self.started: asyncio.Future[None] | None = None
+
+    def setup(self, folder: str) -> Setup:
+        """First frame of a new process."""
+        config = self.owner.config
+        return Setup(self.refs, os.getpid(), folder, config.tool_timeout_s, config.tool_memory_mb << 20, config.tool_output_bytes)
+
+    def grow(self) -> None:
+        """Spawn up to the configured number of processes."""
+        if self.started is None:
+            self.started = asyncio.get_running_loop().create_future()
+        while len(self.processes) < self.owner.config.tool_processes:
+            self.processes.append(_Process(self, self.owner.new_folder()))
+
+    def submit(self, frame: bytes) -> asyncio.Future[ToolDone]:
+        """Queue a call."""
+        job = _Job(frame, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        if self.started is None:
+            self.grow()
+        self._dispatch()
+        return job.future
+
+    def _dispatch(self) -> None:
+        while self._idle and self._waiting:
+            job = self._waiting.popleft()
+            if not job.future.done():  # its episode was closed while it waited
+                self._idle.popleft().start(job)
+
+    def free(self, process: _Process) -> None:
+        """A process is ready for the next call."""
+        if self.started is not None and not self.started.done():
+            self.started.set_result(None)
+        self._idle.append(process)
+        self._dispatch()
+
+    def lost(self, process: _Process, start_error: str) -> None:
+        """A process ended; replace it, unless it could not even start: then every waiting call fails (the next one tries again)."""
+        self.processes.remove(process)
+        with contextlib.suppress(ValueError):
+            self._idle.remove(process)
+        self.owner.bury(process)
+        if not start_error:
+            self.grow()
+            return
+        if self.started is not None and not self.started.done():
+            self.started.set_exception(OperationError(f"a tool process cannot start: {start_error}"))
+            self.started.exception()  # waited for by `Sandbox.start` alone
+        if not self.processes:
+            self.started = None
+            for job in self._waiting:
+                if not job.future.done():
+                    job.future.set_result(ToolDone("error", start_error))
+            self._waiting.clear()
+
+
+class Sandbox:
+    """`Tools` for every episode of a host.  Create it on a running loop; `close` it before the loop ends."""
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]], config: HostConfig, folder: str | Path | None = None) -> None:
+        self.config = config
+        self._folder = tempfile.mkdtemp(prefix="tools-", dir=folder)
+        self._names = frozenset(tools)
+        self._tools = _Pool(self, tool_refs(tools), config.tool_timeout_s)
+        self._code = _Pool(self, (), config.tool_timeout_s + CODE_GRACE_S)
+        self._dying: list[_Process] = []
+        self._made = 0
+
+    async def start(self) -> None:
+        """Spawn the declared tools' processes and wait for one; raises `OperationError` when none can start."""
+        if self._names:
+            self._tools.grow()
+            assert self._tools.started is not None
+            await self._tools.started
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        """See `libra_hpc.tasks.base.Tools.call`."""
+        if name not in self._names:
+            raise KeyError(f"the task declares no tool {name!r}")
+        return await self._result(self._tools, to_tool.frame(Call(name, args)))
+
+    async def python(self, code: str) -> ToolResult:
+        """See `libra_hpc.tasks.base.Tools.python`."""
+        return await self._result(self._code, to_tool.frame(Run(code)))
+
+    async def _result(self, pool: _Pool, frame: bytes) -> ToolResult:
+        begin = time.perf_counter()
+        done = await pool.submit(frame)
+        return ToolResult(done.outcome, done.value, time.perf_counter() - begin)
+
+    @property
+    def network_off(self) -> bool:
+        """Whether model-written code sits in an empty network namespace (known once it ran; the system-call filter denies sockets in any case)."""
+        return self._code.network_off
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the tool processes."""
+        return [p.child.pid for pool in (self._tools, self._code) for p in pool.processes]
+
+    def new_folder(self) -> str:
+        """A private working folder for one process."""
+        self._made += 1
+        path = Path(self._folder) / str(self._made)
+        path.mkdir(mode=0o700)
+        return str(path)
+
+    def bury(self, process: _Process) -> None:
+        """Reap a killed process without blocking the loop."""
+        self._dying.append(process)
+        self._reap()
+
+    def _reap(self) -> None:
+        self._dying = [p for p in self._dying if not p.reaped()]
+        if self._dying:
+            asyncio.get_running_loop().call_later(REAP_S, self._reap)
+
+    def close(self) -> None:
+        """Kill every tool process, wait for their end, and remove their folders."""
+        processes = [p for pool in (self._tools, self._code) for p in pool.processes]
+        for process in processes:
+            process.kill()
+        for process in (*processes, *self._dying):
+            process.child.wait()
+        for pool in (self._tools, self._code):
+            pool.processes.clear()
+        self._dying.clear()
+        rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,233 @@
+"""A tool process: runs declared tool functions, or model-written code in a forked child, for the one host that started it.
+
+The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it cannot work.  Then one call at a
+time: `Call` for a declared tool, `Run` for code.  Frames are msgpack against closed unions, so neither side can make the other run anything else.
+
+Model-written code never runs in this process but in a fork made for that one call, whose only way out is a pipe of bytes: it cannot forge an answer,
+and there is nothing to find in the memory it inherits, because this process knows neither task nor episode nor reward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Union
+
+import msgspec
+
+from libra_hpc.protocol.codec import Codec, FrameBuffer
+
+from . import contain
+from .registry import load_file
+
+PRELOADED = (
+    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "heapq", "itertools", "json",
+    "math", "numbers", "operator", "random", "re", "statistics", "string", "textwrap", "typing",
+)  # fmt: skip
+"""Modules model-written code can import: it may open no file, so only what is loaded already."""
+
+CODE_FILES = 16
+"""RLIMIT_NOFILE of model-written code; it holds three descriptors and can open none."""
+
+
+class ToolRef(msgspec.Struct, frozen=True):
+    """Where a declared tool is found: an importable module, or a user's file."""
+
+    name: str
+    module: str
+    file: str
+    qualname: str
+
+
+class Setup(msgspec.Struct, tag=True, frozen=True):
+    """Limits and purpose of this process; ``tools`` empty: model-written code."""
+
+    tools: tuple[ToolRef, ...]
+    parent: int
+    folder: str
+    """Private working folder, made and removed by the host."""
+    timeout_s: float
+    memory_bytes: int
+    output_bytes: int
+
+
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """Run a declared tool."""
+
+    name: str
+    args: tuple[Any, ...]
+
+
+class Run(msgspec.Struct, tag=True, frozen=True):
+    """Run model-written code."""
+
+    code: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Set up; ``network`` tells whether the network could be taken away (always False for declared tools, which keep it)."""
+
+    network_off: bool
+
+
+class ToolDone(msgspec.Struct, tag=True, frozen=True):
+    """The answer of a call."""
+
+    outcome: str
+    value: Any
+
+
+to_tool: Codec[Setup | Call | Run] = Codec(Union[Setup, Call, Run])
+from_tool: Codec[Ready | ToolDone] = Codec(Union[Ready, ToolDone])
+
+
+def cut(text: str, most: int) -> str:
+    """``text`` within ``most`` UTF-8 bytes."""
+    if len(text) <= most and len(text.encode()) <= most:
+        return text
+    return text.encode()[:most].decode(errors="ignore")
+
+
+def find(tool: ToolRef) -> Callable[..., Any]:
+    """Import a declared tool."""
+    found: Any = load_file(tool.file) if tool.file else importlib.import_module(tool.module)
+    for part in tool.qualname.split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+def run_tool(function: Callable[..., Any], args: tuple[Any, ...], most: int) -> bytes:
+    """Call a declared tool and return the framed answer."""
+    try:
+        value = function(*args)
+        frame = from_tool.frame(ToolDone("ok", cut(value, most) if isinstance(value, str) else value))
+        if len(frame) > most + 64:  # 64: the frame's own overhead
+            frame = from_tool.frame(ToolDone("error", f"the answer of {len(frame)} bytes exceeds the limit of {most}"))
+    except (Exception, SystemExit) as error:
+        frame = from_tool.frame(ToolDone("error", cut(f"{type(error).__name__}: {error}", most)))
+    return frame
+
+
+def run_code(code: str, setup: Setup) -> ToolDone:
+    """Run model-written code in a contained fork and collect what it prints."""
+    reader, writer = os.pipe()
+    parent = os.getpid()  # asked before the fork: the child may start after this process was killed
+    child = os.fork()
+    if child == 0:
+        _contained(code, setup, writer, parent)
+    os.close(writer)
+    deadline = time.monotonic() + setup.timeout_s
+    data, ended = bytearray(), False
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    try:
+        while len(data) <= setup.output_bytes and not ended:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poller.poll(left * 1000):
+                break
+            chunk = os.read(reader, 1 << 16)
+            data += chunk
+            ended = not chunk
+        overdue = not ended and len(data) <= setup.output_bytes
+        # A child that closed its output may still be computing.
+        while ended and not overdue and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.001)
+            overdue = time.monotonic() > deadline
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # not reaped yet, so the id is still the child's
+        status = os.waitpid(child, 0)[1]
+    text = cut(data.decode(errors="replace"), setup.output_bytes)
+    if overdue:
+        return ToolDone("timeout", text)
+    if not ended:
+        return ToolDone("error", text)
+    if os.WIFSIGNALED(status):
+        return ToolDone("error", cut(f"{text}killed by {signal.Signals(os.WTERMSIG(status)).name}", setup.output_bytes))
+    return ToolDone("ok" if os.WEXITSTATUS(status) == 0 else "error", text)
+
+
+def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
+    """The forked child's whole life."""
+    status = 1
+    try:
+        os.setsid()
+        contain.die_with(parent)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.closerange(3, 1 << 16)
+        sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)  # noqa: SIM115
+        program = compile(code, "<code>", "exec")
+        contain.limit(setup.memory_bytes, 0)
+        contain.compute_only(int(setup.timeout_s) + 1)
+        exec(program, {"__name__": "__main__"})  # the one place that runs a model's text, under the filter just installed
+        status = 0
+    except SystemExit as end:
+        status = 0 if end.code in (None, 0) else 1
+    except BaseException as error:
+        # The traceback without this module's own frame: the model reads it.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def serve(link: socket.socket) -> None:
+    """Answer calls until the host closes its end."""
+    buffer = FrameBuffer()
+    pending: list[bytes] = []
+
+    def receive() -> Setup | Call | Run | None:
+        while not pending:
+            chunk = link.recv(1 << 20)
+            if not chunk:
+                return None
+            pending.extend(buffer.feed(chunk))
+        return to_tool.decode(pending.pop(0))
+
+    setup = receive()
+    if not isinstance(setup, Setup):
+        return
+    os.chdir(setup.folder)
+    network_off = False
+    functions: dict[str, Callable[..., Any]] = {}
+    try:
+        if setup.tools:
+            functions = {tool.name: find(tool) for tool in setup.tools}
+        else:
+            for name in PRELOADED:
+                importlib.import_module(name)
+            network_off = contain.leave_network()
+            contain.drop_root()
+        contain.no_new_privileges()
+        contain.limit(setup.memory_bytes, setup.memory_bytes)
+        contain.die_with(setup.parent)
+    except Exception as error:
+        link.sendall(from_tool.frame(ToolDone("error", f"{type(error).__name__}: {error}")))
+        return
+    link.sendall(from_tool.frame(Ready(network_off)))
+    while (request := receive()) is not None:
+        if isinstance(request, Call):
+            link.sendall(run_tool(functions[request.name], request.args, setup.output_bytes))
+        elif isinstance(request, Run):
+            link.sendall(from_tool.frame(run_code(request.code, setup)))
+
+
+def main() -> None:
+    """Serve on the inherited descriptor; standard streams are /dev/null."""
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,121 @@
+"""The run in one picture: reward over time, seconds per batch of each stage, and the role of every node, on one time axis.
+
+Drift of the task mix and lost engines are vertical marks through all panels, so that cause and answer line up by eye.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from . import series
+from .rundir import RunDir
+from .summary import duration
+
+COLOURS = {"planner": "#8b949e", "train": "#b4478c", "rollout": "#2a8fbd", "to_train": "#e6b84c", "to_rollout": "#e6b84c"}
+DRIFT, KILL, GREEN = "#6e40c9", "#d1242f", "#1a7f37"
+SMOOTHING = 0.2
+"""Weight of the newest step in the smoothed reward: a memory of about five steps."""
+
+
+def plot(run: RunDir, out: Path) -> None:
+    """Write the picture of a run as PNG; a run without steps gives empty panels."""
+    rows, log = series.steps(run), series.events(run)
+    rows = [row for row in rows if math.isfinite(series.number(row, "t"))]
+    times = [series.number(row, "t") for row in rows] + [event["t"] for event in log]
+    start, end = min(times, default=0.0), max(times, default=1.0)
+    hybrid = run.read_json(run.config).get("planner", {}).get("hybrid_start", "rollout")
+    lanes = series.roles(log, end=end, hybrid_start=hybrid)
+
+    figure = Figure(figsize=(10, 5.4 + 0.28 * max(len(lanes), 2)), dpi=130, layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.6, 0.4 + 0.28 * max(len(lanes), 2)]})
+    clock = [series.number(row, "t") - start for row in rows]
+    _reward(axes[0], clock, rows)
+    _stages(axes[1], clock, rows)
+    _lanes(axes[2], lanes, log, start)
+    _marks(axes, clock, rows, log, start)
+    axes[0].set_title(run.name, loc="left", fontsize=11, fontweight="bold")
+    axes[2].set_xlabel("time since the job started")
+    axes[2].set_xlim(0, max(end - start, 1.0))
+    axes[2].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 1.5, 2, 3, 6, 10]))
+    axes[2].xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8)
+    figure.savefig(out, format="png")
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Exponential moving average, corrected for its start; NaN values are passed over."""
+    out: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        if math.isfinite(value):
+            total, weight = (1 - SMOOTHING) * total + SMOOTHING * value, (1 - SMOOTHING) * weight + SMOOTHING
+        out.append(total / weight if weight else math.nan)
+    return out
+
+
+def _reward(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) -> None:
+    reward = series.column(rows, "reward")
+    panel.plot(clock, reward, ".", color=GREEN, alpha=0.35, markersize=5, label="step")
+    panel.plot(clock, smooth(reward), color=GREEN, linewidth=2, label="smoothed")
+    panel.set_ylabel("reward")
+    panel.grid(axis="y", alpha=0.25)
+
+
+def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) -> None:
+    for key, label in (("train_s", "train"), ("rollout_s", "rollout")):
+        panel.plot(clock, series.column(rows, key), color=COLOURS[label], linewidth=1.6, label=label)
+    panel.plot(clock, series.column(rows, "wait_s"), color="#57606a", linewidth=1, linestyle=":", label="training waits for rollout")
+    panel.set_ylabel("seconds per batch")
+    # The first wait contains the start of the engines and would flatten everything else.
+    work = [value for key in ("train_s", "rollout_s") for value in series.column(rows, key) if math.isfinite(value)]
+    panel.set_ylim(0, 1.15 * max(work, default=1.0) or 1.0)
+    panel.grid(axis="y", alpha=0.25)
+
+
+def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[series.Record], start: float) -> None:
+    for lane, intervals in enumerate(lanes.values()):
+        for part in intervals:
+            panel.barh(lane, part.end - part.start, left=part.start - start, height=0.66, color=COLOURS.get(part.role, "#d0d7de"))
+    for event in log:
+        if event["kind"] == "engine_lost" and event.get("rank") in lanes:
+            panel.plot(event["t"] - start, list(lanes).index(event["rank"]), "X", color=KILL, markeredgecolor="white", markersize=10)
+    panel.set_yticks(range(len(lanes)), [f"node {rank}" for rank in lanes])
+    panel.set_ylim(len(lanes) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
+    shown = {"planner": "planner", "train": "train", "rollout": "rollout", "to_train": "moving"}
+    handles = [Patch(color=COLOURS[role], label=label) for role, label in shown.items()]
+    panel.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)
+
+
+def _marks(panels: Sequence[Axes], clock: Sequence[float], rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> None:
+    phases = [series.phase(row) for row in rows]
+    drifts = [at for at, now, before in zip(clock[1:], phases[1:], phases, strict=False) if now != before]
+    kills = [event["t"] - start for event in log if event["kind"] == "engine_lost"]
+    saved = [event["t"] - start for event in log if event["kind"] == "checkpoint_saved"]
+    for panel in panels:
+        for at in drifts:
+            panel.axvline(at, color=DRIFT, linewidth=1.2, linestyle="--", zorder=0)
+        for at in kills:
+            panel.axvline(at, color=KILL, linewidth=1.2, linestyle="-", alpha=0.8, zorder=0)
+    top = panels[0]
+    if drifts:
+        top.plot([], [], color=DRIFT, linewidth=1.2, linestyle="--", label="task mix drifts")
+    if kills:
+        top.plot([], [], color=KILL, linewidth=1.2, label="engine lost")
+    if saved:
+        top.plot(saved, [0.02] * len(saved), "^", color="#57606a", markersize=5, transform=top.get_xaxis_transform(), label="checkpoint", clip_on=False)
+    for panel in panels[:2]:
+        panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)

@@ -1,0 +1,156 @@
+"""The run's files as plain series: metrics by step, and the events that have a duration (moves, roles) as intervals.
+
+Readers are tolerant: a run may be young, killed or written by an older version, so a missing key is NaN and an event without its partner is
+open-ended.  Times are epoch seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from .rundir import RunDir, read_lines
+
+Record = Mapping[str, Any]
+
+MOVING = {"train": "to_train", "rollout": "to_rollout"}
+"""Role of a node on its way to another."""
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One node changing stage."""
+
+    rank: int
+    to: str
+    """``train`` | ``rollout``"""
+    reason: str
+    start: float
+    end: float | None
+    """None while the move is under way, or when the job ended in it."""
+    seconds: float
+    """As measured by the node where it says so, else ``end - start``; NaN while open."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A node in one role from ``start`` to ``end``."""
+
+    start: float
+    end: float
+    role: str
+
+
+def steps(run: RunDir) -> list[Record]:
+    """Metrics in order of step; a step that a resumed attempt trained again counts once, as last written."""
+    latest: dict[int, Record] = {}
+    for record in read_lines(run.metrics):
+        step = record.get("step")
+        if isinstance(step, int):
+            latest[step] = record
+    return [latest[step] for step in sorted(latest)]
+
+
+def events(run: RunDir) -> list[Record]:
+    """Events with a time and a kind, oldest first."""
+    found = [e for e in read_lines(run.events) if isinstance(e.get("t"), (int, float)) and isinstance(e.get("kind"), str)]
+    return sorted(found, key=lambda e: e["t"])
+
+
+def column(rows: Sequence[Record], key: str) -> list[float]:
+    """One metric over the rows; NaN where it is missing or no number."""
+    return [number(row, key) for row in rows]
+
+
+def phase(record: Record) -> str:
+    """Name of the task mix a step was trained on: the step's ``phase``, else which side of a built-in task's drift most of its episodes were on."""
+    named = record.get("phase")
+    if named is not None:
+        return str(named)
+    drifted = number(record, "after_drift")
+    return "" if math.isnan(drifted) else "after drift" if drifted >= 0.5 else "before drift"
+
+
+def number(record: Record, key: str, default: float = math.nan) -> float:
+    """A numeric field of a record, or ``default``."""
+    value = record.get(key)
+    return float(value) if isinstance(value, (int, float)) else default
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of the finite values; NaN when there is none."""
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def generated(trajectory: Record) -> tuple[float, float]:
+    """When a trajectory finished (epoch seconds, NaN if unknown), and the tokens the policy generated in it."""
+    turns = trajectory.get("turns")
+    tokens = sum(number(turn, "gen_tokens", 0.0) for turn in turns) if isinstance(turns, list) else 0.0
+    return number(trajectory, "finished_at"), tokens
+
+
+def moves(log: Sequence[Record]) -> list[Move]:
+    """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank."""
+    found: list[Move] = []
+    open_moves: dict[int, int] = {}
+    for event in log:
+        rank = event.get("rank")
+        if not isinstance(rank, int):
+            continue
+        if event["kind"] == "move_started":
+            open_moves[rank] = len(found)
+            reason = str(event.get("reason", ""))
+            found.append(Move(rank=rank, to=_stage(event.get("to")), reason=reason, start=event["t"], end=None, seconds=math.nan))
+        elif event["kind"] == "move_done" and rank in open_moves:
+            index = open_moves.pop(rank)
+            start = found[index].start
+            seconds = number(event, "seconds", event["t"] - start)
+            found[index] = msgspec.structs.replace(found[index], end=event["t"], seconds=seconds)
+    return found
+
+
+def roles(log: Sequence[Record], *, end: float, hybrid_start: str = "rollout") -> dict[int, list[Interval]]:
+    """Role intervals of every rank from its ``agent_joined`` to its loss, its attempt's end, or ``end``.
+
+    A node's first role is the event's ``role``, else its component's (``hybrid`` nodes: ``hybrid_start``).  A rank that joins again belongs to the next
+    attempt: when the last one was killed before it could say so, its intervals end with its last event.
+    """
+    current: dict[int, tuple[float, str]] = {}
+    out: dict[int, list[Interval]] = {}
+
+    def turn(rank: int, at: float, role: str | None) -> None:
+        if rank in current:
+            since, old = current.pop(rank)
+            if at > since:
+                out.setdefault(rank, []).append(Interval(start=since, end=at, role=old))
+        if role is not None:
+            current[rank] = (at, role)
+
+    at = 0.0
+    for event in log:
+        before, at = at, float(event["t"])
+        kind, rank = event["kind"], event.get("rank")
+        if kind == "job_finished" or (kind == "agent_joined" and rank in current):
+            for known in list(current):
+                turn(known, at if kind == "job_finished" else before, None)
+        if not isinstance(rank, int):
+            continue
+        elif kind == "agent_joined":
+            component = str(event.get("component", "hybrid"))
+            turn(rank, at, str(event.get("role") or (hybrid_start if component == "hybrid" else component)))
+        elif kind == "move_started":
+            turn(rank, at, MOVING.get(_stage(event.get("to")), "to_rollout"))
+        elif kind == "move_done":
+            turn(rank, at, _stage(event.get("role")))
+        elif kind == "node_lost":
+            turn(rank, at, None)
+    for rank in list(current):
+        turn(rank, max(end, current[rank][0]), None)
+    return dict(sorted(out.items()))
+
+
+def _stage(value: object) -> str:
+    """``to_train`` and ``train`` both name the training stage."""
+    return str(value).removeprefix("to_")

@@ -1,0 +1,233 @@
+"""What a run achieved, in one screen: was there learning, at what speed, which nodes moved and why, and what went wrong on the way."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from . import series
+from .rundir import RunDir, read_lines
+
+FIRST_AND_LAST = 0.2
+"""Share of the steps averaged for "first" and "last" reward: one step is too noisy, a quarter hides a short warm-up."""
+STATE_STYLES = {"completed": "green", "running": "cyan", "starting": "yellow", "finishing": "cyan", "failed": "red", "cancelled": "yellow"}
+
+
+class PhaseReward(msgspec.Struct, frozen=True):
+    """Reward within one phase of a drifting task mix."""
+
+    phase: str
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+
+
+class MoveSummary(msgspec.Struct, frozen=True):
+    """One node's move, and what the others did meanwhile."""
+
+    rank: int
+    to: str
+    reason: str
+    at_s: float
+    """Seconds after the job started."""
+    seconds: float | None
+    """None: not finished."""
+    steps_meanwhile: int
+    """Optimizer steps committed while the node moved."""
+    tokens_meanwhile: int
+    """Generated tokens of trajectories that finished while the node moved."""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Totals of a run over all its attempts.  Times in seconds; None: not measured."""
+
+    run: str
+    path: str
+    state: str
+    attempts: int
+    wall_s: float
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    phases: list[PhaseReward]
+    tokens: int
+    """Tokens trained on, prompts included."""
+    loss_tokens: int
+    """Generated tokens trained on."""
+    train_tokens_per_s: float | None
+    rollout_tokens_per_s: float | None
+    moves: list[MoveSummary]
+    staleness_mean: float | None
+    staleness_max: int
+    engines_lost: int
+    engines_restarted: int
+    resubmitted: int
+    checkpoints: list[int]
+    policy: str | None
+    """Folder of the exported policy."""
+    picture: str | None
+
+
+def summarise(run: RunDir) -> Summary:
+    """Read the run directory; works at any time of a run's life."""
+    rows, log = series.steps(run), series.events(run)
+    kinds = Counter(e["kind"] for e in log)
+    times = [e["t"] for e in log] + [t for t in series.column(rows, "t") if math.isfinite(t)]
+    start = min(times, default=0.0)
+    rewards = series.column(rows, "reward")
+    first, last = first_and_last(rewards)
+    staleness = [s for s in series.column(rows, "staleness_max") if math.isfinite(s)]
+    finished = [e for e in log if e["kind"] == "job_finished"]
+    state = str(finished[-1].get("state", "completed")) if finished else str(run.read_json(run.status).get("state", "unknown"))
+    return Summary(
+        run=run.name,
+        path=str(run.path),
+        state=state,
+        attempts=max(kinds["job_started"], 1),
+        wall_s=max(times, default=0.0) - start,
+        steps=len(rows),
+        reward_first=first,
+        reward_last=last,
+        phases=phase_rewards(rows),
+        tokens=_total(rows, "tokens"),
+        loss_tokens=_total(rows, "loss_tokens"),
+        train_tokens_per_s=_known(series.mean(series.column(rows, "train_tokens_per_s"))),
+        rollout_tokens_per_s=_known(series.mean(series.column(rows, "rollout_tokens_per_s"))),
+        moves=_moves(run, rows, log, start),
+        staleness_mean=_known(series.mean(series.column(rows, "staleness_mean"))),
+        staleness_max=int(max(staleness, default=0)),
+        engines_lost=kinds["engine_lost"],
+        engines_restarted=kinds["engine_restarted"],
+        resubmitted=kinds["resubmitted"],
+        checkpoints=sorted({e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}),
+        policy=str(run.policy) if (run.policy / "config.json").exists() else None,
+        picture=str(run.summary_picture) if run.summary_picture.exists() else None,
+    )
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Means of the first and of the last fifth (at least one value each)."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return None, None
+    share = max(1, round(len(finite) * FIRST_AND_LAST))
+    return series.mean(finite[:share]), series.mean(finite[-share:])
+
+
+def phase_rewards(rows: Sequence[series.Record]) -> list[PhaseReward]:
+    """First and last reward of every stretch of equal ``phase``; empty when the phase never changes."""
+    stretches: list[tuple[str, list[series.Record]]] = []
+    for row in rows:
+        phase = series.phase(row)
+        if not stretches or stretches[-1][0] != phase:
+            stretches.append((phase, []))
+        stretches[-1][1].append(row)
+    if len(stretches) < 2:
+        return []
+    out = []
+    for phase, part in stretches:
+        first, last = first_and_last(series.column(part, "reward"))
+        out.append(PhaseReward(phase=phase, steps=len(part), reward_first=first, reward_last=last))
+    return out
+
+
+def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> list[MoveSummary]:
+    found = series.moves(log)
+    if not found:
+        return []
+    trained = [(series.number(r, "t"), 0.0) for r in rows]
+    generated = [series.generated(record) for record in read_lines(run.trajectories)]
+    out = []
+    for move in found:
+        end = math.inf if move.end is None else move.end
+        out.append(
+            MoveSummary(
+                rank=move.rank,
+                to=move.to,
+                reason=move.reason,
+                at_s=move.start - start,
+                seconds=_known(move.seconds),
+                steps_meanwhile=sum(move.start <= t <= end for t, _ in trained),
+                tokens_meanwhile=int(sum(tokens for t, tokens in generated if move.start <= t <= end)),
+            )
+        )
+    return out
+
+
+def _total(rows: Sequence[series.Record], key: str) -> int:
+    return int(sum(series.number(row, key, 0.0) for row in rows))
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def render_summary(summary: Summary) -> RenderableType:
+    """The summary for a terminal of 100 columns; also readable as plain text."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("reward", _change(summary.reward_first, summary.reward_last))
+    for phase in summary.phases:
+        line = _change(phase.reward_first, phase.reward_last)
+        facts.add_row("", Text.assemble(line, (f"   {phase.phase} ({phase.steps} steps)", "dim")))
+    facts.add_row("steps", f"{summary.steps} in {duration(summary.wall_s)}" + (f", {summary.attempts} attempts" if summary.attempts > 1 else ""))
+    facts.add_row("tokens", f"{summary.tokens:,} trained, {summary.loss_tokens:,} of them generated")
+    facts.add_row("speed", f"train {_rate(summary.train_tokens_per_s)}   rollout {_rate(summary.rollout_tokens_per_s)}")
+    stale = "-" if summary.staleness_mean is None else f"{summary.staleness_mean:.2f} mean, {summary.staleness_max} max (weight versions)"
+    facts.add_row("staleness", stale)
+    trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
+    facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
+    if summary.checkpoints:
+        facts.add_row("checkpoints", ", ".join(f"step {step}" for step in summary.checkpoints[-6:]))
+    parts: list[RenderableType] = [facts]
+    if summary.moves:
+        parts += [Text(), _moves_table(summary.moves)]
+    places = Table.grid(padding=(0, 2))
+    places.add_column(style="dim", no_wrap=True)
+    places.add_column(overflow="fold")
+    for label, path in (("run", summary.path), ("policy", summary.policy), ("picture", summary.picture)):
+        if path:
+            places.add_row(label, path)
+    title = Text.assemble((summary.run, "bold"), " ", (summary.state, STATE_STYLES.get(summary.state, "")))
+    return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
+
+
+def _moves_table(moves: Sequence[MoveSummary]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="moves of nodes", title_justify="left", title_style="dim", pad_edge=False, expand=True)
+    for name in ("at", "node", "to", "took", "meanwhile"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("reason", overflow="fold", ratio=1)
+    for move in moves:
+        took = "unfinished" if move.seconds is None else f"{move.seconds:.1f} s"
+        meanwhile = f"{move.steps_meanwhile} steps, {move.tokens_meanwhile:,} tokens"
+        table.add_row(duration(move.at_s), str(move.rank), move.to, took, meanwhile, move.reason)
+    return table
+
+
+def _change(first: float | None, last: float | None) -> Text:
+    if first is None or last is None:
+        return Text("-")
+    style = "green" if last > first else "yellow"
+    return Text.assemble(f"{first:.3f} → ", (f"{last:.3f}", f"bold {style}"), (f"  ({last - first:+.3f})", style))
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} tokens/s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``42 s``, ``3:07``, ``1:02:03``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,0 +1,163 @@
+"""The live screen: one `Status` snapshot as a rich renderable that fits 100 columns.
+
+Top to bottom it answers: is it alive and how far, is it learning, which stage holds the other up, where is the load, what is each node doing, and
+what did the planner last decide and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .status import DecisionStatus, NodeStatus, StageStatus, Status
+from .summary import STATE_STYLES, duration
+
+WIDTH = 100
+"""Columns the screen is designed for; wider terminals are not stretched."""
+SPARK_WIDTH = 24
+BAR_WIDTH = 7
+STALE_HEARTBEAT_S = 5.0
+"""A heartbeat comes about once a second; five missed ones are worth a colour."""
+STALE_STATUS_S = 10.0
+"""status.json is replaced about once a second; older than this, the screen says so."""
+_SPARKS = "▁▂▃▄▅▆▇█"
+ROLE_STYLES = {"planner": "blue", "train": "magenta", "rollout": "cyan", "to_train": "yellow", "to_rollout": "yellow", "lost": "bold red"}
+ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
+
+
+def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
+    """Lay out a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step so far (for the sparkline)."""
+    over = status.state in ("completed", "failed", "cancelled")
+    parts: list[RenderableType] = [_progress(status, over=over, now=now), Text(), _learning(status, rewards), Text(), _side_by_side(status)]
+    parts += [Text(), _nodes(status.nodes), Text(), *_footer(status, over=over, now=now)]
+    job = f"job {status.job_id}" if status.job_id else "no job"
+    title = Text.assemble((status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else ""))
+    state = Text(f" {status.state} ", style=STATE_STYLES.get(status.state, ""))
+    return Panel(Group(*parts), title=Text.assemble(title, "  ", state), title_align="left", box=box.ROUNDED, padding=(1, 2), width=WIDTH)
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """Values as block characters, averaged down to at most ``width``; scaled between their own extremes."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [round(i * len(finite) / count) for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _SPARKS[3] * count
+    return "".join(_SPARKS[min(int((m - low) / (high - low) * len(_SPARKS)), len(_SPARKS) - 1)] for m in means)
+
+
+def _progress(status: Status, *, over: bool, now: float) -> Table:
+    end = status.updated_at if over else now
+    elapsed = max(end - status.started_at, 0.0)
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    left = ""
+    if not over and 0 < status.step < status.steps:
+        left = f", about {duration(elapsed / status.step * (status.steps - status.step))} left"
+    bar = ProgressBar(total=max(status.steps, 1), completed=status.step, complete_style="magenta", finished_style="green")
+    grid.add_row(Text.assemble(("step ", "dim"), (f"{status.step}", "bold"), f" / {status.steps}"), bar, f"{duration(elapsed)}{left}")
+    return grid
+
+
+def _learning(status: Status, rewards: Sequence[float]) -> Table:
+    grid = Table.grid(padding=(0, 3), expand=True)
+    grid.add_column(no_wrap=True, ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    style = "bold green" if status.reward > status.reward_first else "bold"
+    reward = Text.assemble(("reward ", "dim"), f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style))
+    if rewards:
+        reward.append("   ").append(sparkline(rewards), style="green")
+    limits = Text.assemble(("weights ", "dim"), f"v{status.version}", ("   staleness ", "dim"), f"{status.staleness_mean:.2f} mean, {status.staleness_max} max")
+    grid.add_row(reward, limits)
+    return grid
+
+
+def _side_by_side(status: Status) -> Table:
+    stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
+    for name, stage in (("train", status.train), ("rollout", status.rollout)):
+        stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
+    buckets = _table("bucket", ("engines", "right"), ("turns", "right"), ("open", "right"), "KV cache")
+    for bucket in status.buckets:
+        cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
+        buckets.add_row(f"TP {bucket.tp}", *cells)
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column()
+    grid.add_column(justify="right")
+    grid.add_row(stages, buckets)
+    return grid
+
+
+def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
+    seconds = f"{stage.step_s:.2f}" if stage.step_s else "-"
+    return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
+
+
+def _nodes(nodes: Sequence[NodeStatus]) -> Table:
+    table = _table(("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right"))
+    table.expand = True
+    for node in nodes:
+        lost = node.role == "lost"
+        beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
+        engines = Text(", ").join([Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, ""))) for name, state in sorted(node.engines.items())])
+        role = Text(node.role.replace("to_", "→ "), style=ROLE_STYLES.get(node.role, ""))
+        version = f"v{node.version}" if node.version >= 0 else "-"
+        table.add_row(str(node.rank), node.host, node.component, role, engines or Text("-", style="dim"), version, beat, style="dim" if lost else "")
+    return table
+
+
+def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
+    counts = {
+        "trajectories": f"{status.open_trajectories} open, {status.trained_trajectories:,} trained, {status.resubmitted} re-submitted",
+        "queue": f"{status.waiting_turns} turns waiting, {status.tools_running} tools running, {status.ready_groups} groups ready to train",
+        "replicas": f"{status.replicas} training, generation {status.generation}",
+    }
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in counts.items():
+        grid.add_row(label, text)
+    grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
+    if status.message:
+        grid.add_row("message", Text(status.message, style="yellow"))
+    if not over and now - status.updated_at > STALE_STATUS_S:
+        grid.add_row("stale", Text(f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone", style="red"))
+    return [grid]
+
+
+def _decision(decision: DecisionStatus | None, *, now: float) -> Text:
+    if decision is None:
+        return Text("no decision yet", style="dim")
+    what = "hold" if decision.action == "hold" else f"node {decision.node} {decision.action.replace('to_', '→ ')}"
+    return Text.assemble(
+        (what, "bold yellow" if decision.action != "hold" else "bold"),
+        (f"  {duration(max(now - decision.at, 0))} ago  ", "dim"),
+        decision.reason.removeprefix(f"{decision.action}: "),
+    )
+
+
+def _bar(share: float, style: str) -> Text:
+    share = min(max(share, 0.0), 1.0)
+    full = round(share * BAR_WIDTH)
+    return Text.assemble(("━" * full, style), ("━" * (BAR_WIDTH - full), "bright_black"), f" {share:4.0%}")
+
+
+def _table(*columns: str | tuple[str, str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim underline")
+    for column in columns:
+        name, justify = (column, "left") if isinstance(column, str) else column
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    return table

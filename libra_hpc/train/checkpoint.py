@@ -1,0 +1,167 @@
+"""Save and load a replica's state under Hugging Face names, readable at any tensor- and pipeline-parallel split.
+
+The layout is that of `libra_hpc.train.folders`.  Saving is collective over the replica (tensors are gathered to its rank 0, which alone writes); loading is
+not (every rank reads what it needs).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from . import folders
+from .engine import Engine
+from .names import gather, load
+
+WEIGHTS_FILE = "model.safetensors"
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""Files of a model folder that travel with its weights: configuration, tokenizer, chat template."""
+CRC_CHUNK = 1 << 20
+"""Bytes per read of the checksum: one MiB is past the point where larger reads are faster."""
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """Full weights by Hugging Face name on the replica's rank 0 (elsewhere empty); collective over the replica."""
+    return gather(dict(engine.named_parameters()), engine.shape, engine.split)
+
+
+def export(engine: Engine, path: Path) -> tuple[int, int]:
+    """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write."""
+    tensors = weights(engine)
+    if not tensors:
+        return 0, 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    crc = 0
+    with partial.open("rb") as file:
+        while chunk := file.read(CRC_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    size = partial.stat().st_size
+    os.replace(partial, path)
+    return crc, size
+
+
+def write_policy(tensors: dict[str, torch.Tensor], model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Fill ``folder`` with a Hugging Face model: ``tensors``, and the configuration and tokenizer of ``model_dir``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in COMPANIONS:
+        for source in model_dir.glob(pattern):
+            target = folder / source.name
+            if not source.name.endswith(".safetensors.index.json") and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+    config = json.loads((folder / "config.json").read_text())
+    # Two spellings of one fact, by transformers version; a stale one would make a loader convert the weights.
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # Renamed into place: ``folder`` may be the one the weights were read from.
+    partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / WEIGHTS_FILE)
+
+
+def save(engine: Engine, model_dir: Path, folder: Path) -> None:
+    """Write the current state as ``folder``, which appears all at once; collective over the replica."""
+    state = engine.state
+    policy = weights(engine)
+    optimizer: dict[str, torch.Tensor] = {}
+    kinds = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    if state.mixed:
+        kinds["master"] = state.master
+    for kind, tensors in kinds.items():
+        for name, tensor in gather(tensors, engine.shape, engine.split).items():
+            optimizer[f"{kind}/{name}"] = tensor
+    if not policy:
+        return
+    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_policy(policy, model_dir, partial / folders.POLICY_DIR, next(iter(policy.values())).dtype)
+    save_file(optimizer, partial / folders.OPTIMIZER_FILE)
+    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(state.step, state.updates)))
+    folders.publish(partial, folder)
+
+
+class TensorFiles:
+    """Lazy reader of the tensors in one safetensors file, or of a Hugging Face folder's, indexed or not; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` (a file or a model folder); raises `FileNotFoundError` when the folder has no safetensors weights."""
+        self._stack = ExitStack()
+        self._where: dict[str, Callable[[str], torch.Tensor]] = {}
+        index = path / f"{WEIGHTS_FILE}.index.json"
+        if path.is_file():
+            files = [path]
+        elif index.is_file():
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            files = [path / WEIGHTS_FILE]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"no weights at {file}")
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._where.update(dict.fromkeys(handle.keys(), handle.get_tensor))
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._where)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Read one full tensor; raises `KeyError` when the files do not have it."""
+        return self._where[name](name)
+
+
+@torch.no_grad()
+def load_policy(engine: Engine, folder: Path) -> None:
+    """Start from the weights of a Hugging Face folder at step 0, with an empty optimizer."""
+    state = engine.state
+    with TensorFiles(folder) as files:
+        load({name: t.data for name, t in state.master.items()}, files, engine.shape, engine.split)
+    for moment in (state.exp_avg, state.exp_avg_sq):
+        for tensor in moment.values():
+            tensor.zero_()
+    state.commit(0, 0)
+
+
+@torch.no_grad()
+def load_state(engine: Engine, folder: Path) -> None:
+    """Replace the state by the checkpoint or snapshot in ``folder`` (or the newest one under it); no process of the replica depends on another."""
+    folder = folders.resolve(folder)
+    saved, state = folders.read_state(folder), engine.state
+
+    def fill(tensors: dict[str, torch.Tensor], read: TensorFiles, prefix: str) -> None:
+        load({name: t.data for name, t in tensors.items()}, lambda name: read(prefix + name), engine.shape, engine.split)
+
+    with TensorFiles(folder / folders.POLICY_DIR) as policy, TensorFiles(folder / folders.OPTIMIZER_FILE) as optimizer:
+        fill(state.exp_avg, optimizer, "exp_avg/")
+        fill(state.exp_avg_sq, optimizer, "exp_avg_sq/")
+        # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.
+        exact = any(name.startswith("master/") for name in optimizer.names())
+        fill(state.master, optimizer if exact else policy, "master/" if exact else "")
+    state.commit(saved.step, saved.updates)
+
+
+def start(engine: Engine, model_dir: Path, start_dir: str) -> None:
+    """Load the state a worker begins with: ``start_dir`` when given, else the weights of ``model_dir``."""
+    if start_dir:
+        load_state(engine, Path(start_dir))
+    else:
+        load_policy(engine, model_dir)

@@ -1,0 +1,96 @@
+"""The GRPO objective as pure functions of log-probabilities.
+
+Per loss token, with advantage A (normalised within its group by the rollout side), policy pi, proximal policy (the weights at the start of the step) and
+behaviour policy (what the rollout engine sampled from)::
+
+    r    = pi / proximal                                       1 at the first update of a step, but carries the gradient
+    w    = min(proximal / behaviour, is_truncation)            no gradient
+    loss = -w * min(r * A, clamp(r, 1 - clip, 1 + clip) * A) + kl_coef * k3
+    k3   = behaviour / pi - 1 - log(behaviour / pi)            unbiased, non-negative estimate of KL(pi || behaviour)
+
+Sums over tokens; the caller divides by the number of loss tokens of the whole global minibatch, so every token weighs the same whoever computes it.
+
+Sources: clipped ratio, Schulman et al. 2017 (arXiv 1707.06347); group advantages, Shao et al. 2024 (arXiv 2402.03300); decoupled proximal policy, Hilton et
+al. 2021 (arXiv 2110.00641); truncated importance weights, Espeholt et al. 2018 (arXiv 1802.01561); k3, Schulman 2020, "Approximating KL divergence".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .mcore import vocab_parallel_cross_entropy
+
+ENTROPY_ROWS = 1024
+"""Rows of logits per softmax of the entropy metric: bounds its memory to 1024 vocabularies, 0.6 GB at 150k entries."""
+
+
+class Terms(NamedTuple):
+    """Sums over the loss tokens of one pack."""
+
+    loss: torch.Tensor
+    """Differentiable scalar."""
+    ratio: torch.Tensor
+    """Sum of pi / behaviour."""
+    truncated: torch.Tensor
+    """Number of tokens whose weight w was cut."""
+    gap: torch.Tensor
+    """Sum of |log proximal - log behaviour|."""
+
+
+def grpo_terms(
+    logprobs: torch.Tensor,
+    proximal: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip: float,
+    is_truncation: float,
+    kl_coef: float,
+) -> Terms:
+    """The objective over ``m`` loss tokens; all arguments float32[m], gradients flow through ``logprobs`` alone."""
+    proximal = proximal.detach()
+    ratio = torch.exp(logprobs - proximal)
+    importance = torch.exp(proximal - behaviour)
+    weight = importance.clamp(max=is_truncation)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    loss = -(weight * surrogate)
+    if kl_coef > 0:
+        log_inverse = behaviour - logprobs
+        loss = loss + kl_coef * (torch.exp(log_inverse) - 1.0 - log_inverse)
+    return Terms(
+        loss=loss.sum(),
+        ratio=torch.exp(logprobs.detach() - behaviour).sum(),
+        truncated=(importance > is_truncation).sum(),
+        gap=(proximal - behaviour).abs().sum(),
+    )
+
+
+def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities float32[m] of ``targets`` int64[m] under ``softmax(logits / temperature)``; logits [m, vocab / tp], cut over tensor ranks.
+
+    ``logits`` are left as they are: Megatron-Core's vocabulary-parallel cross entropy overwrites a float32 argument, so it always gets a fresh tensor.
+    """
+    scaled = logits.float() / temperature
+    return -vocab_parallel_cross_entropy(scaled[:, None], targets[:, None])[:, 0]
+
+
+@torch.no_grad()
+def entropy_sum(logits: torch.Tensor, temperature: float, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over rows of the entropy in nats of ``softmax(logits / temperature)``; ``tp_group`` when the vocabulary is cut over ranks."""
+    total = torch.zeros((), device=logits.device)
+    for rows in torch.split(logits, ENTROPY_ROWS):
+        scaled = rows.float() / temperature
+        peak = scaled.max(dim=-1, keepdim=True).values
+        if tp_group is not None:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=tp_group)
+        shifted = scaled - peak
+        weight = shifted.exp()
+        # log Z and E[logit], both up to the same shift, which cancels in H = log Z - E[logit].
+        sums = torch.stack([weight.sum(-1), (weight * shifted).sum(-1)])
+        if tp_group is not None:
+            dist.all_reduce(sums, group=tp_group)
+        total += (sums[0].log() - sums[1] / sums[0]).sum()
+    return total

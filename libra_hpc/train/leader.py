@@ -1,0 +1,314 @@
+"""The train leader: carries out membership generations, runs global batches, commits.  It runs in the agent of the lowest training rank, without weights.
+
+One loop.  At a step border the newest generation ordered by the coordinator is formed (`Join`, in which newcomers receive weights and optimizer state
+from the member with the highest step).  Then one step: the batch is sharded over the members, every member answers `StepDone`, the step is committed, its
+weights are exported and published, and the batch's prompts are reported as trained.
+
+A step is committed when any surviving member committed it: the group's all-reduce either reached that member, and then its state is the truth that the
+next generation takes over, or it reached nobody and the step is done again on the same batch.  The last `LeaderSettings.retain` batches are kept, so
+that a replica rebuilt from a snapshot a few steps old can be brought to the committed step by replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol.mesh import (
+    Batch,
+    Committed,
+    Fatal,
+    MemberJoined,
+    MeshMessage,
+    Publish,
+    StepReport,
+    ToReplica,
+    TrainingFinished,
+)
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    FromWorker,
+    Join,
+    Joined,
+    SaveCheckpoint,
+    Saved,
+    StepDone,
+    StepFailed,
+    TrainStep,
+    WorkerError,
+)
+
+from .shards import shard, tokens_of
+
+NEW_GENERATION_S = 120.0
+"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it, or its engine is rebuilt; longer
+silence means that nothing died and the failure would only repeat."""
+
+
+class LeaderSettings(msgspec.Struct, frozen=True):
+    """What the leader needs of the run file."""
+
+    steps: int
+    minibatches: int
+    skip_zero_advantage: bool
+    checkpoint_every: int
+    rendezvous: str
+    checkpoints: str
+    retain: int
+    """Committed batches kept for replay: at least the steps between two snapshots."""
+
+
+class DataOrder:
+    """Which prompt indices are trained: everything below `low`, and `extra`."""
+
+    def __init__(self, low: int = 0, extra: Iterable[int] = ()) -> None:
+        self.low, self.extra = low, set(extra)
+
+    def trained(self, indices: Iterable[int]) -> None:
+        """Mark indices as trained; raises `ValueError` when one already is, which would count it twice."""
+        for index in indices:
+            if index < self.low or index in self.extra:
+                raise ValueError(f"prompt {index} is trained already")
+            self.extra.add(index)
+        while self.low in self.extra:
+            self.extra.remove(self.low)
+            self.low += 1
+
+
+class TrainLeader:
+    """See the module docstring.  Inputs are the ``on_*`` methods, called from the agent's message handler; `run` is its one task."""
+
+    def __init__(
+        self,
+        settings: LeaderSettings,
+        rank: int,
+        step: int,
+        order: DataOrder,
+        send: Callable[[int, MeshMessage], None],
+        rollout_leader: int,
+        receivers: Callable[[], tuple[int, ...]],
+        saved: Callable[[int, DataOrder], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.step, self.order = settings, step, order
+        self._send, self._rollout_leader, self._receivers, self._saved, self._clock = send, rollout_leader, receivers, saved, clock
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        self.exporter = rank
+        self._state_step = step
+        self._ordered: tuple[int, tuple[int, ...]] = (0, ())
+        self._broken = True
+        self._batches: dict[int, Batch] = {}
+        self._replies: dict[int, Any] = {}
+        self._failed: str = ""
+        self._wake = asyncio.Event()
+        self._stop_reason = ""
+        self._last_commit = clock()
+        self._exported = self._export_asked = step
+        self._export_s = 0.0
+
+    # --- inputs -----------------------------------------------------------------------------------------------------------------------------
+
+    def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
+        """The coordinator orders a membership for the next step border."""
+        if generation > self._ordered[0]:
+            self._ordered = (generation, ranks)
+        self._wake.set()
+
+    def on_replica_down(self, rank: int, reason: str) -> None:
+        """A replica died: whatever runs fails with it."""
+        if rank in self.members or rank in self._joining:
+            self._failed = self._failed or f"replica {rank}: {reason}"
+            self._broken = True
+        self._wake.set()
+
+    def on_batch(self, batch: Batch) -> None:
+        """The global batch of a step arrived."""
+        if batch.step > self.step and batch.step not in self._batches:
+            self._batches[batch.step] = batch
+        self._wake.set()
+
+    def on_reply(self, rank: int, message: FromWorker) -> None:
+        """An answer of a replica; answers to an older generation are ignored."""
+        match message:
+            case Joined(generation=generation) | StepDone(generation=generation) | StepFailed(generation=generation):
+                if generation != self.generation:
+                    return
+                self._replies[rank] = message
+                if isinstance(message, StepFailed):
+                    self._failed = self._failed or f"replica {rank}: {message.error}"
+            case Saved():
+                self._replies[rank] = message
+            case Exported(version=version, crc32=crc32, seconds=seconds):
+                self._export_s = seconds
+                self._exported = max(self._exported, version)
+                if version == self.step:
+                    self._send(rank, Publish(version, crc32, self._receivers()))
+            case WorkerError(what=what):
+                if rank in self.members or rank in self._joining:
+                    self._failed = self._failed or f"replica {rank}: {what}"
+                    self._replies[rank] = message
+        self._wake.set()
+
+    def on_stop(self, reason: str) -> None:
+        """Finish early: checkpoint at the next step border."""
+        self._stop_reason = reason
+        self._wake.set()
+
+    # --- the loop ---------------------------------------------------------------------------------------------------------------------------
+
+    _joining: tuple[int, ...] = ()
+
+    async def run(self) -> None:
+        """Train to the last step; returns after the final checkpoint."""
+        while self.step < self.settings.steps and not self._stop_reason:
+            if not await self._membership():
+                return
+            if self._state_step < self.step:
+                await self._replay()
+                continue
+            self._export()
+            waiting = self._clock()
+            await self._until(self._batch_or_change)
+            if self.step + 1 in self._batches and not self._membership_due():
+                await self._train(self._batches[self.step + 1], self._clock() - waiting)
+        if await self._checkpoint():
+            self._send(0, TrainingFinished(self.step))
+
+    def _batch_or_change(self) -> bool:
+        return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason)
+
+    def _membership_due(self) -> bool:
+        return self._broken or self._ordered[0] > self.generation
+
+    async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else self._clock() + timeout
+        while not condition():
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock()))
+            except TimeoutError:
+                return condition()
+        return True
+
+    async def _membership(self) -> bool:
+        """Form the newest ordered generation; False when the run cannot go on."""
+        while self._membership_due():
+            if not await self._until(lambda: self._ordered[0] > self.generation, NEW_GENERATION_S if self._failed else None):
+                self._send(0, Fatal(self.exporter, f"training failed and no node died: {self._failed}"))
+                return False
+            started = self._clock()
+            self.generation, wanted = self._ordered
+            self._joining, self._replies, self._failed, self._broken = wanted, {}, "", True
+            for position, rank in enumerate(wanted):
+                path = f"{self.settings.rendezvous}/generation-{self.generation:06d}"
+                self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path)))
+            await self._until(lambda: bool(self._failed) or all(isinstance(self._replies.get(r), Joined) for r in self._joining))
+            self._joining = ()
+            if self._failed:
+                continue
+            self.members, self._broken, self.exporter = wanted, False, wanted[0]
+            self._export_asked = self._exported
+            self._state_step = self._replies[wanted[0]].step
+            for rank in wanted:
+                joined: Joined = self._replies[rank]
+                self._send(0, MemberJoined(rank, self.generation, joined.step, joined.received_bytes, self._clock() - started))
+            if self._state_step == self.step + 1 and self._state_step in self._batches:
+                self._commit(self._batches[self._state_step], [], 0.0, 0.0)
+            elif not (self._state_step == self.step or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))):
+                self._send(0, Fatal(wanted[0], f"the replicas hold step {self._state_step}, the run is at step {self.step}, and the batches between are gone"))
+                return False
+        return True
+
+    async def _replay(self) -> None:
+        """Redo one committed step on a state that is behind; the batch is the same, so the state becomes what it was."""
+        if await self._ask(self._batches[self._state_step + 1]):
+            self._state_step += 1
+
+    async def _train(self, batch: Batch, waited_s: float) -> None:
+        started = self._clock()
+        if not await self._ask(batch):
+            return
+        self._state_step = batch.step
+        self._commit(batch, [self._replies[rank] for rank in self.members], waited_s, self._clock() - started)
+        every = self.settings.checkpoint_every
+        if every and self.step % every == 0 and self.step < self.settings.steps:
+            await self._checkpoint()
+
+    async def _ask(self, batch: Batch) -> bool:
+        """Run one step on every member; False when it failed, and the membership is then due."""
+        shards, totals = shard(batch.groups, len(self.members), self.settings.minibatches, self.settings.skip_zero_advantage)
+        self._replies, self._failed = {}, ""
+        for rank, minibatches in zip(self.members, shards, strict=True):
+            self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
+        members = self.members
+        await self._until(lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members))
+        self._broken = bool(self._failed)
+        return not self._failed
+
+    def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
+        self.step = batch.step
+        indices = tuple(group.index for group in batch.groups)
+        self.order.trained(indices)
+        for old in [s for s in self._batches if s <= self.step - self.settings.retain]:
+            del self._batches[old]
+        self._send(self._rollout_leader, Committed(self.step, indices))
+        now = self._clock()
+        tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
+        metrics = dict(batch.stats)
+        metrics.update(
+            generation=self.generation, replicas=len(self.members), wait_s=waited_s, tokens=tokens, step_s=now - self._last_commit, version=self.step
+        )
+        if replies:
+            metrics.update(_train_metrics(replies, tokens, wall_s, self._export_s))
+        self._last_commit = now
+        self._send(0, StepReport(self.step, metrics))
+        self._export()
+
+    def _export(self) -> None:
+        """Have the newest weights written and published, once; the exporter serves this before its next `TrainStep`."""
+        if self._state_step == self.step and self._export_asked < self.step:
+            self._export_asked = self.step
+            self._send(self.exporter, ToReplica(Export("", self.step)))
+
+    async def _checkpoint(self) -> bool:
+        """Save through one member; when that member dies meanwhile, through another."""
+        while await self._membership():
+            if self._state_step < self.step:
+                await self._replay()
+                continue
+            self._replies, self._failed = {}, ""
+            self._send(self.members[0], ToReplica(SaveCheckpoint(f"{self.settings.checkpoints}/step-{self.step:06d}", self.step)))
+            await self._until(lambda: bool(self._failed) or any(isinstance(reply, Saved) for reply in self._replies.values()))
+            if not self._failed:
+                self._saved(self.step, self.order)
+                return True
+            self._broken = True
+        return False
+
+
+def _train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> dict[str, float]:
+    """Columns of one step.  The stage's own work excludes waiting for a slower peer: the slowest member waits least, so its reduce time is the true one."""
+    work = max(r.compute_s + r.optimizer_s for r in replies) + min(r.reduce_s for r in replies) + export_s
+    # Loss, ratios and entropy are sums over all replicas in every reply: they travel with the gradients.
+    any_reply = replies[0]
+    return {
+        "loss": any_reply.loss,
+        "grad_norm": any_reply.grad_norm,
+        "entropy": any_reply.entropy,
+        "ratio_mean": any_reply.ratio_mean,
+        "ratio_truncated": any_reply.ratio_truncated,
+        "logprob_gap": any_reply.logprob_gap,
+        "loss_tokens": float(sum(r.loss_tokens for r in replies)),
+        "trained_tokens": float(sum(r.tokens for r in replies)),
+        "train_s": work,
+        "train_wall_s": wall_s,
+        "reduce_s": min(r.reduce_s for r in replies),
+        "export_s": export_s,
+        "train_tokens_per_s": tokens / work if work > 0 else 0.0,
+    }

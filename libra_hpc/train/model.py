@@ -1,0 +1,149 @@
+"""Build Megatron-Core's `GPTModel` from a `ModelShape`, with the two parts that its local (no Transformer Engine) spec lacks.
+
+`PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA generator even on a CPU.
+`Rotary` keeps its frequencies where the model is and knows Llama 3's scaling.  Everything else (layers, tensor and pipeline parallelism, embeddings,
+loss) is Megatron-Core's own.  Fusions are off: they are compiled at first use, which takes longer than a short run and needs a compiler on the node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import compat
+from .mcore import GPTModel, MegatronModule, RotaryEmbedding, TransformerConfig, get_gpt_layer_local_spec, parallel_state
+from .packing import PackedLayout
+from .shape import ModelShape
+
+
+class PackedAttention(MegatronModule):
+    """Causal self-attention over packed sequences, one scaled-dot-product kernel per block of similar lengths."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> torch.Tensor:
+        """Attend within each sequence: query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t, heads * d]."""
+        assert packed_seq_params is not None, "the trainer always packs"
+        grouped = query.shape[1] != key.shape[1]
+        parts = []
+        for begin, end, rows, width, index in packed_seq_params.blocks:
+            q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
+            # The padding sits behind each sequence, so the causal mask alone hides it.
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            flat = out.transpose(1, 2).reshape(rows * width, -1)
+            parts.append(flat if index is None else flat.index_select(0, index))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
+    if index is not None:
+        x = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, index, x)
+    return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
+
+
+class Rotary(RotaryEmbedding):
+    """Rotary embedding whose frequencies live on ``device``."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, shape: ModelShape, device: torch.device, cp_group: Any) -> None:
+        super().__init__(shape.head_dim, rotary_percent=1.0, rotary_base=shape.rope_theta, use_cpu_initialization=True, cp_group=cp_group)
+        if (scaling := shape.rope_scaling) is not None:
+            self.inv_freq = self._apply_scaling(
+                self.inv_freq,
+                factor=scaling["factor"],
+                low_freq_factor=scaling["low_freq_factor"],
+                high_freq_factor=scaling["high_freq_factor"],
+                original_max_position_embeddings=scaling["original_max_position_embeddings"],
+            )
+        self.inv_freq = self.inv_freq.to(device)
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles, float32[max_seq_len, 1, 1, head_dim]."""
+        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+
+
+def transformer_config(shape: ModelShape, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
+    """Megatron-Core's configuration for ``shape``."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,
+        # Packs differ in length; Megatron-Core couples that to a token dispatcher setting even for dense models.
+        variable_seq_lengths=pp > 1,
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, tp: int, pp: int) -> GPTModel:
+    """Build this rank's part of the model, uninitialised; Megatron-Core's parallel state must exist."""
+    config = transformer_config(shape, dtype, tp, pp)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    with compat.mcore_device():
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=shape.vocab,
+            max_sequence_length=shape.max_positions,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            share_embeddings_and_output_weights=shape.tied,
+            parallel_output=True,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+        )
+    model.rotary_pos_emb = Rotary(shape, device, model.pg_collection.cp)
+    # torch.nn.RMSNorm takes no params_dtype from the spec, so the whole model is converted.
+    return model.to(device=device, dtype=dtype)

@@ -1,0 +1,170 @@
+"""Megatron-Core parameter names and layouts <-> Hugging Face ones, for any tensor- and pipeline-parallel split.
+
+The mapping holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ: ``linear_qkv`` interleaves per query group
+(its q heads, its k head, its v head), and ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.  A pipeline stage numbers its layers from 0.
+Ranks of a replica are ``stage * tp + tensor rank``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .shape import ModelShape
+
+
+class Split(NamedTuple):
+    """Place of this process in its replica."""
+
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    tp_group: dist.ProcessGroup | None = None
+    """Needed to gather when ``tp`` > 1."""
+
+
+class Entry(NamedTuple):
+    """How one Megatron-Core parameter maps to Hugging Face tensors."""
+
+    hf: tuple[str, ...]
+    layout: Literal["plain", "qkv", "gated"]
+    dim: int | None
+    """Dimension cut over tensor-parallel ranks; None: replicated."""
+    copy: bool = False
+    """The last stage's copy of a tied embedding: loaded, never saved."""
+
+
+def stage_entries(shape: ModelShape, pp: int, pp_rank: int) -> dict[str, Entry]:
+    """Parameters of one pipeline stage, by Megatron-Core name, in a fixed order."""
+    out: dict[str, Entry] = {}
+    if pp_rank == 0:
+        out["embedding.word_embeddings.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0)
+    per_stage = shape.layers // pp
+    for local in range(per_stage):
+        out.update(_layer(shape, f"decoder.layers.{local}.", f"model.layers.{pp_rank * per_stage + local}."))
+    if pp_rank == pp - 1:
+        out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
+        if not shape.tied:
+            out["output_layer.weight"] = Entry(("lm_head.weight",), "plain", 0)
+        elif pp > 1:
+            out["output_layer.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0, copy=True)
+    return out
+
+
+def _layer(shape: ModelShape, m: str, h: str) -> dict[str, Entry]:
+    attention, mlp = h + "self_attn.", h + "mlp."
+    out = {
+        m + "input_layernorm.weight": Entry((h + "input_layernorm.weight",), "plain", None),
+        m + "pre_mlp_layernorm.weight": Entry((h + "post_attention_layernorm.weight",), "plain", None),
+        m + "self_attention.linear_qkv.weight": Entry(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), "qkv", 0),
+        m + "self_attention.linear_proj.weight": Entry((attention + "o_proj.weight",), "plain", 1),
+        m + "mlp.linear_fc1.weight": Entry((mlp + "gate_proj.weight", mlp + "up_proj.weight"), "gated", 1),
+        m + "mlp.linear_fc2.weight": Entry((mlp + "down_proj.weight",), "plain", 1),
+    }
+    if shape.qkv_bias:
+        out[m + "self_attention.linear_qkv.bias"] = Entry(tuple(f"{attention}{x}_proj.bias" for x in "qkv"), "qkv", 0)
+    if shape.qk_norm:
+        for x in "qk":
+            out[m + f"self_attention.{x}_layernorm.weight"] = Entry((f"{attention}{x}_norm.weight",), "plain", None)
+    return out
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shape of every Hugging Face tensor of the model."""
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    by_suffix: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (q, hidden),
+        "k_proj.weight": (kv, hidden),
+        "v_proj.weight": (kv, hidden),
+        "q_proj.bias": (q,),
+        "k_proj.bias": (kv,),
+        "v_proj.bias": (kv,),
+        "q_norm.weight": (shape.head_dim,),
+        "k_norm.weight": (shape.head_dim,),
+        "o_proj.weight": (hidden, q),
+        "gate_proj.weight": (shape.ffn, hidden),
+        "up_proj.weight": (shape.ffn, hidden),
+        "down_proj.weight": (hidden, shape.ffn),
+        "embed_tokens.weight": (shape.vocab, hidden),
+        "lm_head.weight": (shape.vocab, hidden),
+    }
+    names = [name for entry in stage_entries(shape, 1, 0).values() for name in entry.hf]
+    return {name: by_suffix.get(".".join(name.split(".")[-2:]), (hidden,)) for name in names}
+
+
+def _per_group(shape: ModelShape) -> tuple[int, int]:
+    return shape.heads // shape.groups * shape.head_dim, shape.head_dim
+
+
+def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: ModelShape, split: Split) -> torch.Tensor:
+    """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
+    parts = [get(name) for name in entry.hf]
+    if entry.layout == "qkv":
+        full = torch.cat([x.reshape(shape.groups, -1, *x.shape[1:]) for x in parts], dim=1).reshape(-1, *parts[0].shape[1:])
+    elif entry.layout == "gated":
+        full = torch.stack(parts)
+    else:
+        full = parts[0]
+    if entry.dim is not None and split.tp > 1:
+        full = full.chunk(split.tp, entry.dim)[split.tp_rank]
+    return full.reshape(-1, full.shape[-1]) if entry.layout == "gated" else full
+
+
+def to_hf(entry: Entry, parts: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks; fresh contiguous memory."""
+    if entry.layout == "gated":
+        halves = [part.chunk(2) for part in parts]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+    full = parts[0].clone() if entry.dim is None else torch.cat(parts, entry.dim)
+    if entry.layout == "plain":
+        return [full]
+    q, kv = _per_group(shape)
+    grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
+    return [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
+
+
+def load(tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: ModelShape, split: Split) -> None:
+    """Copy Hugging Face tensors into ``tensors`` (by Megatron-Core name, this rank's parts); raises `ValueError` when a shape differs."""
+    for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
+        source = from_hf(entry, get, shape, split)
+        if source.shape != tensors[name].shape:
+            raise ValueError(f"{', '.join(entry.hf)}: the file has {tuple(source.shape)} for this rank, the model needs {tuple(tensors[name].shape)}")
+        tensors[name].copy_(source)
+
+
+def gather(tensors: dict[str, torch.Tensor], shape: ModelShape, split: Split) -> dict[str, torch.Tensor]:
+    """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks take part and get an empty dict.
+
+    Collective over the replica.  ``tensors`` are this rank's parts by Megatron-Core name, all of one dtype.
+    """
+    own: dict[str, torch.Tensor] = {}
+    for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
+        if entry.copy:
+            continue
+        part = tensors[name].detach()
+        parts = [part]
+        if entry.dim is not None and split.tp > 1:
+            parts = [torch.empty_like(part) for _ in range(split.tp)]
+            dist.all_gather(parts, part.contiguous(), group=split.tp_group)
+        if split.tp_rank == 0:
+            own.update(zip(entry.hf, to_hf(entry, parts, shape), strict=True))
+    if split.tp_rank != 0:
+        return {}
+    if split.pp_rank > 0:
+        for tensor in own.values():
+            dist.send(tensor, 0)
+        return {}
+    full = {name: tensor.cpu() for name, tensor in own.items()}
+    shapes = hf_shapes(shape)
+    like = next(iter(tensors.values()))
+    for stage in range(1, split.pp):
+        for entry in stage_entries(shape, split.pp, stage).values():
+            for name in () if entry.copy else entry.hf:
+                received = like.new_empty(shapes[name])
+                dist.recv(received, stage * split.tp)
+                full[name] = received.cpu()
+    return full

@@ -1,0 +1,120 @@
+"""Elastic data parallelism: replicas of one membership generation, joined by process groups that torch's global state never hears of.
+
+Every replica keeps its own torch world for life.  Ranks with the same (tensor, pipeline) coordinate in different replicas hold the same piece of the model;
+each coordinate gets one *bare* process group per generation, met through a file on the shared file system.  Rules that make membership changes safe:
+
+1. The member with the highest step is the truth at a join; others take its state.  Received tensors are committed only once every process of the replica
+   has all of its own, so a source that dies half-way leaves the receiver as it was.
+2. Gradients are summed before anything is changed.  All processes of a replica agree on success before the update; on failure the step is not committed.
+3. Whoever fails leaves the group at once, which closes its sockets and thereby wakes peers that wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from libra_hpc.protocol.trainer import Join
+
+from .device import bare_group, file_store, wait
+from .engine import Engine
+
+BROADCAST_ELEMENTS = 1 << 24
+"""Elements of one broadcast of the join (64 MiB of float32): enough to hide latency, little enough not to double the source's memory."""
+
+
+class PeerLost(Exception):
+    """A collective over the replicas failed: a member died, left, or did not come in time."""
+
+
+class Replicas:
+    """This process's membership in the current generation."""
+
+    def __init__(self, engine: Engine, step_timeout_s: float, join_timeout_s: float) -> None:
+        self._engine = engine
+        self._step_timeout_s, self._join_timeout_s = step_timeout_s, join_timeout_s
+        self._group: Any = None
+        self.generation = -1
+        """Generation this process is a member of; -1: none."""
+        self.waited_s = 0.0
+        """Seconds spent in sums over replicas since the counter was last set to 0."""
+
+    def join(self, message: Join) -> int:
+        """Become a member of a generation and bring this replica to the truth's state; returns the bytes received.
+
+        Collective over the generation.  Raises `PeerLost` when it does not come about; this process is then in no generation and its state is as before.
+        """
+        self.leave()
+        received: list[torch.Tensor] = []
+        counters, error = (self._engine.state.step, self._engine.state.updates), ""
+        try:
+            if message.size > 1:
+                counters, received = self._form(message)
+        except (RuntimeError, OSError) as failure:
+            error = str(failure)
+            self.leave()
+        if not self._engine.agree(not error):
+            self.leave()
+            raise PeerLost(error or "another process of this replica could not join")
+        if received:
+            flat = torch.cat(received) if len(received) > 1 else received[0]
+            tensors = self._engine.state.tensors()
+            for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+            self._engine.state.commit(*counters)
+        self.generation = message.generation
+        return sum(part.numel() * part.element_size() for part in received)
+
+    def _form(self, message: Join) -> tuple[tuple[int, int], list[torch.Tensor]]:
+        split, state, device = self._engine.split, self._engine.state, self._engine.device
+        store = file_store(f"{message.rendezvous}.tp{split.tp_rank}-pp{split.pp_rank}", message.size)
+        self._group = bare_group(device, store, message.rank, message.size, self._join_timeout_s)
+        mine = torch.tensor([state.step, state.updates], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(message.size)]
+        wait(self._group.allgather([everyone], [mine]), self._join_timeout_s)
+        counters = [(int(each[0]), int(each[1])) for each in everyone]
+        truth = max(range(message.size), key=lambda rank: counters[rank][0])
+        if all(each == counters[truth] for each in counters):
+            return counters[truth], []
+        options = dist.BroadcastOptions()
+        options.rootRank = truth
+        received: list[torch.Tensor] = []
+        for part in self._parts():
+            # The source's parts are copies too, so every member can pass the same kind of buffer.
+            wait(self._group.broadcast([part], options), self._step_timeout_s)
+            if counters[message.rank] != counters[truth]:
+                received.append(part)
+        return counters[truth], received
+
+    def _parts(self) -> Any:
+        pieces: list[torch.Tensor] = []
+        for tensor in self._engine.state.tensors():
+            for piece in torch.split(tensor.reshape(-1), BROADCAST_ELEMENTS):
+                if pieces and sum(p.numel() for p in pieces) + piece.numel() > BROADCAST_ELEMENTS:
+                    yield torch.cat(pieces)
+                    pieces = []
+                pieces.append(piece)
+        yield torch.cat(pieces)
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        """Sum each tensor over the members in place; raises `PeerLost` and leaves the generation when that fails."""
+        if self._group is None:
+            return
+        begin = time.monotonic()
+        try:
+            for tensor in tensors:
+                wait(self._group.allreduce([tensor]), self._step_timeout_s)
+        except RuntimeError as failure:
+            self.leave()
+            raise PeerLost(str(failure)) from failure
+        finally:
+            self.waited_s += time.monotonic() - begin
+
+    def leave(self) -> None:
+        """Leave the generation: close this process's connections to the other replicas."""
+        group, self._group, self.generation = self._group, None, -1
+        if group is not None:
+            group.abort()

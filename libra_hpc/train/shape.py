@@ -1,0 +1,95 @@
+"""Dense model shapes we train: what a Hugging Face ``config.json`` says, and which tensor- and pipeline-parallel degrees divide it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import invalid
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+"""``model_type`` of the supported architectures: pre-norm RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """Architecture of one dense decoder."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    """Key/value heads."""
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    """Input and output embedding are one matrix."""
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    """Llama 3's frequency scaling, or None."""
+    max_positions: int
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Qwen2 alone has biases on q, k and v."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalises every q and k head."""
+        return self.family == "qwen3"
+
+
+def read_shape(model_dir: Path) -> ModelShape:
+    """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an unsupported variant of these."""
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
+    config = json.loads(path.read_text())
+    family = str(config.get("model_type", ""))
+    if family not in FAMILIES:
+        raise invalid("model.path", family, "this model_type cannot be trained", FAMILIES)
+    unsupported = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+    }
+    for key, bad in unsupported.items():
+        if bad:
+            raise invalid(f"model.path: {key}", config[key], "this variant of the architecture cannot be trained", "silu, full attention, no such bias")
+    # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise invalid("model.path: rope_type", kind, "this rotary embedding cannot be trained", ["default", "llama3"])
+    heads = int(config["num_attention_heads"])
+    return ModelShape(
+        family=family,
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        heads=heads,
+        groups=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        ffn=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        rope_scaling=rope if kind == "llama3" else None,
+        max_positions=int(config.get("max_position_embeddings", 4096)),
+    )
+
+
+def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
+    """Raise `UserError` unless ``tp`` and ``pp`` divide the model evenly."""
+    for what, size in (("attention heads", shape.heads), ("key/value heads", shape.groups), ("MLP columns", shape.ffn), ("vocabulary entries", shape.vocab)):
+        if size % tp:
+            raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
+    if shape.layers % pp:
+        raise invalid("train.pp", pp, f"it does not divide the model's {shape.layers} layers", f"divisors of {shape.layers}")

@@ -1,0 +1,149 @@
+"""One GRPO step of a replica: pack, (re)compute the proximal policy, accumulate, sum over replicas, agree, update.
+
+A step is committed in all processes of a replica or in none: the sum over replicas comes before any change, and a step of several minibatches starts from a
+copy that it falls back to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
+
+from .engine import Engine
+from .grpo import entropy_sum, grpo_terms, token_logprobs
+from .packing import Pack, decode, pack
+from .replicas import PeerLost, Replicas
+from .settings import AlgorithmSettings
+
+LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
+"""Places in the vector of sums that travels beside the gradients."""
+
+
+class Rejected(Exception):
+    """The samples of a step cannot be trained on; nothing was changed."""
+
+
+class GrpoTrainer:
+    """Runs `TrainStep` messages on an engine."""
+
+    def __init__(self, engine: Engine, replicas: Replicas, settings: AlgorithmSettings, micro_tokens: int) -> None:
+        self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
+        self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
+        engine.reduce = self._reduce
+
+    def step(self, message: TrainStep) -> StepDone:
+        """Train on one global batch and commit it.
+
+        Raises `Rejected` or `PeerLost`, in both cases with the state of before and outside the generation, so that peers notice.
+        """
+        begin = time.monotonic()
+        state, replicas = self._engine.state, self._replicas
+        try:
+            if replicas.generation != message.generation:
+                raise Rejected(f"this replica is in generation {replicas.generation}, the step is for {message.generation}")
+            if message.step != state.step + 1:
+                raise Rejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
+            batches = [self._pack(samples) for samples in message.minibatches]
+        except (Rejected, ValueError) as error:
+            replicas.leave()
+            raise Rejected(str(error)) from error
+        saved = state.capture() if len(batches) > 1 else None
+        replicas.waited_s = 0.0
+        optimizer_s = norm = 0.0
+        sums: list[list[float]] = []
+        proximal = self._proximal(batches) if len(batches) > 1 else None
+        try:
+            for i, (packs, total) in enumerate(zip(batches, message.total_tokens, strict=True)):
+                if total == 0:
+                    continue
+                sums.append(self._accumulate(packs, None if proximal is None else proximal[i]))
+                update_begin = time.monotonic()
+                norm = self._engine.update(1.0 / total)
+                optimizer_s += time.monotonic() - update_begin
+        except PeerLost:
+            if saved is not None:
+                state.restore(saved)
+            raise
+        state.step = message.step
+        tokens = sum(p.tokens.shape[1] for packs in batches for p in packs)
+        return _report(message, sums, norm, tokens, sum(len(p.targets) for packs in batches for p in packs), replicas.waited_s, optimizer_s, begin)
+
+    def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
+        return pack([decode(s) for s in samples], self._micro_tokens, self._engine.device)
+
+    def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor]]:
+        out: list[list[torch.Tensor]] = []
+        for packs in batches:
+            found: list[torch.Tensor] = []
+
+            def keep(logits: torch.Tensor, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
+                found.append(token_logprobs(logits, batch.targets, self._settings.temperature))
+                return found[-1].sum()
+
+            self._engine.forward(packs, keep)
+            out.append(found)
+        return out
+
+    def _accumulate(self, packs: list[Pack], proximal: list[torch.Tensor] | None) -> list[float]:
+        self._sums.zero_()
+        old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
+        settings, tp_group = self._settings, self._engine.split.tp_group if self._engine.split.tp > 1 else None
+
+        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
+            logprobs = token_logprobs(logits, batch.targets, settings.temperature)
+            terms = grpo_terms(
+                logprobs,
+                logprobs if old is None else next(old),
+                batch.behaviour,
+                batch.advantages,
+                clip=settings.clip,
+                is_truncation=settings.is_truncation,
+                kl_coef=settings.kl_coef,
+            )
+            entropy = entropy_sum(logits.detach(), settings.temperature, tp_group)
+            count = torch.tensor(float(len(logprobs)), device=logprobs.device)
+            self._sums += torch.stack([terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count])
+            return terms.loss
+
+        failure: PeerLost | None = None
+        try:
+            self._engine.forward_backward(packs, loss)
+        except PeerLost as lost:
+            failure = lost
+        if not self._engine.agree(failure is None):
+            self._replicas.leave()
+            raise failure or PeerLost("another process of this replica lost its peers")
+        if self._engine.split.pp > 1:
+            dist.broadcast(self._sums, dist.get_world_size() - 1)  # only the last stage sees logits
+        return [float(x) for x in self._sums.tolist()]
+
+    def _reduce(self, buffers: list[torch.Tensor]) -> None:
+        self._replicas.sum([*buffers, self._sums])
+
+
+def _report(
+    message: TrainStep, sums: list[list[float]], norm: float, tokens: int, loss_tokens: int, reduce_s: float, optimizer_s: float, begin: float
+) -> StepDone:
+    count = max(1.0, sum(s[TOKENS] for s in sums))
+    first = sums[0] if sums else [0.0] * 6
+    totals = [total for total in message.total_tokens if total]
+    return StepDone(
+        step=message.step,
+        generation=message.generation,
+        loss=sum(s[LOSS] / total for s, total in zip(sums, totals, strict=True)) / max(1, len(sums)),
+        grad_norm=norm,
+        ratio_mean=sum(s[RATIO] for s in sums) / count,
+        ratio_truncated=sum(s[TRUNCATED] for s in sums) / count,
+        logprob_gap=first[GAP] / max(1.0, first[TOKENS]),
+        entropy=sum(s[ENTROPY] for s in sums) / count,
+        tokens=tokens,
+        loss_tokens=loss_tokens,
+        compute_s=time.monotonic() - begin - reduce_s - optimizer_s,
+        reduce_s=reduce_s,
+        optimizer_s=optimizer_s,
+    )

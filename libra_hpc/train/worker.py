@@ -1,0 +1,168 @@
+"""The Megatron worker process: obeys the messages of `libra_hpc.protocol.trainer` over its agent's socket until the socket closes.
+
+    python -m libra_hpc.train.worker --socket PATH --config JSON
+
+One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone writes exports.  Failures come in three
+sizes: a step or a join that did not happen but left this process usable (`StepFailed`, `WorkerError(fatal=False)`), and anything unforeseen, after which the
+process says ``WorkerError(fatal=True)`` and exits with 1; its closed sockets tell every peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    FromWorker,
+    Join,
+    Joined,
+    LoadCheckpoint,
+    Loaded,
+    SaveCheckpoint,
+    Saved,
+    Standby,
+    StepFailed,
+    Stop,
+    TrainStep,
+    WorkerError,
+    WorkerReady,
+    from_worker,
+    to_worker,
+)
+
+from . import checkpoint, folders
+from .device import choose, file_store
+from .engine import Engine, init_world
+from .names import hf_shapes
+from .replicas import PeerLost, Replicas
+from .settings import WorkerConfig, read_config
+from .shape import read_shape
+from .trainer import GrpoTrainer, Rejected
+
+SNAPSHOTS_KEPT = 1
+"""Complete snapshots that stay: the newest.  The one being written is the second buffer."""
+
+
+class Worker:
+    """State of one worker process."""
+
+    def __init__(self, config: WorkerConfig, socket: EngineSocket[FromWorker], begin: float) -> None:
+        self._config, self._socket = config, socket
+        self._model_dir = Path(config.model_dir)
+        torch.manual_seed(config.seed)
+        shape = read_shape(self._model_dir)
+        device = choose(config.device, config.device_index, config.threads)
+        store = file_store(config.world_rendezvous, config.tp * config.pp)
+        split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
+        self._engine = Engine(shape, device, getattr(torch, config.dtype), split, config.optimizer)
+        checkpoint.start(self._engine, self._model_dir, config.start_dir)
+        self._replicas = Replicas(self._engine, config.step_timeout_s, config.join_timeout_s)
+        self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
+        parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
+        self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
+
+    def run(self) -> None:
+        """Obey messages until `Stop`; raises `EOFError` when the agent is gone."""
+        while True:
+            message = self._socket.receive()
+            if isinstance(message, Stop):
+                return
+            self._obey(message)
+
+    def _obey(self, message: object) -> None:
+        if isinstance(message, TrainStep):
+            self._train(message)
+        elif isinstance(message, Join):
+            self._join(message)
+        elif isinstance(message, Export):
+            self._export(message)
+        elif isinstance(message, SaveCheckpoint):
+            self._save(message)
+        elif isinstance(message, LoadCheckpoint):
+            self._load(message)
+        elif isinstance(message, Standby):
+            self._replicas.leave()
+            self._engine.release()
+
+    def _join(self, message: Join) -> None:
+        begin = time.monotonic()
+        self._engine.reclaim()
+        try:
+            received = self._replicas.join(message)
+        except PeerLost as lost:
+            self._socket.send(WorkerError(f"generation {message.generation} did not form: {lost}", fatal=False))
+            return
+        self._socket.send(Joined(message.generation, self._engine.state.step, received, time.monotonic() - begin))
+
+    def _train(self, message: TrainStep) -> None:
+        try:
+            done = self._trainer.step(message)
+        except (PeerLost, Rejected) as error:
+            self._socket.send(StepFailed(message.step, message.generation, str(error)))
+            return
+        self._socket.send(done)
+        every, where = self._config.snapshot_every, self._config.snapshot_dir
+        if where and every and message.step % every == 0:
+            self._snapshot(Path(where))
+
+    def _export(self, message: Export) -> None:
+        begin = time.monotonic()
+        crc, size = checkpoint.export(self._engine, Path(message.path))
+        self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
+
+    def _snapshot(self, parent: Path) -> None:
+        checkpoint.save(self._engine, self._model_dir, parent / f"step-{self._engine.state.step:08d}")
+        if self._config.local_rank == 0:
+            folders.keep_newest(parent, SNAPSHOTS_KEPT)
+
+    def _save(self, message: SaveCheckpoint) -> None:
+        begin = time.monotonic()
+        if message.step != self._engine.state.step:
+            self._socket.send(WorkerError(f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}", fatal=False))
+            return
+        checkpoint.save(self._engine, self._model_dir, Path(message.folder))
+        self._socket.send(Saved(message.folder, message.step, time.monotonic() - begin))
+
+    def _load(self, message: LoadCheckpoint) -> None:
+        self._engine.reclaim()
+        try:
+            folder = folders.resolve(Path(message.folder))
+        except FileNotFoundError as error:
+            self._socket.send(WorkerError(str(error), fatal=False))
+            return
+        checkpoint.load_state(self._engine, folder)
+        self._socket.send(Loaded(self._engine.state.step))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a worker process; returns its exit code."""
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(prog="libra_hpc.train.worker", description="One process of a Megatron-Core replica.")
+    parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
+    options = parser.parse_args(arguments)
+    socket: EngineSocket[FromWorker] = EngineSocket(options.socket, to_worker, from_worker)
+    try:
+        Worker(read_config(options.config), socket, begin).run()
+    except (EOFError, ConnectionError):
+        return 0
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        try:
+            socket.send(WorkerError(f"{type(error).__name__}: {error}", fatal=True))
+        except OSError:
+            print("the agent is gone as well", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

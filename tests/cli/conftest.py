@@ -1,0 +1,85 @@
+"""The command line in this process: a site of two partitions, a queue that records what it gets, and a complete model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from libra_hpc_cli import app, jobs
+
+from libra_hpc.slurm.query import Partition
+from tests.config.test_check import MODEL
+
+PARTITIONS = [
+    Partition("a800", True, "up", 4, 4, 64, 1_000_000, {"a800": 8}, 86400),
+    Partition("cpu", False, "up", 2, 2, 64, 256_000, {}, None),
+]
+
+
+class Outcome(msgspec.Struct):
+    """What one command line did."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Queue:
+    """Stands where Slurm stands: remembers submissions and answers with a job state."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[str, int]] = []
+        self.cancelled: list[str] = []
+        self.answer = jobs.JobView(id="4711", state="pending", reason="waiting for resources")
+
+    def queue(self, config: Any, run: Any, number: int, environment: Any) -> str:
+        self.submitted.append((run.name, number))
+        run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": number, "submitted_at": 1.0})
+        return "4711"
+
+    def state(self, run: Any) -> jobs.JobView:
+        return self.answer
+
+    def cancel(self, run: Any) -> None:
+        self.cancelled.append(run.name)
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    fake = Queue()
+    monkeypatch.setattr(jobs, "environment", lambda executor: None if executor == "local" else {})
+    monkeypatch.setattr(jobs, "environment_or_none", lambda executor: None if executor == "local" else {})
+    monkeypatch.setattr(jobs, "partitions", lambda environment: PARTITIONS)
+    monkeypatch.setattr(jobs, "queue", fake.queue)
+    monkeypatch.setattr(jobs, "state", fake.state)
+    monkeypatch.setattr(jobs, "cancel", fake.cancel)
+    return fake
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Path:
+    """Working folder with ``model/`` and ``run.toml``."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in {"config.json": json.dumps(MODEL), "tokenizer.json": "{}", "model.safetensors": ""}.items():
+        (folder / name).write_text(text)
+    (tmp_path / "run.toml").write_text('[run]\nname = "quick"\n[model]\npath = "model"\n')
+    return tmp_path
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run one command line."""
+
+    def call(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        code = app.run(arguments)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return call

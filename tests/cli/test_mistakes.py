@@ -1,0 +1,98 @@
+"""Every user mistake: exit code 2, one sentence on stderr that names field and value, nothing queued, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Outcome, Queue
+
+CASES = {
+    "unknown key": (["-o", "algorithm.etta=1"], "algorithm.etta = 1: unknown key in [algorithm]"),
+    "unknown section": (["-o", "algoritm.eta=1"], "[algoritm]: unknown section"),
+    "malformed override": (["-o", "eta=1"], "override = 'eta=1': malformed"),
+    "negative eta": (["-o", "algorithm.eta=-1"], "algorithm.eta = -1: out of range; valid: an integer >= 0."),
+    "group of one": (["-o", "algorithm.group_size=1"], "algorithm.group_size = 1: out of range; valid: an integer >= 2."),
+    "text for a number": (["-o", "optimizer.lr=fast"], "optimizer.lr = 'fast': wrong type; valid: a number > 0."),
+    "unknown device": (["-o", "slurm.device=gpu"], "slurm.device = 'gpu': unknown value; valid: cpu, cuda"),
+    "unknown executor": (["--executor", "slrum"], "slurm.executor = 'slrum': unknown value; valid: auto, slurm, local (did you mean 'slurm'?)."),
+    "bad run name": (["-o", "run.name=a/b"], "run.name = 'a/b': malformed"),
+    "bad memory": (["-o", "components.train.mem=2GB"], "components.train.mem = '2GB': malformed"),
+    "too many minibatches": (["-o", "algorithm.minibatches=65"], "algorithm.minibatches = 65: a global batch has 64 trajectories; valid: 1 to 64."),
+    "two planners": (["-o", "components.planner.nodes=2"], "components.planner.nodes = 2: rank 0 is the one planner"),
+    "no training node": (["-o", "components.train.nodes=0"], "components.train.nodes = 0"),
+    "no rollout node": (["-o", "components.rollout.nodes=0"], "components.rollout.nodes = 0"),
+    "unknown policy": (["-o", "rollout.policy=cmlqf"], "rollout.policy = 'cmlqf': unknown policy; valid: cmlfq, least_loaded (did you mean 'cmlfq'?)."),
+    "unknown task": (["-o", "task.name=keychian"], "task.name = 'keychian': unknown task"),
+    "missing task file": (["-o", "task.name=absent.py:Task"], "absent.py cannot be read (No such file or directory)"),
+    "missing model": (["-o", "model.path=nowhere"], "nowhere': no such folder"),
+    "no model": (["-o", "model.path="], "model.path = '': not given"),
+    "incomplete model": (["-o", "model.path=."], "the folder has no config.json"),
+    "train tp": (["-o", "train.tp=3"], "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
+    "train pp": (["-o", "train.pp=4"], "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
+    "rollout tp": (["-o", "rollout.tp=5"], "rollout.tp = 5: does not divide the model's num_attention_heads = 8"),
+    "context too long": (["-o", "rollout.max_model_len=9000"], "rollout.max_model_len = 9000: the model's max_position_embeddings is 8192"),
+    "engines without GPUs": (["-o", "slurm.device=cuda"], "train.tp * train.pp needs 1 GPUs and components.train has 0 per node"),
+    "malformed time": (["-o", "slurm.time_limit=1h"], "slurm.time_limit = '1h': malformed"),
+    "time above the partition's": (["-o", "slurm.time_limit=2-00:00:00"], "slurm.time_limit = '2-00:00:00': "),
+    "unknown partition": (["-o", "components.train.partition=a80"], "components.train.partition = 'a80': no such partition"),
+    "too many nodes": (["-o", "components.hybrid.nodes=5"], "components.hybrid.nodes = 5: partition a800 has 4 nodes"),
+    "too many GPUs": (["-o", "components.train.gpus=9"], "components.train.gpus = 9: "),
+    "wrong GPU": (["-o", "components.train.gpus=1", "-o", "components.train.gpu_type=h100"], "components.train.gpu_type = 'h100': "),
+    "too many CPUs": (["-o", "components.train.cpus=65"], "components.train.cpus = 65: "),
+    "too much memory": (["-o", "components.rollout.mem=2T"], "components.rollout.mem = '2T': "),
+    "run folder below a file": (["-o", "run.dir=run.toml/runs"], "run.toml is not a folder"),
+    "no such option": (["--wiat"], "--wiat"),
+}  # fmt: skip
+
+
+def one_line(outcome: Outcome) -> str:
+    assert outcome.out == ""
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_in_the_run_file(case: str, site: Path, queue: Queue, cli: Callable[..., Outcome]) -> None:
+    arguments, sentence = CASES[case]
+    before = sorted(site.rglob("*"))
+    outcome = cli("submit", "run.toml", *arguments)
+    assert outcome.code == 2
+    assert sentence in one_line(outcome)
+    assert queue.submitted == []
+    assert sorted(site.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["submit"], "either a run file or --resume"),
+        (["submit", "run.toml", "--resume", "quick-001"], "either a run file or --resume"),
+        (["submit", "absent.toml"], "absent.toml: the run file cannot be read"),
+        (["status"], "There is no run below runs/"),
+        (["status", "quick-007"], "RUN = 'quick-007': no run of that name"),
+        (["submti"], "submti"),
+        (["make-policy", "model"], "OUT = 'model': exists already"),
+        (["make-policy", "new", "--task", "chess"], "--task = 'chess': unknown task; valid: arithmetic, keychain"),
+    ],
+)
+def test_a_mistake_in_the_command_line(arguments: list[str], sentence: str, site: Path, queue: Queue, cli: Callable[..., Outcome]) -> None:
+    outcome = cli(*arguments)
+    assert outcome.code == 2
+    assert sentence in one_line(outcome)
+    assert queue.submitted == []
+
+
+def test_check_finds_the_same_and_prints_nothing_but_the_verdict(site: Path, cli: Callable[..., Outcome]) -> None:
+    assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
+    outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
+    assert outcome.code == 2
+    assert "no such partition" in one_line(outcome)
+
+
+def test_a_toml_mistake_names_file_and_line(site: Path, cli: Callable[..., Outcome]) -> None:
+    (site / "bad.toml").write_text("[run]\nname = quick\n")
+    assert "bad.toml:2: not valid TOML" in one_line(cli("submit", "bad.toml"))

@@ -1,0 +1,226 @@
+"""The verbs on runs whose facts are known: what they print, what they write, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from libra_hpc_cli import follow, jobs, submit
+
+from libra_hpc.errors import OperationError, SlurmUnreachable
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.status import encode_status
+from tests.telemetry import synthetic
+
+from .conftest import Outcome, Queue
+
+Cli = Callable[..., Outcome]
+
+
+def write_status(run: RunDir, state: str, step: int = 41) -> None:
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state=state, step=step)))
+
+
+def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, queue: Queue, cli: Cli) -> None:
+    outcome = cli("submit", "run.toml", "-o", "algorithm.eta=3")
+    run = RunDir.open(site / "runs" / "quick-001")
+    assert outcome == Outcome(0, f"Submitted 4711  run={run.path}\n", "")
+    assert queue.submitted == [("quick-001", 1)]
+    assert run.toml.read_bytes() == (site / "run.toml").read_bytes()
+    config = run.read_json(run.config)
+    assert config["algorithm"]["eta"] == 3
+    # The job starts in another folder than the user.
+    assert config["model"]["path"] == str(site / "model")
+    assert config["run"]["dir"] == str(site / "runs")
+
+
+def test_parsable_and_json_print_nothing_else(site: Path, queue: Queue, cli: Cli) -> None:
+    assert cli("submit", "run.toml", "--parsable").out == "4711\n"
+    printed = json.loads(cli("submit", "run.toml", "--json").out)
+    assert (printed["job_id"], printed["run"], printed["attempt"], printed["executor"]) == ("4711", "quick-002", 1, "slurm")
+
+
+def test_a_refused_submission_leaves_nothing_behind(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> str:
+        raise OperationError("Invalid account or account/partition combination specified.")
+
+    monkeypatch.setattr(jobs, "queue", refuse)
+    outcome = cli("submit", "run.toml")
+    assert outcome == Outcome(1, "", "error: Invalid account or account/partition combination specified.\n")
+    assert list((site / "runs").iterdir()) == []
+
+
+def test_no_slurm_is_exit_code_3(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(executor: str) -> None:
+        raise SlurmUnreachable("No Slurm controller answers.")
+
+    monkeypatch.setattr(jobs, "environment", unreachable)
+    outcome = cli("submit", "run.toml")
+    assert (outcome.code, outcome.err) == (3, "error: No Slurm controller answers.\n")
+    assert not (site / "runs").exists()
+
+
+def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml", "-o", "algorithm.eta=3")
+    queue.answer = jobs.JobView("4711", "running")
+    outcome = cli("submit", "--resume", "quick-001")
+    assert outcome.code == 2
+    assert "its job 4711 is running" in outcome.err
+    queue.answer = jobs.JobView("4711", "failed")
+    assert cli("submit", "--resume", "quick-001", "-o", "run.steps=200").code == 0
+    assert queue.submitted == [("quick-001", 1), ("quick-001", 2)]
+    config = json.loads((site / "runs" / "quick-001" / "config.json").read_text())
+    assert (config["algorithm"]["eta"], config["run"]["steps"]) == (3, 200)
+    outcome = cli("submit", "--resume", "quick-001", "-o", "run.name=other")
+    assert outcome.code == 2
+    assert "keeps its run.name" in outcome.err
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1)])
+def test_wait_ends_with_the_summary_and_the_runs_verdict(state: str, code: int, site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    states = iter(["starting", "running", state])
+
+    def look(run: RunDir) -> object:
+        write_status(run, next(states))
+        run.write_json(run.result, {"state": state, "message": "node 3: out of memory"})
+        return real(run)
+
+    real = follow.read_status
+    monkeypatch.setattr(follow, "read_status", look)
+    outcome = cli("submit", "run.toml", "--wait")
+    assert outcome.code == code
+    assert "step 41/60  reward 0.710" in outcome.out
+    assert "planner: node 2 to train: training 1.42 s a batch" in outcome.out
+    assert f"quick-001 {state}" in outcome.out
+    assert (site / "runs" / "quick-001" / "summary.png").exists()
+    verdict = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(state)
+    logs = f"{site}/runs/quick-001/logs/attempt-1"
+    assert outcome.err == ("" if code == 0 else f"error: the run {verdict}; its logs are in {logs} (libra-hpc logs quick-001)\n")
+
+
+def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(run: RunDir) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "follow", interrupt)
+    outcome = cli("submit", "run.toml", "--wait")
+    assert outcome.code == 130
+    assert "job 4711 goes on" in outcome.err
+    assert "libra-hpc cancel quick-001" in outcome.err
+    assert queue.cancelled == []
+
+
+def test_a_job_that_dies_before_its_first_snapshot_is_noticed(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "FIRST_POLL_S", 0.0)
+    monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.0)
+    answers = iter([queue.answer, jobs.JobView("4711", "running"), jobs.JobView("4711", "failed", "exit code 1")])
+    monkeypatch.setattr(jobs, "state", lambda run: next(answers))
+    outcome = cli("submit", "run.toml", "--wait")
+    assert outcome.code == 1
+    lines = outcome.out.splitlines()
+    assert lines[1:4] == ["job 4711 is pending (waiting for resources)", "job 4711 is running", "job 4711 is failed (exit code 1)"]
+
+
+def test_the_queue_is_asked_ever_less_often(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli("submit", "run.toml")
+    now = [0.0]
+    asked: list[float] = []
+
+    def state(run: RunDir) -> jobs.JobView:
+        asked.append(now[0])
+        return queue.answer
+
+    monkeypatch.setattr(jobs, "state", state)
+    follower = follow.Follower(RunDir(site / "runs" / "quick-001"), clock=lambda: now[0])
+    while now[0] < 200:
+        follower.look()
+        now[0] += 1.0
+    assert asked == [0.0, 2.0, 6.0, 14.0, 30.0, 60.0, 90.0, 120.0, 150.0, 180.0]
+
+
+def test_status_shows_the_snapshot_or_why_the_job_waits(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    assert "job 4711 is pending (waiting for resources)" in cli("status").out
+    run = RunDir(site / "runs" / "quick-001")
+    write_status(run, "running")
+    queue.answer = jobs.JobView("4711", "running")
+    assert "41 / 60" in cli("status", "4711").out
+    printed = json.loads(cli("status", "quick-001", "--json").out)
+    assert (printed["run"], printed["job"]["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
+
+
+def test_a_snapshot_of_an_earlier_attempt_is_not_shown(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    run = RunDir(site / "runs" / "quick-001")
+    write_status(run, "failed")
+    queue.answer = jobs.JobView("4711", "failed")
+    cli("submit", "--resume", "quick-001")
+    queue.answer = jobs.JobView("4711", "pending")
+    assert json.loads(cli("status", "--json").out)["status"] is None
+
+
+def test_list_names_every_run(site: Path, queue: Queue, cli: Cli) -> None:
+    assert "no runs" in cli("list").err
+    synthetic.make_run(site / "runs")
+    cli("submit", "run.toml")
+    rows = json.loads(cli("list", "--json").out)
+    assert {row["run"]: row["state"] for row in rows} == {"quick-001": "completed", "quick-002": "queued"}
+    assert "quick-002" in cli("list").out
+
+
+def test_summary_prints_facts_and_draws_the_picture(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    assert "3 steps, 500 tokens" in cli("summary", "quick-001").out
+    printed = json.loads(cli("summary", "quick-001", "--json").out)
+    assert printed["steps"] == 60
+    assert printed["picture"] == str(run.summary_picture)
+
+
+def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    assert "job 4711 cancelled" in cli("cancel").out
+    queue.answer = jobs.JobView("4711", "cancelled")
+    outcome = cli("cancel", "quick-001")
+    assert outcome.code == 0
+    assert "is cancelled already" in outcome.out
+    assert queue.cancelled == ["quick-001"]
+
+
+def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.logs(1).mkdir(parents=True)
+    for name in ("agent-2", "host2", "r3.0", "t2.0"):
+        (run.logs(1) / f"{name}.log").write_text("".join(f"{name} line {i}\n" for i in range(30)))
+    out = cli("logs", "--rank", "2", "--tail", "2").out
+    assert [line for line in out.splitlines() if "line" in line] == ["agent-2 line 28", "agent-2 line 29", "t2.0 line 28", "t2.0 line 29"]
+    assert "host2 line 29" in cli("logs", "--process", "host").out
+    outcome = cli("logs", "--process", "hots")
+    assert outcome.code == 2
+    assert "valid: agent-2, host2, r3.0, t2.0" in outcome.err
+
+
+def test_following_logs_ends_with_the_run_and_misses_nothing(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.logs(1).mkdir(parents=True)
+    (run.logs(1) / "agent-0.log").write_text("hello\n")
+    outcome = cli("logs", "--follow")
+    assert "hello" in outcome.out
+    assert "quick-001 is completed" in outcome.err
+
+
+def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
+    command = [sys.executable, "-m", "libra_hpc_cli.app", "submit", "run.toml", "-o", "algorithm.eta=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: algorithm.eta = -1: out of range; valid: an integer >= 0.\n"
+
+
+def test_login_node_verbs_never_import_an_engine() -> None:
+    code = "import sys, libra_hpc_cli.app; print(sorted({'torch', 'vllm', 'mpi4py', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,161 @@
+"""The batch script in the hands of a real Slurm: one MPI world over four components, losses, cancelling, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.slurm import submit
+from libra_hpc.slurm.command import call
+from libra_hpc.slurm.query import JobInfo, JobState
+from libra_hpc.telemetry.rundir import RunDir
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed"),
+]
+
+CONFIG: dict[str, Any] = {
+    "run": {"name": "t"},
+    "components": {
+        # The first component asks for more memory than the others have: nothing of it may leak into them.
+        "planner": {"partition": "cpu", "mem": "4G"},
+        "train": {"partition": "a800", "gpus": 8, "gpu_type": "a800", "cpus": 8, "mem": "1G"},
+        "hybrid": {"partition": "a800", "nodes": 2, "gpus": 2},
+        "rollout": {"partition": "cpu"},
+    },
+}
+WORLD = """
+import json, os, pathlib, signal, sys, time
+from mpi4py import MPI
+comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+names = ("SLURMD_NODENAME", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES", "LIBRA_COMPONENTS", "NOTE")
+print(json.dumps({"size": comm.size, "rank": comm.rank, "sum": comm.allreduce(1), "pid": os.getpid(), **{n: os.environ.get(n) for n in names}}), flush=True)
+if sys.argv[2] == "lose" and comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] in ("lose", "finish"):
+    time.sleep(0.5)
+    if comm.rank == 0:
+        (folder / "result.json").write_text(json.dumps({"state": "completed"}))
+    os._exit(0)
+number = signal.sigwait({signal.SIGUSR1, signal.SIGTERM})
+print(json.dumps({"signal": number}), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "world.py").write_text(
+        WORLD.replace("from mpi4py", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})\nfrom mpi4py", 1)
+    )
+    # Both need care in an sbatch script: a space, and Slurm's own file name pattern.
+    return RunDir.create(tmp_path / "runs 100%j", "t")
+
+
+def queue(run: RunDir, env: dict[str, str], how: str, attempt: int = 1) -> str:
+    arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
+    return submit.submit(RunConfig.model_validate(CONFIG), run, env=env, attempt=attempt, environment={"NOTE": "it's 100%"}, arguments=arguments)
+
+
+def records(run: RunDir, attempt: int = 1) -> list[dict[str, Any]]:
+    """What the ranks have printed, in rank order."""
+    return [json.loads(line) for path in sorted(run.logs(attempt).glob("agent-*.log")) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def wait_records(run: RunDir, env: dict[str, str], count: int, attempt: int = 1) -> list[dict[str, Any]]:
+    while len(found := records(run, attempt)) < count:
+        assert not submit.state(run, env).state.ended, [path.read_text() for path in run.logs(attempt).iterdir()]
+        time.sleep(0.1)
+    return found
+
+
+def wait_end(run: RunDir, env: dict[str, str]) -> JobInfo:
+    while not (info := submit.state(run, env)).state.ended:
+        time.sleep(0.1)
+    return info
+
+
+def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_env: dict[str, str]) -> None:
+    job_id = queue(run, slurm_env, "lose")
+    info = wait_end(run, slurm_env)
+    assert (info.job_id, info.state, info.exit_code) == (job_id, JobState.COMPLETED, 0), (run.logs(1) / "slurm.out").read_text()
+    found = records(run)
+    assert [record["rank"] for record in found] == [0, 1, 2, 3, 4]
+    assert {(record["size"], record["sum"], record["SLURM_STEP_NUM_TASKS"]) for record in found} == {(5, 5, "5")}
+    assert {(record["LIBRA_COMPONENTS"], record["NOTE"]) for record in found} == {("planner:1,train:1,hybrid:2,rollout:1", "it's 100%")}
+    assert [str(record["SLURMD_NODENAME"])[:4] for record in found] == ["cpu-", "a800", "a800", "a800", "cpu-"]
+    assert len({record["SLURMD_NODENAME"] for record in found}) == 5
+    assert [record["CUDA_VISIBLE_DEVICES"] for record in found] == [None, "0,1,2,3,4,5,6,7", "0,1", "0,1", None]
+    assert [component.offset for component in info.components] == [0, 1, 2, 3]
+
+
+def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, str]) -> None:
+    job_id = queue(run, slurm_env, "wait")
+    wait_records(run, slurm_env, 5)
+    assert submit.state(run, slurm_env).state is JobState.RUNNING
+    # What Slurm itself sends to the script before the time limit.
+    call(["scancel", "--batch", "--signal=USR1", job_id], slurm_env)
+    info = wait_end(run, slurm_env)
+    assert [record["signal"] for record in records(run) if "signal" in record] == [signal.SIGUSR1] * 5
+    # No verdict was written: the job failed, whatever srun says.
+    assert (info.state, info.exit_code) == (JobState.FAILED, 1)
+    assert "the run did not complete" in (run.logs(1) / "slurm.out").read_text()
+
+    run.result.write_text('{"state": "completed"}')
+    second = queue(run, slurm_env, "wait", attempt=2)
+    assert second != job_id
+    assert not run.result.exists()
+    pids = [record["pid"] for record in wait_records(run, slurm_env, 5, attempt=2)]
+    assert submit.cancel(run, slurm_env) is True
+    assert wait_end(run, slurm_env).state is JobState.CANCELLED
+    assert submit.cancel(run, slurm_env) is False
+    assert submit.cancel(second, slurm_env) is False
+    for pid in pids:
+        while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/cmdline").read_bytes():
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "change"),
+    [
+        ("components", "train.nodes = 5", {"train": {"nodes": 5}}),
+        ("components", "train.partition = 'gpu'", {"train": {"partition": "gpu"}}),
+        ("components", "train.gpu_type = 'h100'", {"train": {"gpus": 1, "gpu_type": "h100"}}),
+        ("slurm", "time_limit = 'soon'", {"time_limit": "soon"}),
+        ("slurm", "account = 'a b'", {"account": "a b"}),
+    ],
+)
+def test_mistakes_queue_nothing(run: RunDir, slurm_env: dict[str, str], section: str, field: str, change: dict[str, Any]) -> None:
+    before = call(["squeue", "--noheader", "--format=%A"], slurm_env)
+    with pytest.raises(UserError, match=f"^{section}.{field}"):
+        submit.submit(RunConfig.model_validate({section: change}), run, env=slurm_env, attempt=1)
+    assert call(["squeue", "--noheader", "--format=%A"], slurm_env) == before
+    assert not run.job.exists()
+
+
+def test_what_only_slurm_knows_is_refused_in_its_words(run: RunDir, slurm_env: dict[str, str]) -> None:
+    config = RunConfig.model_validate({"components": {"rollout": {"constraint": "nvlink"}}})
+    with pytest.raises(UserError, match=r"Slurm refuses the job of run 'run': .*feature"):
+        submit.submit(config, run, env=slurm_env, attempt=1)
+
+
+def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
+    submit.estimate(RunConfig.model_validate(CONFIG), run, env=slurm_env, attempt=1)
+    assert run.script.exists()
+    assert not run.job.exists()
+
+
+def test_a_job_nobody_knows(slurm_env: dict[str, str], run: RunDir) -> None:
+    with pytest.raises(UserError, match="was never submitted"):
+        submit.state(run, slurm_env)
+    assert submit.cancel("1", slurm_env) is False

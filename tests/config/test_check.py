@@ -1,0 +1,106 @@
+"""Cross-field checks as pure functions of configuration and model shape, and the checks of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config import check
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+
+MODEL = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 6,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+GPUS = {"train": 8, "hybrid": 8, "rollout": 4}
+
+
+def configured(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(sections)
+
+
+def messages(config: RunConfig, model: dict[str, Any] | None = MODEL) -> list[str]:
+    return [str(error) for error in check.problems(config, model)]
+
+
+def test_the_default_configuration_has_no_problem() -> None:
+    assert messages(RunConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"components": {"planner": {"nodes": 2}}}, "components.planner.nodes = 2: rank 0 is the one planner; valid: 1."),
+        ({"components": {"train": {"nodes": 0}}}, "components.train.nodes = 0"),
+        ({"components": {"rollout": {"nodes": 0}}}, "components.rollout.nodes = 0"),
+        ({"rollout": {"policy": "cmlqf"}}, "(did you mean 'cmlfq'?)"),
+        ({"algorithm": {"prompts_per_step": 2, "group_size": 2, "minibatches": 5}}, "algorithm.minibatches = 5: a global batch has 4 trajectories"),
+        ({"slurm": {"time_limit": "1h"}}, "slurm.time_limit = '1h': malformed"),
+        ({"slurm": {"time_limit": "0"}}, "slurm.time_limit = '0': no time at all"),
+        ({"train": {"tp": 3}}, "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
+        ({"train": {"tp": 8}}, "train.tp = 8: does not divide the model's num_key_value_heads = 4"),
+        ({"train": {"pp": 4}}, "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
+        ({"rollout": {"tp": 3}}, "rollout.tp = 3: does not divide"),
+        ({"rollout": {"max_model_len": 9000}}, "rollout.max_model_len = 9000: the model's max_position_embeddings is 8192"),
+        (
+            {"slurm": {"device": "cuda"}, "rollout": {"tp": 2, "engines_per_node": 4}, "components": {n: {"gpus": g} for n, g in GPUS.items()}},
+            "rollout.engines_per_node = 4: rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rollout has 4 per node",
+        ),
+        ({"slurm": {"device": "cuda"}, "components": {"hybrid": {"nodes": 0}, "rollout": {"gpus": 1}}}, "train.tp = 1: train.tp * train.pp needs 1 GPUs"),
+    ],
+)  # fmt: skip
+def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence: str) -> None:
+    found = messages(configured(**sections))
+    assert found
+    assert any(sentence in message for message in found), found
+    assert all(message.endswith(".") for message in found)
+
+
+def test_more_processes_than_cpus_is_no_problem() -> None:
+    assert messages(configured(train={"tp": 4}, components={"train": {"cpus": 1}})) == []
+
+
+def model_folder(tmp_path: Path, without: str = "") -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in {"config.json": json.dumps(MODEL), "tokenizer.json": "{}", "model.safetensors": ""}.items():
+        if name != without:
+            (folder / name).write_text(text)
+    return str(folder)
+
+
+def test_a_complete_model_folder(tmp_path: Path) -> None:
+    assert check.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
+
+
+@pytest.mark.parametrize("without", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
+    with pytest.raises(UserError, match=r"model\.path = .*the folder has no "):
+        check.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
+
+
+def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text("raise SystemExit('imported')\nclass Mine: pass\n")
+    check.check_task(f"{task}:Mine")
+    with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
+        check.check_task(f"{task}:Mien")
+    task.write_text("class Mine(:\n")
+    with pytest.raises(UserError, match="is not valid Python"):
+        check.check_task(f"{task}:Mine")
+    with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
+        check.check_task("keychian")
+
+
+def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:
+    check.check_run_dir(configured(run={"dir": str(tmp_path / "a" / "b")}))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run\.dir = .*file is not a folder"):
+        check.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))

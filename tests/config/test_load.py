@@ -1,0 +1,103 @@
+"""Run files and overrides: what loads, and the one sentence for what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config.load import load_run_file, validate
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load_run_file(write(tmp_path, "")) == RunConfig()
+
+
+def test_resolved_configuration_loads_back() -> None:
+    config = RunConfig.model_validate({"algorithm": {"eta": 3}, "slurm": {"extra": ["--constraint=nvlink"]}})
+    assert validate(config.model_dump()) == config
+
+
+def test_overrides_apply_in_order_and_keep_toml_types(tmp_path: Path) -> None:
+    path = write(tmp_path, "[algorithm]\neta = 1\n")
+    config = load_run_file(
+        path,
+        ["algorithm.eta=2", "algorithm.eta = 4", "optimizer.lr=1", "planner.enabled=false", 'slurm.extra=["--exclusive"]', "task.options.depth=3"],
+    )
+    assert config.algorithm.eta == 4
+    assert config.optimizer.lr == 1.0
+    assert config.planner.enabled is False
+    assert config.slurm.extra == ["--exclusive"]
+    assert config.task.options == {"depth": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("slurm.time_limit=00:30:00", "00:30:00"),
+        ('slurm.time_limit="00:30:00"', "00:30:00"),
+        ("slurm.time_limit=30", "30"),
+        ("slurm.time_limit=1-2", "1-2"),
+    ],
+)
+def test_text_fields_take_overrides_verbatim(tmp_path: Path, override: str, value: str) -> None:
+    assert load_run_file(write(tmp_path, ""), [override]).slurm.time_limit == value
+
+
+def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"algorithm\.eta = '1\\nvalue2 = 3': wrong type"):
+        load_run_file(write(tmp_path, ""), ["algorithm.eta=1\nvalue2 = 3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[run]\nname = \n", "run.toml:2: not valid TOML"),
+        ("[algorithm]\netta = 1\n", "algorithm.etta = 1: unknown key in [algorithm]; valid: clip, eta, "),
+        ("[algorithm]\netta = 1\n", "(did you mean 'eta'?)"),
+        ("[algoritm]\neta = 1\n", "[algoritm]: unknown section in the run file"),
+        ("[components.trian]\nnodes = 1\n", "(did you mean 'train'?)"),
+        ("[algorithm]\neta = -1\n", "algorithm.eta = -1: out of range; valid: an integer >= 0."),
+        ("[algorithm]\nclip = 1.0\n", "algorithm.clip = 1.0: out of range; valid: a number > 0 and < 1."),
+        ("[algorithm]\neta = '1'\n", "algorithm.eta = '1': wrong type; valid: an integer >= 0."),
+        ("[algorithm]\neta = true\n", "algorithm.eta = True: wrong type"),
+        ("[slurm]\nexecutor = 'slrum'\n", "valid: auto, slurm, local (did you mean 'slurm'?)"),
+        ("[slurm]\ntime_limit = 01:00:00\n", "slurm.time_limit = '01:00:00': a date or time must be in quotes"),
+        ("[slurm]\nextra = [1]\n", "slurm.extra.0 = 1: wrong type; valid: a list of strings."),
+        ("[optimizer]\nlr = inf\n", "optimizer.lr = inf: not a finite number."),
+        ("[run]\nname = 'a b'\n", "run.name = 'a b': malformed; valid: a string matching"),
+        ("[components]\ntrain = 3\n", "components.train = 3: wrong type; valid: a table."),
+        # The misspelt key is reported although another field is wrong too.
+        ("[algorithm]\neta = -1\nclp = 0.2\n", "algorithm.clp = 0.2: unknown key"),
+    ],
+)
+def test_mistakes_are_one_precise_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_run_file(write(tmp_path, text))
+    message = str(caught.value)
+    assert sentence in message
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("override", ["algorithm.eta", "eta=2", "=2", "algorithm..eta=2"])
+def test_malformed_overrides_are_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(UserError, match=r"override = .*malformed; valid: section\.key=value"):
+        load_run_file(write(tmp_path, ""), [override])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"absent\.toml: the run file cannot be read: No such file"):
+        load_run_file(tmp_path / "absent.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_run_file(binary)

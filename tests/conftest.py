@@ -1,0 +1,49 @@
+"""Shared by the whole suite: one embedded cluster, started when the first test asks for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.errors import OperationError
+from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.slurm.devcluster.packages import ensure_packages
+from libra_hpc.slurm.site import clean_environment
+
+
+@pytest.fixture(scope="session")
+def slurm_packages() -> None:
+    """Skips where Slurm's packages cannot be had; a cluster that has them and does not start is a failure."""
+    try:
+        ensure_packages(lambda message: None)
+    except OperationError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm_packages: None) -> Iterator[ClusterInfo]:
+    """The suite's own embedded cluster, which `Cluster()` and every `libra-hpc` started by a test find through ``LIBRA_HPC_CLUSTER``."""
+    # Short: Slurm's sockets live below it.
+    home = Path(tempfile.mkdtemp(prefix="libra-", dir="/tmp"))
+    before = os.environ.get("LIBRA_HPC_CLUSTER")
+    os.environ["LIBRA_HPC_CLUSTER"] = str(home)
+    try:
+        yield Cluster(home).up()
+    finally:
+        Cluster(home).down()
+        if before is None:
+            del os.environ["LIBRA_HPC_CLUSTER"]
+        else:
+            os.environ["LIBRA_HPC_CLUSTER"] = before
+        shutil.rmtree(home)
+
+
+@pytest.fixture(scope="session")
+def slurm_env(cluster: ClusterInfo) -> dict[str, str]:
+    """Environment of Slurm's commands on the suite's cluster."""
+    return {**clean_environment(os.environ), **cluster.environment}

@@ -1,0 +1,145 @@
+"""The planner against plants whose truth is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.planner.decide import Planner
+from libra_hpc.planner.snapshot import NodeFact
+from tests.planner.plant import SETTINGS, Plant, Shape, ideal
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_drift_and_a_good_split_never_moves(seed: int) -> None:
+    plant = Plant(ideal(1.0, 1.6), seed=seed)
+    planner = Planner(SETTINGS)
+    plant.run(1000, planner)
+    assert plant.moves == []
+    assert len(plant.decisions) > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_balanced_stages_never_move_although_noise_favours_one_or_the_other(seed: int) -> None:
+    # One node more or less makes the other stage the bottleneck: 1.0 / 1.0 becomes 0.5 / 2.0.
+    plant = Plant(ideal(1.0, 2.0), seed=seed, noise=0.3)
+    plant.run(1000, Planner(SETTINGS))
+    assert plant.moves == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_training_bottleneck_takes_the_hybrid_node_once(seed: int) -> None:
+    plant = Plant(ideal(2.0, 0.8), seed=seed)
+    planner = Planner(SETTINGS)
+    plant.run(600, planner)
+    assert plant.moves == ["to_train"]
+    outcome = planner.outcomes[0]
+    assert outcome.predicted == pytest.approx(1.0, abs=0.4)
+    assert outcome.realised == pytest.approx(1.0, abs=0.4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: int) -> None:
+    """Lengths x3: rollout grows with them, training work by less (truncated, skipped groups), so the better split flips."""
+    shape: Shape = lambda n, m, mean: (0.6 * (mean / 50.0) ** 0.3 / n, 0.4 * mean / 50.0 / m)  # noqa: E731
+    plant, static = Plant(shape, seed=seed, start="train"), Plant(shape, seed=seed, start="train")
+    for one, planner in ((plant, Planner(SETTINGS)), (static, Planner(PlannerSection(enabled=False)))):
+        one.run(300, planner)
+        assert one.moves == []
+        one.length *= 3.0
+        one.run(600, planner)
+    assert plant.moves == ["to_rollout"]
+    moved = next(d for d in plant.decisions if d.action != "hold")
+    assert moved.node == 3
+    assert "lengths drifted from" in moved.reason
+    assert sum(plant.batch_times[-500:]) < 0.85 * sum(static.batch_times[-500:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_move_that_hurts_is_undone_once_and_not_repeated(seed: int) -> None:
+    """Ranks share cores: two replicas take longer than one."""
+    plant = Plant(lambda n, m, mean: ((1.0 if n == 1 else 1.5) * mean / 50.0, 0.3 * mean / 50.0 / m), seed=seed)
+    planner = Planner(SETTINGS)
+    plant.run(1500, planner)
+    assert plant.moves == ["to_train", "to_rollout"]
+    assert planner.outcomes[0].predicted > 0.0 > planner.outcomes[0].realised
+
+
+def test_a_move_that_changes_nothing_is_made_at_most_once() -> None:
+    plant = Plant(lambda n, m, mean: (1.0 * mean / 50.0, 0.3 * mean / 50.0 / m))
+    plant.run(1500, Planner(SETTINGS))
+    assert plant.moves == ["to_train"]
+
+
+def test_several_hybrids_move_one_after_the_other_until_the_stages_balance() -> None:
+    plant = Plant(ideal(8.0, 2.0), hybrids=4)
+    plant.run(1200, Planner(SETTINGS))
+    assert plant.moves == ["to_train"] * 3
+    assert sum(n.role == "train" for n in plant.nodes) == 4
+
+
+def test_with_eta_0_the_sum_of_the_stages_counts() -> None:
+    # Two trainers and one rollout node.  Overlapped, max(0.5, 1.5) -> max(1.0, 0.75) saves a third; taking turns, 2.0 -> 1.75 saves an eighth.
+    overlapped, turns = Plant(ideal(1.0, 1.5), start="train"), Plant(ideal(1.0, 1.5), start="train", eta=0)
+    demanding = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0, min_gain=0.2)
+    overlapped.run(400, Planner(demanding))
+    turns.run(400, Planner(demanding))
+    assert overlapped.moves == ["to_rollout"]
+    assert turns.moves == []
+
+
+def test_an_expensive_switch_is_not_paid() -> None:
+    plant = Plant(ideal(1.0, 0.8))
+    plant.run(400, Planner(PlannerSection(switch_cost_s=150.0, min_dwell_s=0.0)))
+    assert plant.moves == []
+    assert "does not pay 1.5 x 150.0 s switch cost" in plant.decisions[-20].reason
+
+
+def test_nothing_moves_shortly_before_the_end() -> None:
+    plant = Plant(ideal(2.0, 0.8))
+    plant.run(12, Planner(SETTINGS), interval=1.0)
+    assert plant.moves == []
+
+
+def test_dwell_and_queues_can_veto() -> None:
+    plant = Plant(ideal(2.0, 0.8))
+    planner = Planner(PlannerSection(switch_cost_s=5.0, min_dwell_s=1e6))
+    plant.run(100, planner)
+    assert plant.moves == []
+    assert "of at least 1000000 s" in plant.decisions[-1].reason
+    plant.waits = [(0.5, 0.1)] * 10
+    decision = Planner(SETTINGS)
+    decision.decide(plant.snapshot(500), 0.0)
+    assert "the queues contradict it" in decision.decide(plant.snapshot(500), plant.now).reason
+
+
+def test_disabled_moving_and_empty_pools_hold_with_a_reason() -> None:
+    plant = Plant(ideal(2.0, 0.8), hybrids=1)
+    assert Planner(PlannerSection(enabled=False)).decide(plant.snapshot(5), 0.0).reason == "hold: the planner is disabled"
+    assert "0 of 4 steps" in Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason
+    plant.nodes[2] = NodeFact(3, "hybrid", "to_train", 0.0)
+    assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: node 3 is in state to_train"
+    plant.nodes = plant.nodes[:2]
+    assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: there is no hybrid node to move"
+    plant.nodes = [plant.nodes[0], NodeFact(3, "hybrid", "train", 0.0)]
+    assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: one of the stages has no node"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    train=st.floats(0.05, 20.0), rollout=st.floats(0.05, 20.0), hybrids=st.integers(0, 3), start=st.sampled_from(["train", "rollout"]),
+    noise=st.floats(0.0, 0.5), eta=st.integers(0, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
+    train: float, rollout: float, hybrids: int, start: str, noise: float, eta: int, seed: int
+) -> None:
+    plant = Plant(ideal(train, rollout), hybrids=hybrids, start=start, noise=noise, eta=eta, seed=seed)
+    plant.run(60, Planner(PlannerSection(switch_cost_s=0.1, min_dwell_s=0.0, margin=1.0)), interval=0.0)
+    roles = {n.component: n.role for n in plant.nodes if n.component != "hybrid"}
+    assert roles == {"train": "train", "rollout": "rollout"}
+    for decision in plant.decisions:
+        assert (decision.node == -1) == (decision.action == "hold")
+        assert decision.node == -1 or decision.node > 2
+        assert decision.reason.startswith(f"{decision.action}: ")

@@ -1,0 +1,111 @@
+"""The parts that need no vLLM: configuration, request checks, answers, pacing of reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.errors import UserError
+from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
+from libra_hpc.protocol.rollout import Generate
+from libra_hpc.rollout.engine.settings import EngineConfig, engine_arguments, environment, read_config
+from libra_hpc.rollout.engine.stats import Pacer
+from libra_hpc.rollout.engine.turns import Rejected, Turn, read_prompt
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def written(folder: Path, **fields: object) -> Path:
+    path = folder / "engine.json"
+    path.write_text(json.dumps({"model": str(folder), **fields}))
+    return path
+
+
+def test_configuration_is_read_with_defaults(model: Path) -> None:
+    assert read_config(written(model, tp=2, kv_cache_mb=3)) == EngineConfig(model=str(model), tp=2, kv_cache_mb=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tpp": 2}, ["tpp", "max_num_seqs"]),
+        ({"tp": 0}, ["tp", ">= 1"]),
+        ({"device": "tpu"}, ["device", "tpu"]),
+        ({"threads": "2"}, ["threads", "int"]),
+        ({"model": "/nowhere"}, ["model", "/nowhere", "config.json"]),
+        ({"weights": "/nowhere.safetensors"}, ["weights", "/nowhere.safetensors"]),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(model: Path, fields: dict[str, object], names: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        read_config(written(model, **fields))
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_a_folder_without_weights_and_an_absent_file_are_named(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        read_config(written(model))
+    with pytest.raises(UserError, match="absent"):
+        read_config(model / "absent.json")
+
+
+def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() -> None:
+    config = EngineConfig(model="m")
+    assert engine_arguments(config)["kv_cache_memory_bytes"] is None
+    assert engine_arguments(config)["load_format"] == "safetensors"
+    assert engine_arguments(EngineConfig(model="m", kv_cache_mb=2, weights="w"))["kv_cache_memory_bytes"] == 2 << 20
+    assert engine_arguments(EngineConfig(model="m", weights="w"))["load_format"] == "dummy"
+
+
+def test_devices_differ_in_compilation_and_sleep_only() -> None:
+    cpu, cuda = (engine_arguments(EngineConfig(model="m", device=device)) for device in ("cpu", "cuda"))  # type: ignore[arg-type]
+    assert {key for key in cpu if cpu[key] != cuda[key]} == {"enforce_eager", "enable_sleep_mode"}
+    assert "TORCHDYNAMO_DISABLE" not in environment(EngineConfig(model="m", device="cuda"))
+
+
+def test_a_prompt_must_leave_room_for_one_token() -> None:
+    assert read_prompt(Generate("r", pack_i32([0] * 7), 1), 8, 10) == [0] * 7
+    with pytest.raises(Rejected, match="8 tokens"):
+        read_prompt(Generate("r", pack_i32([0] * 8), 1), 8, 10)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3), st.integers(0, 3))))
+def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) -> None:
+    turn = Turn("r", arrived=1.0)
+    for tokens, version in steps:
+        turn.extend(tokens, [-0.5] * len(tokens), version)
+    done = turn.finish("stop", now=3.0)
+    flat = [(token, version) for tokens, version in steps for token in tokens]
+    assert unpack_i32(done.tokens) == [token for token, _ in flat]
+    assert len(unpack_f32(done.logprobs)) == len(flat)
+    assert [version for version, count in done.versions for _ in range(count)] == [version for _, version in flat]
+    assert all(a[0] != b[0] for a, b in zip(done.versions, done.versions[1:], strict=False))
+
+
+def test_a_turn_that_never_ran_only_queued() -> None:
+    done = Turn("r", arrived=1.0).finish("abort", now=3.0)
+    assert (done.queue_s, done.run_s) == (2.0, 0.0)
+
+
+def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:
+    pacer = Pacer(0.5)
+    assert not pacer.due(0.0, worked=False, busy=False)
+    assert pacer.due(1.0, worked=True, busy=True)
+    assert not pacer.due(1.4, worked=True, busy=True)
+    assert pacer.due(1.5, worked=True, busy=True)
+    assert pacer.due(1.6, worked=True, busy=False)
+    assert not pacer.due(9.0, worked=False, busy=False)
+    # A request that lived for one step, and one that was aborted.
+    assert pacer.due(9.1, worked=True, busy=False)
+    assert pacer.due(10.0, worked=True, busy=True)
+    assert pacer.due(10.1, worked=False, busy=False)

@@ -1,0 +1,277 @@
+"""The rollout leader with scripted engines and environment: nothing lost, nothing twice, staleness kept, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
+from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
+from libra_hpc.protocol.rollout import EngineReady, Generate, Generated
+from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
+from libra_hpc.sched.registry import make_policy
+
+STOP = 9
+TRAIN_LEADER = 1
+
+
+class Plant:
+    """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
+
+    def __init__(self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000) -> None:
+        self.engines: dict[str, int] = {}
+        self.inbox: list[tuple[str, Generate]] = []
+        self.host: list[Any] = []
+        self.batches: list[Batch] = []
+        self.sent: list[Any] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[dict[str, Any]] = []
+        self.turns, self.version = turns, 0
+        self.steps_of: dict[str, int] = {}
+        self.finished: list[str] = []
+        settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2)
+        self.leader = RolloutLeader(
+            settings, make_policy("least_loaded"), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m), self.lines.append,
+            lambda kind, **fields: self.events.append((kind, fields)),
+        )  # fmt: skip
+        self.start_engines = engines
+
+    def start(self, low: int = 0, extra: tuple[int, ...] = (), step: int = 0) -> None:
+        self.version = step
+        self.leader.on_position(step, low, extra)
+        self.leader.on_host(0, HostReady("toy"))
+        for i in range(self.start_engines):
+            self.up(f"e{i}", rank=3 + i)
+
+    def up(self, name: str, rank: int) -> None:
+        self.engines[name] = self.version
+        self.leader.on_engine_up(EngineUp(rank, name, EngineReady(self.version, 1, 1000, 10000, 0.0)))
+
+    def down(self, name: str) -> None:
+        del self.engines[name]
+        self.inbox = [(engine, request) for engine, request in self.inbox if engine != name]
+        self.leader.on_engine_down(name, "killed")
+
+    def send(self, rank: int, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, Turns):
+            self.inbox += message.items
+        elif isinstance(message, Batch):
+            assert rank == TRAIN_LEADER
+            self.batches.append(message)
+
+    def serve(self, count: int = 1000, pick: random.Random | None = None) -> None:
+        for _ in range(min(count, len(self.inbox))):
+            engine, request = self.inbox.pop(pick.randrange(len(self.inbox)) if pick else 0)
+            answer = Generated(request.rid, pack_i32([7, 8, STOP]), pack_f32([-1.0, -2.0, -3.0]), "stop", ((self.engines[engine], 3),), 0, 0.0, 0.0)
+            self.leader.on_turns_done(((engine, answer),))
+
+    def environment(self) -> None:
+        pending, self.host = self.host, []
+        for message in pending:
+            match message:
+                case OpenEpisode(episode=episode, index=index):
+                    self.steps_of[episode] = 0
+                    self.leader.on_host(0, EpisodeOpened(episode, f"p{index}", pack_i32([1, 2, index]), 4, (STOP,)))
+                case StepEpisode(episode=episode, tokens=tokens):
+                    assert unpack_i32(tokens)[-1] == STOP
+                    self.steps_of[episode] += 1
+                    done = self.steps_of[episode] >= self.turns
+                    reward = float(int(episode.split(".")[1]) % 2 == 0)
+                    signal = Signal("tool", "ok", 1, 0.01)
+                    self.leader.on_host(0, EpisodeStepped(episode, b"" if done else pack_i32([5]), signal, done, reward, {"solved": reward} if done else {}))
+                    if done:
+                        self.finished.append(episode)
+                case CloseEpisode():
+                    pass
+
+    async def run(self, until: Callable[[], object], pick: random.Random | None = None) -> None:
+        for _ in range(5000):
+            self.environment()
+            await asyncio.sleep(0)
+            if until():
+                return
+            self.serve(2 if pick else 1000, pick)
+        raise AssertionError("never happened")
+
+    def commit(self, batch: Batch) -> None:
+        self.version = batch.step
+        self.leader.on_committed(batch.step, tuple(group.index for group in batch.groups))
+        for engine in self.engines:
+            self.engines[engine] = self.version
+            self.leader.on_engine_version(engine, self.version)
+
+
+def test_a_synchronous_run_trains_every_prompt_once_with_staleness_zero() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, steps=3)
+        plant.start()
+        for step in (1, 2, 3):
+            await plant.run(lambda step=step: len(plant.batches) == step)
+            assert plant.batches[-1].stats["staleness_max"] == 0.0
+            plant.commit(plant.batches[-1])
+        assert [sorted(g.index for g in b.groups) for b in plant.batches] == [[0, 1], [2, 3], [4, 5]]
+        await asyncio.sleep(0)
+        assert not plant.inbox, "nothing is sampled beyond the last step"
+
+    asyncio.run(main())
+
+
+def test_samples_carry_masks_logprobs_and_normalised_advantages() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        await plant.run(lambda: plant.batches)
+        group = plant.batches[0].groups[0]
+        good, bad = group.samples
+        assert unpack_i32(good.tokens) == [1, 2, group.index, 7, 8, STOP, 5, 7, 8, STOP]
+        assert list(good.loss_mask) == [0, 0, 0, 1, 1, 1, 0, 1, 1, 1]
+        assert good.logprobs == pack_f32([0, 0, 0, -1, -2, -3, 0, -1, -2, -3])
+        assert good.advantage == -bad.advantage > 0.99
+        line = next(line for line in plant.lines if line["index"] == group.index and line["sample"] == 0)
+        assert line["prompt_tokens"] == 3
+        assert [(t["new_tokens"], t["gen_tokens"], t["tool"], t["outcome"]) for t in line["turns"]] == [(0, 3, "tool", "ok"), (1, 3, "tool", "ok")]
+
+    asyncio.run(main())
+
+
+def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
+    async def main() -> None:
+        for seed in range(8):
+            pick = random.Random(seed)
+            eta = seed % 3
+            plant = Plant(eta=eta, steps=8)
+            plant.start()
+            trained: list[int] = []
+            while len(trained) < 16:
+                await plant.run(lambda: len(plant.batches) > len(trained) // 2, pick)
+                batch = plant.batches[len(trained) // 2]
+                assert batch.stats["staleness_max"] <= eta
+                assert len(plant.leader._groups) <= (eta + 1) * 2
+                trained += [group.index for group in batch.groups]
+                plant.commit(batch)
+            assert sorted(trained) == list(range(16))
+
+    asyncio.run(main())
+
+
+def test_a_killed_engine_loses_no_trajectory() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        held = [request for engine, request in plant.inbox if engine == "e0"]
+        assert held
+        plant.down("e0")
+        await plant.run(lambda: plant.batches)
+        assert plant.leader.resubmitted == len(held) == sum(kind == "resubmitted" for kind, _ in plant.events)
+        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "finished once each, from where they were"
+
+    asyncio.run(main())
+
+
+def test_all_engines_gone_waits_and_goes_on() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, engines=1)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        plant.down("e0")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not plant.inbox
+        plant.up("e9", rank=3)
+        await plant.run(lambda: plant.batches)
+
+    asyncio.run(main())
+
+
+def test_a_dead_host_starts_its_episodes_anew_without_counting_them_twice() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        plant.host.clear()
+        plant.leader.on_host_down(0, "killed")
+        plant.leader.on_host(0, HostReady("toy"))
+        await plant.run(lambda: plant.batches)
+        assert sorted(plant.finished) == ["0.0.1", "0.1.1", "1.0.1", "1.1.1"]
+        assert [len(g.samples) for g in plant.batches[0].groups] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        real = plant.environment
+
+        def environment() -> None:
+            while broken := [m for m in plant.host if isinstance(m, OpenEpisode) and m.index == 0 and m.sample == 1]:
+                message = broken[0]
+                plant.host.remove(message)
+                plant.leader.on_host(0, EpisodeFailed(message.episode, "KeyError"))
+            real()
+
+        plant.environment = environment  # type: ignore[method-assign]
+        plant.start()
+        await plant.run(lambda: plant.batches)
+        assert [len(g.samples) for g in plant.batches[0].groups] == [1, 2]
+        assert [kind for kind, _ in plant.events] == ["resubmitted", "resubmitted", "trajectory_dropped"]
+
+    asyncio.run(main())
+
+
+def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=1, engines=1)
+        plant.start()
+        await plant.run(lambda: plant.inbox and not plant.host)
+        engine, request = plant.inbox.pop(0)
+        plant.leader.on_turns_done(((engine, Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),))
+        await asyncio.sleep(0)
+        again = next(r for _, r in plant.inbox if r.rid.split(":")[0] == request.rid.split(":")[0])
+        assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
+        assert again.max_tokens == request.max_tokens - 1
+
+    asyncio.run(main())
+
+
+def test_draining_answers_once_the_last_turn_is_back() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        before = len(plant.sent)
+        plant.leader.on_drain(3)
+        assert not any(isinstance(m, TurnsDrained) for m in plant.sent)
+        plant.serve()
+        assert [m.rank for m in plant.sent if isinstance(m, TurnsDrained)] == [3]
+        await plant.run(lambda: plant.batches)
+        assert {engine for m in plant.sent[before:] if isinstance(m, Turns) for engine, _ in m.items} == {"e1"}
+
+    asyncio.run(main())
+
+
+def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=50, max_model_len=20)
+        plant.start()
+        await plant.run(lambda: plant.batches)
+        assert plant.batches[0].stats["truncated"] == 1.0
+        assert all(len(unpack_i32(s.tokens)) <= 20 for g in plant.batches[0].groups for s in g.samples)
+
+    asyncio.run(main())
+
+
+def test_a_resumed_run_skips_what_is_trained() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, steps=4)
+        plant.start(low=2, extra=(3, 4), step=2)
+        await plant.run(lambda: plant.batches)
+        assert plant.batches[0].step == 3
+        assert sorted(g.index for g in plant.batches[0].groups) == [2, 5]
+
+    asyncio.run(main())

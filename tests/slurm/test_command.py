@@ -1,0 +1,83 @@
+"""Slurm commands that fail, played by small scripts on a private PATH."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.slurm import command, site
+from libra_hpc.slurm.query import JobState, job
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(command, "FIRST_PAUSE_S", 0.01)
+    return tmp_path
+
+
+def install(folder: Path, name: str, body: str) -> Mapping[str, str]:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder)}
+
+
+def test_a_transient_failure_is_retried(fake: Path) -> None:
+    env = install(
+        fake, "sinfo", 'echo x >>"$HOME/calls"; [ $(wc -l <"$HOME/calls") -ge 3 ] && echo done && exit 0; echo "sinfo: error: Socket timed out" >&2; exit 1'
+    )
+    assert command.call(["sinfo"], env) == "done\n"
+
+
+def test_a_controller_that_stays_away(fake: Path) -> None:
+    env = install(fake, "sinfo", 'echo x >>"$HOME/calls"; echo "slurm_load_partitions: Unable to contact slurm controller (connect failure)" >&2; exit 1')
+    with pytest.raises(SlurmUnreachable, match=r"Unable to contact .*libra-hpc cluster up.*--executor local"):
+        command.call(["sinfo"], env)
+    assert (fake / "calls").read_text().count("x") == command.TRIES
+
+
+def test_a_refusal_is_not_retried(fake: Path) -> None:
+    env = install(fake, "sbatch", 'echo x >>"$HOME/calls"; echo "sbatch: error: a" >&2; echo "sbatch: error: b" >&2; echo "sbatch: error: a" >&2; exit 1')
+    with pytest.raises(command.SlurmRefused, match=r"^a; b$"):
+        command.call(["sbatch"], env)
+    assert (fake / "calls").read_text().count("x") == 1
+
+
+def test_a_missing_command(fake: Path) -> None:
+    with pytest.raises(SlurmUnreachable, match="sinfo was not found"):
+        command.call(["sinfo"], {"PATH": str(fake)})
+
+
+def test_a_forgotten_job_is_unknown(fake: Path) -> None:
+    env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    install(fake, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
+    assert job(env, "7").state is JobState.UNKNOWN
+
+
+def test_a_forgotten_job_is_looked_up_in_the_accounts(fake: Path) -> None:
+    env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    install(fake, "sacct", 'echo "7|TIMEOUT|0:15|2026-11-20T08:18:37"')
+    assert job(env, "7").state is JobState.TIMEOUT
+
+
+def test_site_slurm_is_preferred(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; echo "Slurmctld(backup) at head2 is UP"')
+    monkeypatch.setenv("PATH", env["PATH"])
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    monkeypatch.setenv("SBATCH_PARTITION", "x")
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
+    found = site.slurm_environment(fake / "none")
+    assert found["SLURM_CONF"] == "/etc/x.conf"
+    assert not {"SLURM_JOB_ID", "SQUEUE_FORMAT", "SBATCH_PARTITION", "PMI_RANK"} & found.keys()
+
+
+def test_no_slurm_at_all_names_both_ways_out(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; exit 1')
+    monkeypatch.setenv("PATH", env["PATH"])
+    with pytest.raises(SlurmUnreachable, match=r"libra-hpc cluster up.*--executor local"):
+        site.slurm_environment(fake / "none")

@@ -1,0 +1,113 @@
+"""The embedded cluster's pure parts: its files, and what counts as its own process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.slurm.devcluster import packages
+from libra_hpc.slurm.devcluster.cluster import Cluster
+from libra_hpc.slurm.devcluster.conf import NODES, Site, gres_conf, slurm_conf
+from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, stop
+from libra_hpc.slurm.devcluster.packages import Tools
+
+SITE = Site(Path("/h"), "host", "127.0.1.1", "me", {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}}, 4242)
+
+
+def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
+    text = slurm_conf(SITE, Tools(Path("/t")))
+    assert "SlurmctldHost=host(127.0.1.1)\nSlurmctldPort=100\n" in text
+    assert (
+        "NodeName=a800-3 NodeHostname=host NodeAddr=127.0.1.1 Port=104 Boards=1 Sockets=2 CoresPerSocket=32 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:a800:8"
+        in text
+    )
+    assert "NodeName=cpu-1 NodeHostname=host NodeAddr=127.0.1.1 Port=106 " in text
+    assert "NoInAddrAny,NoCtldInAddrAny" in text
+    assert "FirstJobId=4242\n" in text
+    assert gres_conf(Path("/h")) == "NodeName=a800-[0-3] Name=gpu Type=a800 File=/h/fakedev/nvidia[0-7]\n"
+
+
+def test_a_host_name_that_does_not_resolve() -> None:
+    text = slurm_conf(Site(SITE.home, SITE.host, "", SITE.user, SITE.ports, 1), Tools(Path("/t")))
+    assert "NoInAddrAny" not in text
+    assert "SlurmctldHost=host(127.0.0.1)" in text
+
+
+def test_elsewhere_one_sentence_names_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path))
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"VERSION_CODENAME": "jammy"})
+    with pytest.raises(OperationError, match=r"not Debian 12 \(jammy\); use --executor local"):
+        packages.ensure_packages(lambda message: None)
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"VERSION_CODENAME": "bookworm"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OperationError, match=r"lacks apt-get and dpkg-deb; use --executor local"):
+        packages.ensure_packages(lambda message: None)
+
+
+def test_a_failed_download_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, body in (("apt-get", 'echo "E: Unable to locate package munge"; exit 100'), ("dpkg-deb", "exit 0")):
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"VERSION_CODENAME": "bookworm"})
+    messages: list[str] = []
+    with pytest.raises(OperationError, match=r"Unable to locate package munge\); use --executor local"):
+        packages.ensure_packages(messages.append)
+    assert messages == ["reading the package lists"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["slurm.lock"]
+
+
+def test_a_home_too_long_for_sockets(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / ("x" * 60))
+    assert cluster.info() is None
+    assert cluster.down() == []
+    with pytest.raises(UserError, match="LIBRA_HPC_CLUSTER"):
+        cluster.up()
+
+
+def daemon(tmp_path: Path, pid: int, argv: tuple[str, ...], identity: tuple[str, ...]) -> Daemon:
+    (tmp_path / "pid").write_text(str(pid))
+    return Daemon("d", argv, identity, tmp_path / "pid", tmp_path / "log")
+
+
+def test_a_foreign_process_behind_our_pid_file_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as foreign:
+        try:
+            assert daemon(tmp_path, foreign.pid, ("/x/slurmctld", "-f", "/h/slurm.conf"), ("/h/slurm.conf",)).pid() is None
+            assert daemon(tmp_path, foreign.pid, ("/x/sleep", "60", "61"), ("61",)).pid() is None
+            assert stop([daemon(tmp_path, foreign.pid, ("/x/slurmctld",), ("60",))]) == []
+            assert foreign.poll() is None
+            assert daemon(tmp_path, foreign.pid, ("/other/sleep", "60"), ("60",)).pid() == foreign.pid
+        finally:
+            foreign.kill()
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra_hpc.slurm.devcluster.daemons.TERM_TIMEOUT_S", 0.1)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, "mark"], stdout=subprocess.PIPE) as stubborn:
+        assert stubborn.stdout is not None
+        stubborn.stdout.readline()
+        assert stop([daemon(tmp_path, stubborn.pid, (sys.executable,), ("mark",))]) == [f"d ({stubborn.pid})"]
+        assert stubborn.wait() == -9
+
+
+def test_job_processes_need_the_configuration_and_a_node_of_ours() -> None:
+    conf = Path("/h/etc/slurm.conf")
+    variables = [{"SLURM_CONF": str(conf)}, {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n9"}, {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n1"}]
+    children = [subprocess.Popen(["/bin/sleep", "60"], env={**os.environ, **extra}) for extra in variables]
+    try:
+        assert job_processes(conf, ["n0", "n1"]) == [children[2].pid]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

@@ -1,0 +1,57 @@
+"""Requests no state of the cluster could ever meet, each named by its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.slurm.fit import check_fit, memory_mb
+from libra_hpc.slurm.query import Partition
+
+CLUSTER = [
+    Partition("a800", True, "up", 4, 0, 64, 512000, {"a800": 8}, 7200),
+    Partition("cpu", False, "up", 2, 2, 32, 64000, {}, None),
+    Partition("old", False, "down", 9, 0, 8, 16000, {}, None),
+]
+
+
+def fit(components: dict[str, Any], **slurm: Any) -> None:
+    check_fit(RunConfig.model_validate({"components": components, "slurm": slurm}), CLUSTER)
+
+
+def test_a_job_that_fits_a_busy_cluster() -> None:
+    fit({"planner": {"partition": "cpu"}, "train": {"nodes": 2, "gpus": 8, "gpu_type": "a800"}, "hybrid": {"nodes": 1}, "rollout": {"nodes": 1, "gpus": 4}})
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ({"train": {"partition": "a80"}}, r"components\.train\.partition = 'a80': no such partition; valid: a800, cpu, old \(did you mean 'a800'\?\)"),
+        ({"train": {"partition": "old"}}, r"components\.train\.partition = 'old': the partition is down; valid: a800, cpu"),
+        ({"train": {"nodes": 5}}, r"components\.train\.nodes = 5: partition a800 has 4 nodes and components before it take 1; valid: at most 3"),
+        ({"hybrid": {"nodes": 2}}, r"components\.rollout\.nodes = 1: partition a800 has 4 nodes and components before it take 4; valid: at most 0"),
+        ({"rollout": {"cpus": 65}}, r"components\.rollout\.cpus = 65: .* 64 CPUs"),
+        ({"rollout": {"mem": "1T"}}, r"components\.rollout\.mem = '1T': .* 512000 MB"),
+        ({"train": {"gpus": 9}}, r"components\.train\.gpus = 9: .* 8 GPUs"),
+        ({"train": {"gpus": 1, "gpu_type": "h100"}}, r"components\.train\.gpu_type = 'h100': .*valid: a800"),
+        ({"planner": {"partition": "cpu", "gpus": 1}}, r"components\.planner\.gpus = 1: .* 0 GPUs"),
+        ({"planner": {"partition": "cpu", "gpus": 1, "gpu_type": "a800"}}, r"components\.planner\.gpu_type = 'a800': .*no typed GPUs"),
+        ({"planner": {"nodes": 0}}, r"components\.planner\.nodes = 0"),
+    ],
+)
+def test_what_never_fits(components: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fit(components)
+
+
+@pytest.mark.parametrize(("limit", "message"), [("02:00:01", "allows 120 minutes"), ("soon", "not a Slurm time")])
+def test_time_limit(limit: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"slurm\.time_limit = '{limit}': .*{message}"):
+        fit({}, time_limit=limit)
+
+
+def test_memory_units() -> None:
+    assert [memory_mb(text) for text in ("2048K", "2", "2M", "2G", "1T")] == [2, 2, 2, 2048, 1048576]

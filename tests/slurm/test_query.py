@@ -1,0 +1,92 @@
+"""Slurm's text, as several releases write it, into our types."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_hpc.slurm.query import JobState, Partition, gpus_of, job_state, parse_accounts, parse_job, parse_partitions, slurm_seconds
+
+SINFO = """\
+a800*|up|infinite|idle|64|1000000|gpu:a800:8(S:0-1)
+a800*|up|infinite|mixed-|64+|512000+|gpu:a800:8(S:0-1),shard:4
+a800*|up|infinite|idle*|128|512000|gpu:a800:4,gpu:h100:2
+cpu|down|1-12:00:00|idle~|32|256000|(null)
+"""
+HET = (
+    "JobId=41 HetJobId=41 HetJobOffset=0 JobName=x HetJobIdSet=41-42 JobState={0} Reason={1} Restarts=2 ExitCode={2} "
+    "StartTime=2026-11-20T08:18:37 ReqNodeList=(null) ExcNodeList=(null) NodeList=cpu-0 TRES=cpu=1,mem=1G\n"
+    "JobId=42 HetJobId=41 HetJobOffset=1 JobName=x HetJobIdSet=41-42 JobState=RUNNING Reason=None ExitCode=0:0 "
+    "ReqNodeList=(null) ExcNodeList=(null) NodeList=a800-[0-1]\n"
+)
+
+
+def test_partitions() -> None:
+    assert parse_partitions(SINFO) == [
+        Partition("a800", True, "up", 3, 1, 128, 1000000, {"a800": 8, "h100": 2}, None),
+        Partition("cpu", False, "down", 1, 1, 32, 256000, {}, 129600),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("01:30", 90), ("02:00:00", 7200), ("1-12", 129600), ("1-00:30", 88200), ("2-00:00:05", 172805), ("UNLIMITED", None)],
+)
+def test_times(text: str, seconds: int | None) -> None:
+    assert slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "abc", "1:2:3:4", "-5", "1 hour"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError, match="not a Slurm time"):
+        slurm_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [("(null)", {}), ("gpu:4", {"": 4}), ("gpu:a800:8(S:0-1)", {"a800": 8}), ("gpu:a100_3g.20gb:2,gpu:4,craynetwork:1", {"a100_3g.20gb": 2, "": 4})],
+)
+def test_gpus(text: str, gpus: dict[str, int]) -> None:
+    assert gpus_of(text) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("CANCELLED by 1000", JobState.CANCELLED),
+        ("RUNNING,COMPLETING", JobState.RUNNING),
+        ("OUT_OF_MEMORY", JobState.FAILED),
+        ("BOOT_FAIL", JobState.NODE_FAIL),
+        ("REQUEUE_HOLD", JobState.PENDING),
+        ("SOMETHING_NEW", JobState.UNKNOWN),
+        ("", JobState.UNKNOWN),
+    ],
+)
+def test_states(text: str, state: JobState) -> None:
+    assert job_state(text) is state
+
+
+def test_running_heterogeneous_job() -> None:
+    info = parse_job("41", HET.format("RUNNING", "None", "0:0"))
+    assert (info.state, info.reason, info.exit_code, info.restarts) == (JobState.RUNNING, "", None, 2)
+    assert [(c.offset, c.job_id, c.nodes) for c in info.components] == [(0, "41", "cpu-0"), (1, "42", "a800-[0-1]")]
+    assert info.start_time is not None
+
+
+def test_ended_job_has_an_exit_code() -> None:
+    assert parse_job("41", HET.format("FAILED", "NonZeroExitCode", "3:0")).exit_code == 3
+    assert parse_job("41", HET.format("FAILED", "NonZeroExitCode", "0:9")).exit_code == 137
+
+
+def test_pending_job_has_no_start_and_a_reason() -> None:
+    info = parse_job("41", HET.format("PENDING", "Resources", "0:0"))
+    assert (info.state, info.reason, info.start_time) == (JobState.PENDING, "Resources", None)
+
+
+def test_unknown_job_is_not_failed() -> None:
+    assert parse_job("7", "").state is JobState.UNKNOWN
+    assert parse_accounts("7", "8|COMPLETED|0:0|2026-11-20T08:18:37\n").state is JobState.UNKNOWN
+
+
+def test_accounts_of_a_requeued_heterogeneous_job() -> None:
+    text = "12+0|PREEMPTED|0:0|2026-11-20T08:00:00\n12+1|PREEMPTED|0:0|2026-11-20T08:00:00\n12+0|COMPLETED|0:0|2026-11-20T08:10:00\n"
+    assert parse_accounts("12", text).state is JobState.COMPLETED

@@ -1,0 +1,129 @@
+"""The local launcher: its start-up protocol, and what becomes of the others when one rank dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.slurm import local, submit
+from libra_hpc.slurm.job import read_job, write_job
+from libra_hpc.slurm.query import JobState
+from libra_hpc.slurm.ranks import KeyValueSpace
+from libra_hpc.telemetry.rundir import RunDir
+
+WORLD = """
+import json, os, pathlib, signal, sys, time
+from mpi4py import MPI
+def alive(pid):
+    try:
+        return bool(pathlib.Path("/proc", pid, "cmdline").read_bytes())
+    except OSError:
+        return False
+comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+assert comm.allreduce(1) == comm.size
+mine = folder / f".rank-{comm.rank}"
+mine.write_text(f"{comm.size} {os.getpid()} {os.environ['LIBRA_COMPONENTS']}")
+mine.rename(folder / f"rank-{comm.rank}")
+if sys.argv[2] == "lose":
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    victim = folder / "rank-2"
+    while not victim.exists() or alive(victim.read_text().split()[1]):
+        time.sleep(0.05)
+    (folder / f"survivor-{comm.rank}").touch()
+    if comm.rank == 0:
+        while len(list(folder.glob("survivor-*"))) < comm.size - 1:
+            time.sleep(0.05)
+        (folder / "result.json").write_text(json.dumps({"state": "completed"}))
+    os._exit(0)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "world.py").write_text(WORLD)
+    return RunDir.create(tmp_path, "run")
+
+
+def start(run: RunDir, how: str) -> None:
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed")
+    local.start(RunConfig(), run, attempt=1, arguments=[str(run.path.parent / "world.py"), str(run.path), how])
+
+
+def wait_for(run: RunDir, pattern: str, count: int) -> None:
+    """Until that many files are there; the suite's own time limit ends a wait for nothing."""
+    while len(list(run.path.glob(pattern))) < count:
+        assert not local.state(run).state.ended, [path.read_text() for path in run.logs(1).glob("*.log")]
+        time.sleep(0.05)
+
+
+def wait_end(run: RunDir) -> JobState:
+    while not (state := submit.state(run).state).ended:
+        time.sleep(0.05)
+    return state
+
+
+def test_start_up_dialogue() -> None:
+    space = KeyValueSpace(2, "w1")
+    assert space.answer(0, "cmd=init pmi_version=1 pmi_subversion=1") == {0: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"}
+    assert space.answer(1, "cmd=get_my_kvsname") == {1: "cmd=my_kvsname kvsname=w1"}
+    assert space.answer(0, "cmd=get kvsname=w1 key=PMI_process_mapping") == {0: "cmd=get_result rc=0 msg=success value=(vector,(0,1,2))"}
+    assert space.answer(1, "cmd=get kvsname=w1 key=card-0")[1].startswith("cmd=get_result rc=-1")
+    space.answer(0, "cmd=put kvsname=w1 key=card-0 value=a=b#c")
+    assert space.answer(1, "cmd=get kvsname=w1 key=card-0") == {1: "cmd=get_result rc=0 msg=success value=a=b#c"}
+
+
+def test_barrier_opens_for_all_at_once_and_again() -> None:
+    space = KeyValueSpace(2, "w1")
+    for _ in range(2):
+        assert space.answer(1, "cmd=barrier_in") == {}
+        assert space.answer(0, "cmd=barrier_in") == {0: "cmd=barrier_out", 1: "cmd=barrier_out"}
+
+
+def test_a_lost_rank_ends_no_other(run: RunDir) -> None:
+    start(run, "lose")
+    assert wait_end(run) is JobState.COMPLETED
+    assert sorted(path.name for path in run.path.glob("survivor-*")) == ["survivor-0", "survivor-1", "survivor-3"]
+    assert (run.path / "rank-0").read_text().split()[0::2] == ["4", "planner:1,train:1,hybrid:1,rollout:1"]
+    assert (run.logs(1) / "launcher.log").read_text() == "exit codes by rank: 0 0 -9 0\n"
+
+
+def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:
+    start(run, "wait")
+    wait_for(run, "rank-*", 4)
+    assert submit.state(run).state is JobState.RUNNING
+    assert submit.cancel(run) is True
+    assert submit.cancel(run) is False
+    assert submit.state(run).state is JobState.CANCELLED
+    assert (run.logs(1) / "launcher.log").read_text() == "exit codes by rank: -15 -15 -15 -15\n"
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(run: RunDir) -> None:
+    start(run, "wait")
+    wait_for(run, "rank-*", 4)
+    os.kill(read_job(run).pid, signal.SIGKILL)
+    assert wait_end(run) is JobState.FAILED
+    for path in run.path.glob("rank-*"):
+        cmdline = Path(f"/proc/{path.read_text().split()[1]}/cmdline")
+        while cmdline.exists() and cmdline.read_bytes():
+            time.sleep(0.05)
+
+
+def test_a_reused_pid_is_not_taken_for_the_run(run: RunDir) -> None:
+    start(run, "wait")
+    record = read_job(run)
+    # The same process id as recorded, started at another time: this test's own.
+    write_job(run, msgspec.structs.replace(record, pid=os.getpid()))
+    assert submit.state(run).state is JobState.FAILED
+    assert submit.cancel(run) is False
+    write_job(run, record)
+    assert submit.cancel(run) is True

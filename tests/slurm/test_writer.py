@@ -1,0 +1,66 @@
+"""The batch script: its exact text for a run with every option, and what cannot be written as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.slurm.writer import component_counts, het_script
+from libra_hpc.telemetry.rundir import RunDir
+
+FULL: dict[str, Any] = {
+    "run": {"name": "demo"},
+    "slurm": {"time_limit": "02:00:00", "account": "rl", "extra": ["--exclude=a800-3"]},
+    "components": {
+        "planner": {"nodes": 1, "partition": "cpu"},
+        "train": {"nodes": 2, "partition": "a800", "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "64G"},
+        "hybrid": {"nodes": 0},
+        "rollout": {"nodes": 1, "partition": "a800", "gpus": 4, "cpus": 8, "mem": "32G", "constraint": "nvlink"},
+    },
+}
+
+
+def script(config: dict[str, Any], **changes: Any) -> str:
+    arguments: dict[str, Any] = {"python": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
+    return het_script(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes})
+
+
+def test_golden_text() -> None:
+    assert script(FULL) == Path(__file__).with_name("golden.sbatch").read_text()
+
+
+def test_components_without_nodes_are_left_out() -> None:
+    assert component_counts(RunConfig.model_validate(FULL)) == "planner:1,train:2,rollout:1"
+
+
+def test_one_component_is_a_plain_job() -> None:
+    text = script({"components": {name: {"nodes": 0} for name in ("train", "hybrid", "rollout")}})
+    assert "hetjob" not in text
+    assert "--het-group" not in text
+
+
+def test_another_command_is_quoted() -> None:
+    assert "/opt/env/bin/python /a/b.py 'two words' &" in script(FULL, arguments=["/a/b.py", "two words"])
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("slurm", "account", "a b"),
+        ("slurm", "qos", "x\n#SBATCH --uid=0"),
+        ("slurm", "mpi", "pmi2 --foo"),
+        ("slurm", "time_limit", "1:00 #"),
+        ("slurm", "extra", ["constraint=x"]),
+        ("slurm", "extra", ["--x=1\nrm -rf /"]),
+        ("components", "train", {"partition": "a'b"}),
+        ("components", "train", {"gpus": 1, "gpu_type": 'a"'}),
+        ("components", "planner", {"nodes": 2}),
+    ],
+)
+def test_unwritable_values_name_their_field(section: str, field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^{section}\.{field}"):
+        script({section: {field: value}})

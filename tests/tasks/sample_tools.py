@@ -1,0 +1,69 @@
+"""Declared tools of the sandbox tests: module-level functions, imported by the tool processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def sleep_for(seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+
+
+def allocate(count: int) -> int:
+    return len(bytearray(count))
+
+
+def text_of(count: int) -> str:
+    return "é" * count
+
+
+def list_of(count: int) -> list[int]:
+    return list(range(count))
+
+
+def unencodable() -> object:
+    return object()
+
+
+def write_file(count: int) -> int:
+    with open("scratch", "wb") as file:
+        return sum(file.write(b"x" * (1 << 20)) for _ in range(count >> 20))
+
+
+def surroundings() -> dict[str, Any]:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return {"env": dict(os.environ), "cwd": os.getcwd(), "group": os.getpgid(0), "fds": links}
+
+
+def start_sleeper(path: str) -> None:
+    """Leave a child of the tool behind, its id in ``path``, and hang."""
+    child = subprocess.Popen(["sleep", "600"])
+    with open(path, "w") as file:
+        file.write(str(child.pid))
+    time.sleep(600)

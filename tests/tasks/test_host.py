@@ -1,0 +1,189 @@
+"""The environment host process over a real socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
+from libra_hpc.tasks.keychain import Guide, KeyChain, Words
+from libra_hpc.tasks.settings import HostConfig
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+from .leader import Leader, play
+from .test_sandbox import gone
+
+FRAGILE = f"{Path(__file__).with_name('user_tasks.py')}:Fragile"
+EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(d for c in children for d in descendants(c))]
+
+
+def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
+    tokenizer = TaskTokenizer(keychain_folder)
+    words = Words(tokenizer)
+    episodes = {f"e{i}": i for i in range(64)}
+    twin = KeyChain(tokenizer, seed=11, drift_at=0.5, after={"p_more": 0.85})
+    worlds = {name: twin.open(index, 0, 0.7)._world for name, index in episodes.items()}
+    guides = {name: Guide(world) for name, world in worlds.items()}
+    asked: dict[str, int] = {}
+
+    def policy(name: str, context: list[int]) -> list[int]:
+        if name in asked:
+            line = tokenizer.decode(context[:-1]).rpartition("\n")[2].split()
+            guides[name].saw(asked[name], line[0])
+        key = guides[name].key
+        if key is None:
+            return [words.ans, words.values[worlds[name].value], words.newline]
+        asked[name] = key
+        return [words.get, words.keys[key], words.newline]
+
+    options = {"drift_at": 0.5, "after": {"p_more": 0.85}}
+    with Leader(HostConfig(task="keychain", model=str(keychain_folder), options=options, seed=11)) as leader:
+        ends = play(leader, policy, episodes, progress=0.7)
+    assert [end.reward for end in ends.values()] == [1.0] * 64
+    assert {end.info["after_drift"] for end in ends.values()} == {1.0}
+    assert leader.process.returncode == 0
+
+
+def test_task_of_a_users_own_file(arithmetic_folder: Path) -> None:
+    tokenizer = TaskTokenizer(arithmetic_folder)
+    bounds: dict[str, list[int]] = {}
+
+    def policy(name: str, context: list[int]) -> list[int]:
+        low_high = bounds.setdefault(name, [1, 1000])
+        last = tokenizer.decode(context).strip().split("\n")[-1]
+        middle = sum(low_high) // 2
+        if last in ("higher", "lower"):
+            low_high[last == "lower"] = middle + 1 if last == "higher" else middle - 1
+        return tokenizer.encode(f"{sum(low_high) // 2}\n")
+
+    config = HostConfig(task=EXAMPLE, model=str(arithmetic_folder), options={"largest": 1000, "max_turns": 12})
+    with Leader(config) as leader:
+        ends = play(leader, policy, {f"e{i}": i for i in range(16)})
+    assert all(end.reward == pytest.approx(1 / end.info["turns"]) for end in ends.values())
+    assert len({end.info["turns"] for end in ends.values()}) > 2
+
+
+def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
+        leader.send(OpenEpisode("x", 13, 0, 0.0))
+        assert leader.expect(EpisodeFailed).error == "LookupError: no problem 13"
+        for first, error in ((0, "RuntimeError: the task is broken"), (1, "ValueError: could not convert"), (2, "the task declares no tool 'no such tool'")):
+            leader.open("e")
+            failed = leader.step("e", [first])
+            assert isinstance(failed, EpisodeFailed)
+            assert error in failed.error
+            again = leader.step("e", [9])
+            assert isinstance(again, EpisodeFailed)
+            assert again.error == "no such episode is open"
+        assert leader.open("e").stop_ids == (9,)
+        going = leader.step("e", [9])
+        assert isinstance(going, EpisodeStepped)
+        assert (going.done, going.tokens) == (False, pack_i32([7, 8]))
+        end = leader.step("e", [4])
+        assert isinstance(end, EpisodeStepped)
+        assert (end.done, end.reward, end.info, end.tokens) == (True, 0.25, {"turns": 2.0}, b"")
+
+
+def test_slow_tool_blocks_no_other_episode(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=2.0)) as leader:
+        leader.open("slow")
+        leader.send(StepEpisode("slow", pack_i32([3])))
+        for i in range(50):
+            leader.open(f"fast{i}")
+            assert isinstance(leader.step(f"fast{i}", [4]), EpisodeStepped)
+        late = leader.expect(EpisodeStepped)
+        assert (late.episode, late.tokens) == ("slow", pack_i32([len("timeout")]))
+
+
+def test_protocol_misuse_fails_the_episode_named(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=1.0)) as leader:
+        leader.open("a")
+        leader.send(OpenEpisode("a", 1, 0, 0.0))
+        assert leader.expect(EpisodeFailed).error == "this episode is already open"
+        leader.open("b")
+        leader.send(StepEpisode("b", pack_i32([3])), StepEpisode("b", pack_i32([4])))
+        assert leader.expect(EpisodeFailed).error == "a step of this episode is still running"
+        leader.send(CloseEpisode("never opened"))
+        leader.open("c")
+        leader.send(StepEpisode("c", pack_i32([3])), CloseEpisode("c"), OpenEpisode("c", 2, 0, 0.0))
+        assert [leader.receive().__class__ for _ in range(1)] == [EpisodeOpened]
+        assert isinstance(leader.step("c", [4]), EpisodeStepped)
+
+
+def test_unreadable_frame_ends_the_host(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
+        assert leader.link is not None
+        leader.link.sendall(b"\x03\x00\x00\x00abc")
+        with pytest.raises(EOFError):
+            leader.receive()
+    assert leader.process.returncode == 1
+
+
+def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder), tool_processes=2)) as leader:
+        leader.open("a")
+        leader.send(StepEpisode("a", pack_i32([3])))
+        leader.open("b")
+        pids = descendants(leader.process.pid)
+        assert len(pids) == 2
+        assert leader.link is not None
+        leader.link.close()
+        assert leader.process.wait(30) == 0
+        assert all(gone(pid) for pid in pids)
+        assert [path.name for path in leader.folder.iterdir()] == ["env.sock"]
+
+
+def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
+    tokenizer = TaskTokenizer(arithmetic_folder)
+    with Leader(HostConfig(task="arithmetic", model=str(arithmetic_folder), tool_timeout_s=300)) as leader:
+        leader.open("a")
+        leader.send(StepEpisode("a", pack_i32(tokenizer.encode("<python>while True: pass</python>"))))
+        pids: list[int] = []
+        while len(pids) < 3:  # the calculator, the process that runs code, and the code itself
+            assert leader.process.poll() is None
+            pids = descendants(leader.process.pid)
+        leader.process.send_signal(signal.SIGKILL)
+        leader.process.wait(30)
+        assert all(gone(pid) for pid in pids)
+
+
+def test_host_hides_its_memory(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
+        become = "os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)" if os.getuid() == 0 else "None"
+        script = f"import os\n{become}\nopen('/proc/{leader.process.pid}/mem', 'rb')"
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert "PermissionError" in result.stderr
+        assert os.stat(f"/proc/{leader.process.pid}/environ").st_uid == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (b'{"task": "keychainz", "model": "MODEL"}', "did you mean 'keychain'?"),
+        (b'{"task": "keychain", "model": "MODEL", "options": {"hops": 3}}', "KeyChain has no such option"),
+        (b'{"task": "keychain", "model": "/nowhere"}', "has no tokenizer.json"),
+        (b'{"task": "arithmetic", "model": "MODEL", "options": {"max_turns": 0}}', "task.options.max_turns = 0"),
+        (b'{"task": "keychain", "model": "MODEL", "tool": 3}', "unknown field `tool`"),
+        (f'{{"task": "{FRAGILE.replace("Fragile", "NoTool")}", "model": "MODEL"}}'.encode(), "tools['nested']"),
+    ],
+)
+def test_users_mistakes_exit_with_two(keychain_folder: Path, config: bytes, message: str, tmp_path: Path) -> None:
+    text = config.decode().replace("MODEL", str(keychain_folder))
+    result = subprocess.run(
+        [sys.executable, "-m", "libra_hpc.tasks.host", "--socket", str(tmp_path / "none.sock"), "--config", text], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1

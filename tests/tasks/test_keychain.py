@@ -1,0 +1,262 @@
+"""The task ``keychain``: its data order, its tool, its rewards and its demonstrations."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.tasks.base import ToolResult, Turn
+from libra_hpc.tasks.keychain import Guide, KeyChain, KeyChainEpisode, Mix, Words, World, draw, look_up, vocabulary
+from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+
+class Here:
+    """The tool without a process, failing on request."""
+
+    def __init__(self, *failures: str) -> None:
+        self.failures = list(failures)
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        assert name == "get"
+        if self.failures and (outcome := self.failures.pop(0)) != "ok":
+            return ToolResult(outcome, "broken", 0.5)
+        return ToolResult("ok", look_up(*args), 0.001)
+
+    async def python(self, code: str) -> ToolResult:
+        raise AssertionError("keychain runs no code")
+
+
+class Player:
+    """Speaks the task's words."""
+
+    def __init__(self, task: KeyChain, episode: KeyChainEpisode, world: World, tools: Here | None = None) -> None:
+        self.words, self.episode, self.world, self.tools = Words(task.tokenizer), episode, world, tools or Here()
+        self.guide = Guide(world)
+        self.context = list(episode.prompt)
+
+    def say(self, *tokens: int) -> Turn:
+        turn = asyncio.run(self.episode.step(list(tokens), self.tools))
+        self.context += [*tokens, *turn.tokens]
+        return turn
+
+    def get(self, key: int) -> Turn:
+        turn = self.say(self.words.get, self.words.keys[key], self.words.newline)
+        if turn.signal is not None:
+            self.guide.saw(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
+        return turn
+
+    def answer(self, value: int) -> Turn:
+        return self.say(self.words.ans, self.words.values[value], self.words.newline)
+
+    def perfect(self) -> Turn:
+        while (key := self.guide.key) is not None:
+            assert not self.get(key).done
+        return self.answer(self.world.value)
+
+
+def world_of(episode: KeyChainEpisode) -> World:
+    return episode._world
+
+
+@pytest.fixture
+def task(keychain_folder: Path) -> KeyChain:
+    return KeyChain(TaskTokenizer(keychain_folder), seed=3)
+
+
+def start(task: KeyChain, want: Any = lambda world: True, tools: Here | None = None) -> Player:
+    """The first episode whose hidden chain is as wanted."""
+    for index in range(10_000):
+        episode = task.open(index, 0, 0.0)
+        if want(world_of(episode)):
+            return Player(task, episode, world_of(episode), tools)
+    raise AssertionError("no such episode")
+
+
+def test_vocabulary_round_trips_through_the_tokenizer(task: KeyChain) -> None:
+    assert len(set(vocabulary())) == task.tokenizer.size == 111
+    text = "<bos> note k3 k4 \n find k0 \n get k0 \n = k39 | k4 \n val v25 \n ans v25 \n"
+    ids = task.tokenizer.encode(text)
+    assert [vocabulary()[i] for i in ids] == [w for w in text.replace("\n", " \n ").split(" ") if w]
+    assert task.tokenizer.encode(task.tokenizer.decode(ids)) == ids
+    assert task.tokenizer.eos_id == task.tokenizer.need("\n")
+
+
+def test_prompt_depends_on_seed_and_index_alone(keychain_folder: Path, task: KeyChain) -> None:
+    again = KeyChain(TaskTokenizer(keychain_folder), seed=3)
+    for index in (0, 1, 7, 10**12):
+        siblings = [task.open(index, sample, 0.0) for sample in range(4)] + [again.open(index, 9, 0.4)]
+        assert len({(s.prompt_id, tuple(s.prompt), world_of(s)) for s in siblings}) == 1
+    first = [task.open(i, 0, 0.0) for i in range(100)]
+    assert len({e.prompt_id for e in first}) == 100
+    other = [KeyChain(task.tokenizer, seed=4).open(i, 0, 0.0) for i in range(100)]
+    assert not {e.prompt_id for e in first} & {e.prompt_id for e in other}
+    assert [world_of(e) for e in first] != [world_of(e) for e in other]
+
+
+def test_mix_is_as_documented() -> None:
+    rng = random.Random(0)
+    worlds = [draw(rng, Mix()) for _ in range(4000)]
+    hops = [hop for world in worlds for hop in world.hops]
+    later = [hop for world in worlds for hop in world.hops[1:]]
+    assert 3.2 < len(hops) / len(worlds) < 3.7
+    assert max(len(world.hops) for world in worlds) == 12
+    assert 0.23 < sum(dead for *_, dead in later) / len(later) < 0.27
+    assert not any(flaky and dead for _, _, flaky, dead in hops)
+    assert not any(world.hops[0][3] for world in worlds)
+    assert all(len({key for hop in world.hops for key in hop[:2]}) == 2 * len(world.hops) for world in worlds)
+
+
+def test_perfect_policy_gets_one(task: KeyChain) -> None:
+    turns = []
+    for index in range(300):
+        episode = task.open(index, 0, 0.0)
+        player = Player(task, episode, world_of(episode))
+        end = player.perfect()
+        assert (end.done, end.reward, end.info["solved"], end.info["waste"]) == (True, 1.0, 1.0, 0)
+        assert end.info["turns"] == world_of(episode).need
+        turns.append(end.info["turns"])
+    assert max(turns) > 3 * sorted(turns)[150]  # long-tailed
+
+
+def test_every_outcome_of_the_tool(task: KeyChain) -> None:
+    player = start(task, lambda w: len(w.hops) == 2 and w.hops[0][2] and w.hops[1][3])
+    (first, spare, _, _), (dead, alternative, _, _) = player.world.hops
+    unknown = next(k for k in range(64) if k not in (first, spare, dead, alternative))
+    seen = [player.get(key) for key in (first, first, first, spare, unknown, dead, dead, alternative)]
+    assert [t.signal.outcome for t in seen if t.signal] == ["flaky", "ok", "ok", "miss", "miss", "dead", "dead", "val"]
+    assert [t.signal.payload_tokens for t in seen if t.signal] == [2, 5, 5, 2, 2, 2, 2, 3]
+    text = [task.tokenizer.decode(t.tokens) for t in seen]
+    assert text[1] == f"= k{dead} | k{alternative} \n"
+    assert text[7] == f"val v{player.world.value} \n"
+    malformed = player.say(player.words.get, player.words.get, player.words.get, player.words.get)
+    assert malformed.signal is not None
+    assert (task.tokenizer.decode(malformed.tokens), malformed.signal.outcome) == ("err \n", "error")
+    # Waste: asking hop 0 again, the spare of a living key, an unknown key, the dead key twice, and the malformed line.
+    end = player.answer(player.world.value)
+    assert end.info["waste"] == 5
+    assert end.reward == pytest.approx(1 - 0.02 * 5)
+
+
+@pytest.mark.parametrize("outcome", ["error", "timeout"])
+def test_failing_sandbox_costs_a_turn_and_nothing_else(task: KeyChain, outcome: str) -> None:
+    player = start(task, lambda w: len(w.hops) == 3, Here("ok", outcome))
+    seen = []
+    while (key := player.guide.key) is not None:
+        seen.append(player.get(key))
+    assert outcome in [t.signal.outcome for t in seen if t.signal]
+    end = player.answer(player.world.value)
+    assert (end.reward, end.info["waste"], end.info["turns"]) == (1.0, 0, player.world.need + 1)
+
+
+def test_hacks_pay_little(task: KeyChain) -> None:
+    wrong = start(task, lambda w: len(w.hops) == 3)
+    assert wrong.answer((wrong.world.value + 1) % 32).reward == 0.0  # quit at once
+
+    quitter = start(task, lambda w: len(w.hops) == 3)
+    assert quitter.guide.key is not None
+    quitter.get(quitter.guide.key)
+    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(0.1)  # quit early, well-formed
+
+    spammer = start(task, lambda w: len(w.hops) == 3)
+    turn = spammer.get(spammer.world.hops[0][0])
+    while not turn.done:
+        turn = spammer.get(spammer.world.hops[0][0])
+    assert turn.reward == pytest.approx(0.1 - 0.2)  # the same key until the budget ends
+    assert turn.info["turns"] == 2 * spammer.world.need + 4
+
+    babbler = start(task, lambda w: len(w.hops) == 3)
+    turn = babbler.say(babbler.words.newline)
+    while not turn.done:
+        turn = babbler.say(babbler.words.newline)
+    assert turn.reward == pytest.approx(-0.2)
+
+
+def test_wrong_lines_are_calls_not_answers(task: KeyChain) -> None:
+    player = start(task, lambda w: len(w.hops) == 2)
+    w = player.words
+    for line in ([w.ans, w.keys[0], w.newline], [w.get, w.values[0], w.newline], [w.ans, w.values[0]], [], [w.get, w.keys[0], w.newline, w.newline]):
+        assert task.tokenizer.decode(player.say(*line).tokens) == "err \n"
+
+
+def test_context_never_exceeds_its_bound(keychain_folder: Path) -> None:
+    task = KeyChain(TaskTokenizer(keychain_folder), p_more=1.0, flaky=0.5, dead=0.5, notes=10)
+    assert task.max_context == 4 + 40 + 8 * 54 == 476
+    longest = 0
+    for index in range(40):
+        episode = task.open(index, 0, 0.0)
+        player = Player(task, episode, world_of(episode))
+        for _ in range(3):
+            player.get(player.world.hops[0][0])
+        while not player.get(player.world.hops[0][0]).done:
+            pass
+        longest = max(longest, len(player.context))
+    assert 300 < longest <= task.max_context
+
+
+def test_drift_changes_the_mix_at_its_time(keychain_folder: Path) -> None:
+    tokenizer = TaskTokenizer(keychain_folder)
+    options: dict[str, Any] = {"drift_at": 0.5, "before": {"p_more": 0.3, "notes": 20}, "after": {"p_more": 0.85}}
+    task = KeyChain(tokenizer, **options)
+    early, late = ([task.open(i, 0, progress) for i in range(300)] for progress in (0.49, 0.5))
+    assert {len(e.prompt) for e in early} == {84}
+    assert {len(e.prompt) for e in late} == {4}
+    hops = [sum(len(world_of(e).hops) for e in side) / 300 for side in (early, late)]
+    assert hops[0] < 1.7
+    assert hops[1] > 5
+    assert not {e.prompt_id for e in early} & {e.prompt_id for e in late}
+    assert task.max_context == 4 + 80 + 8 * 54
+    plain = KeyChain(tokenizer)
+    assert plain.open(5, 0, 0.0).prompt_id == plain.open(5, 0, 1.0).prompt_id
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"p_more": 1.5}, r"task.options.p_more = 1.5: out of range; valid: a number from 0 to 1"),
+        ({"max_hops": 40}, r"task.options.max_hops = 40: out of range; valid: an integer from 1 to 32"),
+        ({"drift_at": -1}, r"task.options.drift_at = -1"),
+        ({"after": {"p_mor": 0.5}}, r"task.options.after = 'p_mor': no such option; valid: .*did you mean 'p_more'"),
+        ({"after": 5}, r"task.options.after = 5: not a table; valid: a table of p_more, "),
+        ({"before": {"notes": "many"}}, r"task.options.before.notes = 'many'"),
+    ],
+)
+def test_bad_options_are_named(keychain_folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        KeyChain(TaskTokenizer(keychain_folder), **options)
+
+
+def outcomes(task: KeyChain, batch: list[tuple[list[int], list[int]]]) -> Counter[str]:
+    """Replay demonstrations' policy lines as words: how many end with which line."""
+    lines: Counter[str] = Counter()
+    for tokens, mask in batch:
+        assert len(tokens) == len(mask)
+        said = task.tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]).split("\n")
+        lines.update(line.split()[0] for line in said if line.strip())
+    return lines
+
+
+def test_demonstrations(task: KeyChain) -> None:
+    words = Words(task.tokenizer)
+    perfect = [demonstration_batch(words, 0, step, 12, False) for step in range(40)]
+    flawed = [demonstration_batch(words, 0, step, 12, True) for step in range(40)]
+    assert perfect[3] == demonstration_batch(words, 0, 3, 12, False) != demonstration_batch(words, 1, 3, 12, False)
+    for step, batch in enumerate(perfect):
+        long = [len(tokens) for tokens, _ in batch if words.note in tokens]
+        assert (len(long) == 12) == (step % LONG_SHARE == LONG_SHARE - 1)
+        for tokens, mask in batch:
+            text = task.tokenizer.decode(tokens)
+            value = text.split(" val ")[1].split()[0]
+            assert text.endswith(f"ans {value} \n")
+            assert " miss " not in text
+            assert task.tokenizer.decode(tokens[: mask.index(1)]).endswith("\n")
+    assert set(outcomes(task, [demonstration for batch in flawed for demonstration in batch])) == {"get", "ans"}
+    gave_up = sum(" val " not in task.tokenizer.decode(tokens) for batch in flawed for tokens, _ in batch)
+    assert 0.4 < gave_up / (40 * 12) < 0.9
+    assert any(" miss " in task.tokenizer.decode(tokens) for batch in flawed for tokens, _ in batch)

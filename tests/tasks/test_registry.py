@@ -1,0 +1,86 @@
+"""Task names: built in, from a user's file, and every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.tasks.keychain import KeyChain
+from libra_hpc.tasks.registry import build_task, load_file, task_class
+from libra_hpc.tasks.sandbox import tool_refs
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_task.py"
+
+
+def test_names_become_classes() -> None:
+    assert task_class("keychain") is KeyChain
+    found = task_class(f"{EXAMPLE}:GuessNumber")
+    assert found.__name__ == "GuessNumber"
+    assert task_class(f"{EXAMPLE}:GuessNumber") is found
+    (ref,) = tool_refs(found.tools)
+    assert (ref.name, ref.file, ref.qualname) == ("weigh", str(EXAMPLE), "weigh")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("keychains", r"task.name = 'keychains': no such task; valid: arithmetic, keychain, path/to/file.py:ClassName \(did you mean 'keychain'\?\)"),
+        ("missing.py:Task", r"no file 'missing.py'"),
+        (f"{EXAMPLE}:GuesNumber", r"task.name = 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you mean 'GuessNumber'\?\)"),
+        (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),
+        (f"{EXAMPLE}:Task", r"'Task' does not define open"),
+    ],
+)
+def test_wrong_names(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        task_class(name)
+
+
+def test_broken_file_says_what_it_raised(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package\n")
+    with pytest.raises(UserError, match=r"broken.py does not import \(ModuleNotFoundError: No module named 'no_such_package'\)"):
+        task_class(f"{broken}:Mine")
+    other = tmp_path / "notes.txt"
+    other.write_text("hello")
+    with pytest.raises(UserError, match="is not a Python file"):
+        load_file(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"p_mor": 0.5}, r"task.options = 'p_mor': KeyChain has no such option; valid: .*did you mean 'p_more'"),
+        ({"p_more": []}, r"task.options.p_more = \[\]"),
+    ],
+)
+def test_wrong_options(keychain_folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_task("keychain", options, 0, TaskTokenizer(keychain_folder))
+
+
+def test_option_seed_goes_before_the_runs(keychain_folder: Path) -> None:
+    tokenizer = TaskTokenizer(keychain_folder)
+    assert build_task("keychain", {}, 5, tokenizer).seed == 5
+    assert build_task("keychain", {"seed": 9}, 5, tokenizer).seed == 9
+
+
+def test_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        TaskTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        TaskTokenizer(tmp_path)
+
+
+def test_task_modules_import_no_engine() -> None:
+    modules = "host, policy, registry, keychain, arithmetic"
+    heavy = ("torch", "transformers", "vllm", "mpi4py", "reasoning_gym")
+    code = f"import sys; from libra_hpc.tasks import {modules}; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,175 @@
+"""Series, summary, screen and picture of a synthetic run whose facts are known."""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from libra_hpc.telemetry import plot, series, summary, view
+from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.rundir import RunDir
+
+from . import synthetic
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return synthetic.make_run(tmp_path)
+
+
+def text_of(renderable: object, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue()
+
+
+def test_a_step_trained_again_after_a_resume_counts_once(run: RunDir) -> None:
+    log = LineLog(run.metrics)
+    log.write({"t": synthetic.START + 500, "step": 60, "reward": 0.99, "tokens": 7})
+    log.close()
+    rows = series.steps(run)
+    assert [row["step"] for row in rows] == list(range(1, synthetic.STEPS + 1))
+    assert rows[-1]["reward"] == 0.99
+    assert summary.summarise(run).tokens == 1000 * (synthetic.STEPS - 1) + 7
+
+
+def test_torn_and_foreign_lines_are_skipped(run: RunDir) -> None:
+    with run.metrics.open("ab") as handle:
+        handle.write(b'{"note": 1}\n[1, 2]\n{"t": 1, "ste')
+    assert len(series.steps(run)) == synthetic.STEPS
+
+
+def test_moves_are_paired_by_rank() -> None:
+    log = [
+        {"t": 1.0, "kind": "move_started", "rank": 2, "to": "train", "reason": "a"},
+        {"t": 2.0, "kind": "move_started", "rank": 3, "to": "to_rollout", "reason": "b"},
+        {"t": 5.0, "kind": "move_done", "rank": 2, "role": "train"},
+    ]
+    first, second = series.moves(log)
+    assert (first.rank, first.to, first.reason, first.end, first.seconds) == (2, "train", "a", 5.0, 4.0)
+    assert (second.to, second.end) == ("rollout", None)
+    assert math.isnan(second.seconds)
+
+
+def test_roles_follow_moves_losses_and_attempts() -> None:
+    log = [
+        {"t": 1.0, "kind": "agent_joined", "rank": 0, "component": "planner"},
+        {"t": 1.0, "kind": "agent_joined", "rank": 2, "component": "hybrid"},
+        {"t": 1.5, "kind": "job_started"},
+        {"t": 4.0, "kind": "move_started", "rank": 2, "to": "train"},
+        {"t": 6.0, "kind": "move_done", "rank": 2, "role": "train"},
+        {"t": 9.0, "kind": "node_lost", "rank": 2},
+        {"t": 10.0, "kind": "job_finished", "state": "failed"},
+        {"t": 21.0, "kind": "agent_joined", "rank": 0, "component": "planner"},
+    ]
+    lanes = series.roles(log, end=30.0)
+    assert [(part.start, part.end, part.role) for part in lanes[2]] == [(1.0, 4.0, "rollout"), (4.0, 6.0, "to_train"), (6.0, 9.0, "train")]
+    assert [(part.start, part.end) for part in lanes[0]] == [(1.0, 10.0), (21.0, 30.0)]
+
+
+def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
+    joined: list[dict[str, object]] = [{"kind": "agent_joined", "rank": rank, "component": "rollout"} for rank in (0, 1)]
+    log = [
+        {"t": 1.0, **joined[0]},
+        {"t": 1.0, **joined[1]},
+        {"t": 8.0, "kind": "checkpoint_saved", "step": 1},
+        {"t": 20.0, **joined[1]},
+        {"t": 21.0, **joined[0]},
+    ]
+    lanes = series.roles(log, end=30.0)
+    assert [(part.start, part.end) for part in lanes[0]] == [(1.0, 8.0), (21.0, 30.0)]
+    assert [(part.start, part.end) for part in lanes[1]] == [(1.0, 8.0), (20.0, 30.0)]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"), [({"phase": "x", "after_drift": 1.0}, "x"), ({"after_drift": 0.6}, "after drift"), ({"after_drift": 0.0}, "before drift"), ({}, "")]
+)
+def test_the_phase_of_a_step(record: dict[str, object], name: str) -> None:
+    assert series.phase(record) == name
+
+
+def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
+    got = summary.summarise(run)
+    assert (got.run, got.state, got.steps, got.attempts) == ("quick-001", "completed", synthetic.STEPS, 1)
+    assert (got.tokens, got.loss_tokens) == (60_000, 24_000)
+    assert (got.train_tokens_per_s, got.rollout_tokens_per_s) == (900.0, 350.0)
+    assert got.wall_s == pytest.approx(181)
+    rewards = series.column(series.steps(run), "reward")
+    assert got.reward_first == pytest.approx(sum(rewards[:12]) / 12)
+    assert got.reward_last == pytest.approx(sum(rewards[-12:]) / 12)
+    assert [(phase.phase, phase.steps) for phase in got.phases] == [("short", 30), ("long", 30)]
+    (move,) = got.moves
+    # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end in it, at 100 .. 109 s.
+    assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (2, "train", 100.0, 9.5, 3, 500)
+    assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
+    assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
+
+
+def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "empty")
+    got = summary.summarise(run)
+    assert (got.steps, got.reward_first, got.moves, got.state) == (0, None, [], "unknown")
+    assert "reward" in text_of(summary.render_summary(got))
+
+
+def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
+    text = text_of(summary.render_summary(summary.summarise(run)))
+    assert "3 steps, 500 tokens" in text
+    assert "training takes 2.3 s a batch" in text
+    assert str(run.path) in text.replace("\n", "")
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "completed", "failed"])
+def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: str) -> None:
+    status = synthetic.make_status(run, state=state, step=41)
+    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=[0.1, 0.2, 0.4]), width=200)
+    assert max(len(line) for line in text.splitlines()) <= view.WIDTH
+    assert "…" not in text
+    for fact in ("41 / 60", "0.310 → 0.710", "a800-03", "→ train", "t2.0 starting, v2.0 standby", "2,346", "TP 2", "57 open", "moving node 2"):
+        assert fact in text, fact
+
+
+def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:
+    running, over = synthetic.make_status(run), synthetic.make_status(run, state="completed")
+    later = running.updated_at + 3600
+    assert "no news for 1:00:00" in text_of(view.render(running, now=later))
+    assert "no news" not in text_of(view.render(over, now=later))
+
+
+@pytest.mark.parametrize(("values", "expected"), [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")])
+def test_sparklines(values: list[float], expected: str) -> None:
+    assert view.sparkline(values) == expected
+
+
+def test_long_series_are_averaged_down() -> None:
+    assert len(view.sparkline([float(i) for i in range(1000)], width=24)) == 24
+
+
+def test_smoothing_is_unbiased_at_the_start_and_passes_over_gaps() -> None:
+    assert plot.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_the_picture_is_a_png_of_useful_size(run: RunDir, tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    plot.plot(run, out)
+    data = out.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1300
+    assert height > 700
+
+
+def test_the_picture_of_an_empty_run(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "empty")
+    plot.plot(run, run.summary_picture)
+    assert run.summary_picture.exists()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (187, "3:07"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert summary.duration(seconds) == text

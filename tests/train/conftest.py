@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+from libra_hpc.train.device import choose, local_store
+from libra_hpc.train.engine import close_world, init_world
+from libra_hpc.train.names import Split
+
+
+class _World:
+    def __init__(self) -> None:
+        self.split = init_world(choose("cpu", 0, 1), 1, 1, 0, local_store(), 60.0)
+
+    def close(self) -> None:
+        close_world()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Split]:
+    """A torch world of this process alone."""
+    with closing(_World()) as world:
+        yield world.split

@@ -1,0 +1,236 @@
+"""Tiny models, random samples, in-process references, and real worker processes driven over their sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
+from libra_hpc.protocol.trainer import Join, Sample, SaveCheckpoint, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
+from libra_hpc.train import checkpoint, folders
+from libra_hpc.train.engine import Engine
+from libra_hpc.train.names import Split
+from libra_hpc.train.replicas import Replicas
+from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
+from libra_hpc.train.shape import read_shape
+from libra_hpc.train.trainer import GrpoTrainer
+
+VOCAB = 64
+OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
+"""A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients, which the comparisons below would otherwise measure."""
+ALGORITHM = AlgorithmSettings(kl_coef=0.1, temperature=0.8)
+MICRO_TOKENS = 96
+WAIT_S = 120.0
+
+
+def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2) -> Any:
+    """Write a random tiny Hugging Face model and return it."""
+    import transformers
+
+    config_class, model_class = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[kind]
+    extra: dict[str, Any] = {"head_dim": 16} if kind == "qwen3" else {}
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        tie_word_embeddings=tied,
+        max_position_embeddings=256,
+        dtype="float32",
+        **extra,
+    )
+    torch.manual_seed(0)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and norms start at 0 and 1, where a wrong mapping would not show.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def samples(seed: int, count: int = 10) -> list[Sample]:
+    """Random samples of 4 to 60 tokens; one in five has no advantage."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for i in range(count):
+        n = int(torch.randint(4, 61, (1,), generator=generator))
+        tokens = torch.randint(0, VOCAB, (n,), generator=generator).tolist()
+        mask = [0, 0, *(torch.rand(n - 2, generator=generator) < 0.7).int().tolist()]
+        mask[2] = 1
+        logprobs = (-4.2 + torch.randn(n, generator=generator)) * torch.tensor(mask)
+        advantage = 0.0 if i % 5 == 4 else float(torch.randn((), generator=generator))
+        out.append(Sample(f"{seed}-{i}", pack_i32(tokens), bytes(mask), pack_f32(logprobs.tolist()), advantage))
+    return out
+
+
+def loss_tokens(batch: list[Sample]) -> int:
+    """Loss tokens of a batch."""
+    return sum(sum(s.loss_mask) for s in batch)
+
+
+def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 1, minibatches: int = 1) -> TrainStep:
+    """Step ``step`` of the fixed run, as seen by one of ``replicas``: sample ``i`` goes to replica ``i mod replicas``."""
+    batches = [samples(100 * step + i) for i in range(minibatches)]
+    return TrainStep(step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches))
+
+
+def build(model_dir: Path, split: Split, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER) -> tuple[Engine, GrpoTrainer]:
+    """An engine and trainer in this process, in generation 0 alone, with the model's weights."""
+    engine = Engine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
+    checkpoint.load_policy(engine, model_dir)
+    replicas = Replicas(engine, 60.0, 60.0)
+    trainer = GrpoTrainer(engine, replicas, ALGORITHM, MICRO_TOKENS)
+    replicas.join(Join(0, 0, 1, ""))
+    return engine, trainer
+
+
+def fixed_run(model_dir: Path, split: Split, steps: int, minibatches: int = 1) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
+    """The reference: one replica, no parallelism; returns every step's report and all tensors of the final state."""
+    engine, trainer = build(model_dir, split)
+    done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
+    folder = model_dir.parent / f"reference-{model_dir.name}-{steps}-{minibatches}"
+    checkpoint.save(engine, model_dir, folder)
+    return done, read_tensors(folder)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and Adam moments of a checkpoint."""
+    return {**load_file(folder / "policy" / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+
+
+def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Weights within 2e-5 (they moved by about 1e-3 per step), first moments, i.e. averaged gradients, within 1e-6."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        tolerance = 1e-6 if name.startswith("exp_avg") else 2e-5
+        assert (got[name] - tensor).abs().max() <= tolerance, name
+
+
+class Replica:
+    """The worker processes of one replica, and the agent's end of their sockets."""
+
+    def __init__(self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, **options: Any) -> None:
+        self.folder = base / name
+        self.folder.mkdir(parents=True)
+        self.model_dir = model_dir
+        settings = {"optimizer": OPTIMIZER, "algorithm": ALGORITHM, "micro_tokens": MICRO_TOKENS, "join_timeout_s": 60.0, **options}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._buffers: list[tuple[FrameBuffer, list[bytes]]] = []
+        listeners = []
+        for rank in range(tp * pp):
+            path = self.folder / f"{rank}.sock"
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(path))
+            listener.listen(1)
+            listener.settimeout(WAIT_S)
+            listeners.append(listener)
+            config = WorkerConfig(model_dir=str(model_dir), world_rendezvous=str(self.folder / "world"), tp=tp, pp=pp, local_rank=rank, **settings)
+            write_config(config, self.folder / f"{rank}.json")
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+            command = [sys.executable, "-m", "libra_hpc.train.worker", "--socket", str(path), "--config", str(self.folder / f"{rank}.json")]
+            with (self.folder / f"{rank}.log").open("wb") as log:
+                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        for listener in listeners:
+            connection, _ = listener.accept()
+            connection.settimeout(WAIT_S)
+            listener.close()
+            self._sockets.append(connection)
+            self._buffers.append((FrameBuffer(), []))
+
+    def ready(self) -> WorkerReady:
+        """Wait until all processes are built."""
+        return self.receive(WorkerReady)
+
+    def send(self, message: Any) -> None:
+        """Send to all processes."""
+        for connection in self._sockets:
+            connection.sendall(to_worker.frame(message))
+
+    def receive(self, kind: type[Any]) -> Any:
+        """The answer of local rank 0, once all processes answered with a ``kind``."""
+        answers = [self.receive_from(rank) for rank in range(len(self._sockets))]
+        for rank, answer in enumerate(answers):
+            assert isinstance(answer, kind), (answer, (self.folder / f"{rank}.log").read_text()[-3000:])
+        return answers[0]
+
+    def send_to(self, rank: int, message: Any) -> None:
+        """Send to one process."""
+        self._sockets[rank].sendall(to_worker.frame(message))
+
+    def receive_from(self, rank: int) -> Any:
+        """The next answer of one process."""
+        buffer, pending = self._buffers[rank]
+        while not pending:
+            chunk = self._sockets[rank].recv(1 << 20)
+            if not chunk:
+                raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
+            pending.extend(buffer.feed(chunk))
+        return from_worker.decode(pending.pop(0))
+
+    def ask(self, message: Any, kind: type[Any]) -> Any:
+        """Send and receive."""
+        self.send(message)
+        return self.receive(kind)
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """Weights and moments, by way of a checkpoint."""
+        from libra_hpc.protocol.trainer import Saved
+
+        folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
+        self.ask(SaveCheckpoint(str(folder), step), Saved)
+        assert folders.read_state(folder).step == step
+        return read_tensors(folder)
+
+    def kill(self) -> None:
+        """SIGKILL every process."""
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def close(self) -> list[int]:
+        """Stop orderly where still alive; returns the exit codes."""
+        for process, connection in zip(self.processes, self._sockets, strict=True):
+            if process.poll() is None:
+                connection.sendall(to_worker.frame(Stop()))
+        codes = [process.wait(timeout=WAIT_S) for process in self.processes]
+        for connection in self._sockets:
+            connection.close()
+        return codes
+
+    def abandon(self) -> list[int]:
+        """Close the sockets, as a dying agent does; returns the exit codes."""
+        for connection in self._sockets:
+            connection.close()
+        return [process.wait(timeout=WAIT_S) for process in self.processes]
+
+
+def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:
+    """Form a generation of ``replicas``; returns their answers."""
+    from libra_hpc.protocol.trainer import Joined
+
+    for rank, replica in enumerate(replicas):
+        replica.send(Join(generation, rank, len(replicas), str(rendezvous)))
+    return [replica.receive(Joined) for replica in replicas]
+
+
+def step_all(replicas: list[Replica], step: int, generation: int, kind: type[Any] = StepDone, minibatches: int = 1) -> list[Any]:
+    """Run one step of the fixed run over ``replicas``."""
+    for rank, replica in enumerate(replicas):
+        replica.send(train_step(step, generation, replica=rank, replicas=len(replicas), minibatches=minibatches))
+    return [replica.receive(kind) for replica in replicas]

@@ -1,0 +1,240 @@
+"""The train leader against replicas that only keep count: membership, commits, deaths, replay, stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
+from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StepFailed, TrainStep
+from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
+
+
+def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
+    return Sample(uid, pack_i32(range(tokens)), b"\0" + b"\1" * (tokens - 1), pack_f32([0.0] * tokens), advantage)
+
+
+def batch(step: int) -> Batch:
+    return Batch(step, tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)), {"reward": 0.5})
+
+
+class Replica:
+    """A replica whose state is the list of steps it trained; it answers at once unless told otherwise."""
+
+    def __init__(self, world: World, rank: int, step: int = 0) -> None:
+        self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
+        self.silent = False
+
+    def take(self, message: Any) -> None:
+        if self.silent:
+            return
+        match message:
+            case Join(generation=generation, size=size):
+                self.world.joining.setdefault(generation, []).append(self)
+                members = self.world.joining[generation]
+                if len(members) == size:
+                    truth = max(members, key=lambda r: len(r.history))
+                    for member in members:
+                        member.history = list(truth.history)
+                        self.world.reply(member.rank, Joined(generation, len(member.history), 0, 0.0))
+            case TrainStep(step=step, generation=generation, minibatches=minibatches, total_tokens=totals):
+                assert step == len(self.history) + 1
+                self.history.append(f"step{step}")
+                self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
+                self.world.reply(self.rank, StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0))
+            case Export(version=version):
+                self.world.reply(self.rank, Exported(version, 77, 100, 0.0))
+            case SaveCheckpoint(folder=folder, step=step):
+                self.world.reply(self.rank, Saved(folder, step, 0.0))
+
+
+class World:
+    def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3) -> None:
+        self.replicas: dict[int, Replica] = {}
+        self.joining: dict[int, list[Replica]] = {}
+        self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
+        self.sent: list[tuple[int, Any]] = []
+        self.saved: list[tuple[int, int, list[int]]] = []
+        settings = LeaderSettings(steps, 1, True, checkpoint_every, "/rendezvous", "/checkpoints", retain)
+
+        def saved(at: int, order: DataOrder) -> None:
+            self.saved.append((at, order.low, sorted(order.extra)))
+
+        self.leader = TrainLeader(settings, 1, step, DataOrder(2 * step), self.send, 3, lambda: (3,), saved)
+
+    def send(self, rank: int, message: Any) -> None:
+        self.sent.append((rank, message))
+        if isinstance(message, ToReplica) and rank in self.replicas:
+            self.replicas[rank].take(message.message)
+
+    def reply(self, rank: int, message: Any) -> None:
+        asyncio.get_running_loop().call_soon(self.leader.on_reply, rank, message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def add(self, rank: int, step: int = 0) -> Replica:
+        self.replicas[rank] = Replica(self, rank, step)
+        return self.replicas[rank]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("never happened")
+
+
+def play(world: World, script: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(world.leader.run())
+        await script()
+        task.cancel()
+
+    asyncio.run(main())
+
+
+def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
+    world = World(steps=3, checkpoint_every=2)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for step in (1, 2, 3):
+            world.leader.on_batch(batch(step))
+            world.leader.on_batch(batch(step))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    assert [(rank, step) for rank, step, _, _ in world.trained] == [(1, 1), (1, 2), (1, 3)]
+    assert [c.indices for c in world.of(Committed)] == [(0, 1), (2, 3), (4, 5)]
+    assert [p.version for p in world.of(Publish)] == [1, 2, 3]
+    assert world.saved == [(2, 4, []), (3, 6, [])]
+    assert [r.metrics["reward"] for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
+
+
+def test_a_newcomer_joins_at_a_step_border_and_shares_the_next_batch() -> None:
+    world = World(steps=3)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: len(world.trained) == 1)
+        world.add(2)
+        world.leader.on_generation(2, (1, 2))
+        await until(lambda: len(world.of(MemberJoined)) == 3)
+        world.leader.on_batch(batch(2))
+        await until(lambda: len(world.trained) == 3)
+
+    play(world, script)
+    second = [entry for entry in world.trained if entry[1] == 2]
+    assert {rank for rank, *_ in second} == {1, 2}
+    assert sorted(uid for _, _, uids, _ in second for uid in uids) == ["2.0", "2.1", "3.0", "3.1"]
+    assert {totals for *_, totals in second} == {(16,)}, "both divide by the tokens of the whole batch"
+    assert world.replicas[2].history == ["step1", "step2"]
+
+
+def test_a_death_in_a_step_redoes_that_step_with_the_survivor() -> None:
+    world = World(steps=2)
+    world.add(1)
+    world.add(2)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1, 2))
+        await until(lambda: len(world.of(MemberJoined)) == 2)
+        world.replicas[2].silent = True
+        world.replicas[1].take = lambda message: world.reply(1, StepFailed(1, 1, "peer closed"))  # type: ignore[method-assign]
+        world.leader.on_batch(batch(1))
+        await asyncio.sleep(0.02)
+        del world.replicas[1].take  # type: ignore[misc]
+        world.leader.on_replica_down(2, "killed")
+        world.leader.on_generation(2, (1,))
+        await until(lambda: world.of(Committed))
+
+    play(world, script)
+    assert [(rank, step, uids) for rank, step, uids, _ in world.trained] == [(1, 1, ["0.0", "0.1", "1.0", "1.1"])]
+
+
+def test_a_step_that_one_survivor_committed_is_not_trained_again() -> None:
+    world = World(steps=2)
+    world.add(1)
+    world.add(2)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1, 2))
+        await until(lambda: len(world.of(MemberJoined)) == 2)
+        world.replicas[2].silent = True
+        world.leader.on_batch(batch(1))
+        await until(lambda: len(world.trained) == 1)
+        world.leader.on_replica_down(2, "killed after the all-reduce")
+        world.leader.on_generation(2, (1,))
+        await until(lambda: world.of(Publish))
+
+    play(world, script)
+    assert len(world.trained) == 1
+    assert [c.step for c in world.of(Committed)] == [1]
+    assert world.replicas[1].history == ["step1"]
+
+
+def test_a_rebuilt_replica_that_is_behind_replays_the_kept_batches() -> None:
+    world = World(steps=4)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for step in (1, 2):
+            world.leader.on_batch(batch(step))
+        await until(lambda: len(world.of(Publish)) == 2)
+        world.leader.on_replica_down(1, "killed while idle")
+        world.add(1, step=1)
+        world.leader.on_generation(2, (1,))
+        world.leader.on_batch(batch(3))
+        await until(lambda: len(world.of(Committed)) == 3)
+
+    play(world, script)
+    assert [(step, uids) for _, step, uids, _ in world.trained if step == 2] == [(2, ["2.0", "2.1", "3.0", "3.1"])] * 2
+    assert [c.step for c in world.of(Committed)] == [1, 2, 3], "a replay commits nothing twice"
+
+
+def test_a_state_too_old_to_replay_ends_the_run_with_a_reason() -> None:
+    world = World(steps=9, step=5)
+    world.add(1, step=2)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        await until(lambda: world.of(Fatal))
+
+    play(world, script)
+    assert "step 2" in world.of(Fatal)[0].reason
+    assert "step 5" in world.of(Fatal)[0].reason
+
+
+def test_stop_saves_at_the_next_border() -> None:
+    world = World(steps=100)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(Committed))
+        world.leader.on_stop("SIGTERM")
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    assert world.saved == [(1, 2, [])]
+
+
+def test_the_data_order_refuses_to_count_twice() -> None:
+    order = DataOrder(4, (6,))
+    order.trained([5])
+    assert (order.low, order.extra) == (4, {5, 6})
+    order.trained([4])
+    assert (order.low, order.extra) == (7, set())
+    with pytest.raises(ValueError, match="prompt 5"):
+        order.trained([5])
