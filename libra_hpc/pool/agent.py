@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import faulthandler
 import logging
 import os
@@ -20,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
@@ -256,24 +256,24 @@ def main() -> None:
         if comm.Get_rank() == 0:
             run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})
         os._exit(error.exit_code)
+    _release_segments(comm)
     good = asyncio.run(Agent(comm, layout, run, arguments.attempt).run())
     sys.stdout.flush()
     sys.stderr.flush()
-    with contextlib.suppress(Exception):
-        shutil.rmtree(run.rendezvous / f"attempt-{arguments.attempt}", ignore_errors=True)
-    _finalize(comm)
+    shutil.rmtree(run.rendezvous / f"attempt-{arguments.attempt}", ignore_errors=True)
     os._exit(0 if good else 1)
 
 
-def _finalize(comm: MPI.Intracomm) -> None:
-    """Finalize MPI when every rank still takes part; with a dead member `MPI_Finalize` would hang for ever."""
-    request = comm.Ibarrier()
-    deadline = time.monotonic() + GOODBYE_S
-    while time.monotonic() < deadline:
-        if request.Test():
-            MPI.Finalize()
-            return
-        time.sleep(0.01)
+def _release_segments(comm: MPI.Intracomm) -> None:
+    """Unlink MPI's shared-memory files once every rank has mapped them.
+
+    The mapping stays; the name would otherwise stay too, because this process leaves without `MPI_Finalize`, which hangs for ever once a member is dead.
+    """
+    comm.Barrier()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        name = line.split(maxsplit=5)[-1]
+        if name.startswith("/dev/shm/mpich_shm_"):
+            Path(name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

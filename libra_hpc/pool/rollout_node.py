@@ -94,7 +94,8 @@ class RolloutNode:
         self._wanted, self._ordered_at = True, time.monotonic()
         for engine in self._engines.values():
             if engine.state == "standby" and engine.child is not None:
-                engine.state = "loading"
+                # Waking leaves an engine without weights, so it needs a file even when the version it had is still the newest.
+                engine.state, engine.version = "loading", -1
                 engine.child.send(Wake())
                 self._catch_up(engine)
             elif engine.state == "lost":

@@ -22,6 +22,8 @@ would be faster but lets a slow group be overtaken for ever.  `batch` therefore 
 behind can still meet its deadline a + eta when the following steps consume B groups each; otherwise the trainer waits for the slow group.  With
 eta = 0 this is synchronous training: B groups are sampled under version v, trained at version v, and nothing is admitted until v + 1 is
 published.
+
+Batches may be taken ahead of publication: the next batch is fixed while the trainer still works on the present one, so it never waits for a hand-over.
 """
 
 from __future__ import annotations
@@ -108,8 +110,6 @@ class StalenessGate:
 
         Empty while there are too few, or while taking them would leave behind a group that then gets too stale.
         """
-        if self._batches != self._version:
-            return ()
         taken = [name for name, group in self._groups.items() if group.finished]
         taken.sort(key=lambda name: self._groups[name].version)
         if len(taken) < self.size:
@@ -118,17 +118,15 @@ class StalenessGate:
         return tuple(chosen) if self._feasible_without(set(chosen)) else ()
 
     def consume(self, groups: tuple[str, ...]) -> int:
-        """The trainer takes a batch; returns the largest staleness in it.
+        """Fix the batch of trainer version "batches consumed so far"; returns the largest staleness in it.
 
-        Raises `ValueError` unless these are B finished groups within the bound and the previous step was published.
+        Raises `ValueError` unless these are B finished groups within the bound.
         """
         if len(set(groups)) != self.size:
             raise ValueError(f"a batch is {self.size} different groups, got {len(set(groups))}")
-        if self._batches != self._version:
-            raise ValueError(f"version {self._batches} is not published yet")
         if any(not self._known(name).finished for name in groups):
             raise ValueError("a batch may only contain finished groups")
-        staleness = max(self._version - self._groups[name].version for name in groups)
+        staleness = max(self._batches - self._groups[name].version for name in groups)
         if staleness > self.eta or not self._feasible_without(set(groups)):
             raise ValueError(f"this batch breaks the staleness bound {self.eta}")
         for name in groups:
@@ -137,8 +135,8 @@ class StalenessGate:
         return staleness
 
     def publish(self, version: int) -> None:
-        """The step of the last consumed batch is done and its weights are offered to the engines."""
-        if version != self._version + 1 or version != self._batches:
+        """The step of a consumed batch is done and every engine samples under its weights."""
+        if version != self._version + 1 or version > self._batches:
             raise ValueError(f"version {version} cannot follow {self._version} after {self._batches} consumed batches")
         self._version = version
 
@@ -174,11 +172,11 @@ class StalenessGate:
         return state
 
     def _feasible_without(self, taken: set[str]) -> bool:
-        """Whether B groups a step, earliest deadline first, still meet every deadline once ``taken`` are trained at the present version."""
+        """Whether B groups a step, earliest deadline first, still meet every deadline once ``taken`` are the next batch."""
         due = [0] * (self.eta + 1)
         for name, group in self._groups.items():
             if name not in taken:
-                due[max(0, group.version + self.eta - self._version)] += 1
+                due[max(0, group.version + self.eta - self._batches)] += 1
         left = 0
         for steps_left, count in enumerate(due):
             left += count

@@ -15,7 +15,7 @@ from . import local
 from .command import SlurmRefused, call
 from .fit import check_fit
 from .job import JobRecord, read_job, start_attempt, write_job
-from .query import JobInfo, job, partitions
+from .query import JobInfo, JobState, job, partitions
 from .writer import het_script
 
 SUBMIT_TIMEOUT_S = 90.0
@@ -77,7 +77,8 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
     else:
         job_id = target
     env = _required(env, job_id)
-    if job(env, job_id).state.ended:
+    found = job(env, job_id).state
+    if found.ended or found is JobState.UNKNOWN:
         return False
     try:
         call(["scancel", job_id], env)

@@ -109,7 +109,8 @@ class TrainLeader:
         self._wake = asyncio.Event()
         self._stop_reason = ""
         self._last_commit = clock()
-        self._exported = self._export_asked = step
+        # The start's weights are published too: an engine that wakes from standby needs a file even before the first step.
+        self._exported = self._export_asked = step - 1
         self._export_s = 0.0
 
     # --- inputs -----------------------------------------------------------------------------------------------------------------------------

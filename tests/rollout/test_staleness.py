@@ -19,8 +19,7 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = StalenessGate(eta, size, max_open, version)
         self.admitted: dict[str, int] = {}
         self.running: set[str] = set()
-        self.version = version
-        self.training = False
+        self.version = self.consumed = version
         self.count = 0
 
     @precondition(lambda self: self.gate.capacity > 0)
@@ -63,18 +62,17 @@ class GateMachine(RuleBasedStateMachine):
     def train(self) -> None:
         groups = self.gate.batch()
         assert len(groups) == self.size
-        worst = max(self.version - self.admitted[g] for g in groups)
+        worst = max(self.consumed - self.admitted[g] for g in groups)
         assert self.gate.consume(groups) == worst <= self.eta
         for group in groups:
             assert group not in self.running
-            assert not self.gate.too_stale(self.admitted.pop(group), self.version)
-        self.training = True
+            assert not self.gate.too_stale(self.admitted.pop(group), self.consumed)
+        self.consumed += 1
 
-    @precondition(lambda self: self.training)
+    @precondition(lambda self: self.version < self.consumed)
     @rule()
     def publish(self) -> None:
         self.version += 1
-        self.training = False
         self.gate.publish(self.version)
 
     @invariant()
@@ -84,16 +82,15 @@ class GateMachine(RuleBasedStateMachine):
         assert self.gate.outstanding == len(self.admitted) <= (self.eta + 1) * self.size
         assert self.gate.open == len(self.running)
         assert self.gate.ready == len(self.admitted) - len(self.running)
-        if self.training:
-            # While a batch trains, the groups beyond it are those of the eta following ones.
-            assert self.gate.outstanding <= self.eta * self.size
+        # Batches taken ahead of publication came out of the same (eta + 1) B.
+        assert self.gate.outstanding <= (self.eta + 1 - (self.consumed - self.version)) * self.size
         if self.eta == 0:
             assert all(v == self.version for v in self.admitted.values())
 
     @invariant()
     def never_stuck(self) -> None:
         """Idle trainer, nothing running: either a batch is there or a group may start."""
-        if hasattr(self, "gate") and not self.training and not self.running:
+        if hasattr(self, "gate") and self.version == self.consumed and not self.running:
             assert self.gate.batch() or self.gate.capacity > 0
 
 
@@ -162,5 +159,6 @@ def test_breaking_the_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="already finished"):
         gate.finish("a")
     gate.consume(("a",))
-    with pytest.raises(ValueError, match="not published"):
-        gate.consume(("a",))
+    gate.publish(1)
+    with pytest.raises(ValueError, match="cannot follow"):
+        gate.publish(2)

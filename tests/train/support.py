@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
-from libra_hpc.protocol.trainer import Join, Sample, SaveCheckpoint, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
+from libra_hpc.protocol.trainer import Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
 from libra_hpc.train import checkpoint, folders
 from libra_hpc.train.engine import Engine
 from libra_hpc.train.names import Split
@@ -35,11 +35,12 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2) 
     """Write a random tiny Hugging Face model and return it."""
     import transformers
 
-    config_class, model_class = {
+    classes: dict[str, tuple[Any, Any]] = {
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }[kind]
+    }
+    config_class, model_class = classes[kind]
     extra: dict[str, Any] = {"head_dim": 16} if kind == "qwen3" else {}
     config = config_class(
         vocab_size=VOCAB,
@@ -190,8 +191,6 @@ class Replica:
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Weights and moments, by way of a checkpoint."""
-        from libra_hpc.protocol.trainer import Saved
-
         folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
         self.ask(SaveCheckpoint(str(folder), step), Saved)
         assert folders.read_state(folder).step == step
@@ -222,8 +221,6 @@ class Replica:
 
 def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:
     """Form a generation of ``replicas``; returns their answers."""
-    from libra_hpc.protocol.trainer import Joined
-
     for rank, replica in enumerate(replicas):
         replica.send(Join(generation, rank, len(replicas), str(rendezvous)))
     return [replica.receive(Joined) for replica in replicas]
