@@ -52,6 +52,8 @@ HELLO_S = 120.0
 STATUS_S = 1.0
 ROLES_S = 5.0
 """The roles are repeated this often, which also tells the agents that the coordinator lives."""
+HOLD_LOG_S = 10.0
+"""A decision to hold is logged this often: enough to see why nothing moves, without a line per look."""
 STOP_S = 4.0
 """After a cancel Slurm kills in 5 s by default (KillWait 30 on most sites): a checkpoint that is not done by then is not waited for."""
 
@@ -78,6 +80,7 @@ class Coordinator:
         self._observations = Observations()
         self._planner = Planner(self._config.planner)
         self._decision: DecisionStatus | None = None
+        self._hold_logged_at = 0.0
         self._moves: dict[int, tuple[Role, float]] = {}
         self._started_at = now
         self._step = context.start.step
@@ -210,9 +213,9 @@ class Coordinator:
         self._apply(states.MoveOrdered(decision.node, role))
 
     def _remember(self, decision: PlanDecision, now: float) -> None:
-        last = self._decision
         self._decision = DecisionStatus(now, decision.action, decision.node, decision.reason, decision.numbers)
-        if last is None or last.action != decision.action or decision.action != "hold" or now - last.at > ROLES_S:
+        if decision.action != "hold" or now - self._hold_logged_at > HOLD_LOG_S:
+            self._hold_logged_at = now
             self._event("decision", action=decision.action, node=decision.node, reason=decision.reason, numbers=decision.numbers)
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------

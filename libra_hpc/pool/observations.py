@@ -52,7 +52,7 @@ class Observations:
             seconds = now - self._report_at
             busy = (report.busy_s - last.busy_s) / (seconds * len(nodes))
             generated, prefilled = report.generated_tokens - last.generated_tokens, report.prefilled_tokens - last.prefilled_tokens
-            self.windows.append(RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy)))
+            self.windows.append(RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy), report.decode_s))
         self.report, self._report_at, self._report_nodes = report, now, nodes
         for generated, context, turns in report.lengths:
             self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns))

@@ -260,6 +260,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     prefilled_tokens: int
     busy_s: float
     """Engine busy seconds, all engines, since start."""
+    decode_s: float
+    """Seconds per decoded token of one sequence, mean over engines; 0.0 while unknown."""
     buckets: tuple[tuple[int, int, int, int, float], ...]
     """(tp, engines, in flight, trajectories, KV use)"""
     lengths: tuple[tuple[int, int, int], ...]

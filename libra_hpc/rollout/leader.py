@@ -448,6 +448,7 @@ class RolloutLeader:
         share = min(1.0, blocked / max(1e-9, now - self._reported_at))
         self._reported_at = now
         lengths, self._lengths = tuple(self._lengths), []
+        speeds = [e.speed.decode_s for e in self._engines.values() if e.speed.decode_s > 0.0]
         levels = sorted({engine.ready.tp for engine in self._engines.values()})
         buckets = []
         for tp in levels:
@@ -459,7 +460,7 @@ class RolloutLeader:
             len(self._episodes), len(self._waiting), sum(len(e.inflight) for e in self._engines.values()),
             sum(1 for t in self._episodes.values() if t.place == "tool"),
             self._gate.ready if self._gate else 0, self._gate.outstanding if self._gate else 0, self.resubmitted, share,
-            self._generated, self._prefilled, self._busy, tuple(buckets), lengths,
+            self._generated, self._prefilled, self._busy, sum(speeds) / len(speeds) if speeds else 0.0, tuple(buckets), lengths,
         )  # fmt: skip
 
 
