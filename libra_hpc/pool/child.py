@@ -18,8 +18,17 @@ from typing import Any
 from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 
 READ_BYTES = 1 << 20
-TERM_GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL when a child does not leave on its own."""
+LEAVE_S = 5.0
+"""From the closed socket to SIGKILL, when a child does not leave on its own."""
+
+
+def _ignore_job_signals() -> None:
+    """Run in the child before it becomes the engine; ignored signals stay ignored across exec.
+
+    Slurm sends a job's signals to every process of a step, and an engine that dies of the notice to save could not save.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Child:
@@ -61,7 +70,7 @@ class Child:
         with log.open("ab", buffering=0) as output:
             self._process = await asyncio.create_subprocess_exec(
                 *argv, "--socket", str(self.socket_path), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=environment, start_new_session=True,
+                env=environment, start_new_session=True, preexec_fn=_ignore_job_signals,
             )  # fmt: skip
         self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
@@ -79,22 +88,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def stop(self, grace_s: float = TERM_GRACE_S) -> None:
-        """Close the socket, wait, then SIGTERM, then SIGKILL; returns when the process is gone."""
+    async def stop(self, leave_s: float = LEAVE_S) -> None:
+        """Close the socket, which tells the child to leave, and SIGKILL it when it does not; returns when the process is gone."""
         self.stopping = True
         if self._writer is not None:
             self._writer.close()
         process = self._process
         if process is None:
             return
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if process.returncode is not None:
-                break
-            if number is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), grace_s)
+        try:
+            await asyncio.wait_for(process.wait(), leave_s)
+        except TimeoutError:
+            self.kill()
         if self._task is not None:
             await self._task
 
@@ -123,7 +128,7 @@ class Child:
         code = await self._process.wait()
         if self._writer is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._read_done.wait(), TERM_GRACE_S)
+                await asyncio.wait_for(self._read_done.wait(), LEAVE_S)
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(FileNotFoundError):

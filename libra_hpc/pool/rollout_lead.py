@@ -112,7 +112,8 @@ class RolloutLead:
         )
         child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._message, self._exited)
         self._hosts[host] = child
-        await child.start([sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(settings).decode()], dict(os.environ), context.logs / f"host{host}.log")
+        argv = [sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(settings).decode()]
+        await child.start(argv, dict(os.environ), context.logs / f"host{host}.log")
 
     def _to_host(self, host: int, message: ToHost) -> None:
         child = self._hosts[host]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from engine_harness import (
+from tests.rollout.engine.engine_harness import (
     EngineUnderTest,
     Model,
     alive,

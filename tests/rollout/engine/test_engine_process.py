@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn
+from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn
 
 from libra_hpc.protocol.rollout import Abort, EngineError, Generate, Generated, Sleep, UpdateWeights, Wake, WeightsApplied
 

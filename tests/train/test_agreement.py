@@ -1,0 +1,80 @@
+"""The two engines agree: log-probabilities that vLLM sampled under equal those Megatron recomputes from the same weights, before and after a swap.
+
+The importance ratio between rollout and training is only as good as this.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.rollout import Generated, UpdateWeights
+from libra_hpc.protocol.trainer import Sample
+from libra_hpc.train import checkpoint
+from libra_hpc.train.engine import Engine
+from libra_hpc.train.grpo import token_logprobs
+from libra_hpc.train.names import Split
+from libra_hpc.train.packing import Pack, decode, pack
+from libra_hpc.train.settings import OptimizerSettings
+from libra_hpc.train.shape import read_shape
+from tests.rollout.engine.engine_harness import EngineUnderTest, engine_config, logprobs_of, make_model, tokens_of, turn
+
+pytestmark = pytest.mark.engine
+
+TEMPERATURE = 0.7
+TOLERANCE = 1e-3
+PROMPTS = [[1 + (7 * i + 3 * k) % 60 for k in range(3 + 5 * i)] for i in range(8)]
+
+
+def as_samples(done: list[Generated]) -> list[Sample]:
+    samples = []
+    for i, (prompt, answer) in enumerate(zip(PROMPTS, done, strict=True)):
+        tokens = [*prompt, *tokens_of(answer)]
+        mask = bytes([0] * len(prompt) + [1] * len(tokens_of(answer)))
+        samples.append(Sample(str(i), pack_i32(tokens), mask, pack_f32([0.0] * len(prompt) + logprobs_of(answer)), 1.0 if i % 2 else -1.0))
+    return samples
+
+
+def gaps(engine: Engine, samples: list[Sample]) -> torch.Tensor:
+    """|log p Megatron - log p vLLM| of every sampled token."""
+    found: list[torch.Tensor] = []
+
+    def compare(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
+        found.append((token_logprobs(logits, batch.targets, TEMPERATURE) - batch.behaviour).abs())
+        return found[-1].sum()
+
+    engine.forward(pack([decode(s) for s in samples], 256, engine.device), compare)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(tied: bool, tmp_path: Path, world: Split) -> None:
+    model = make_model(tmp_path / "model", seed=3, tied=tied)
+    trainer = Engine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2))
+    checkpoint.load_policy(trainer, model.folder)
+    engine = EngineUnderTest(tmp_path, engine_config(model))
+    try:
+        engine.ready()
+        requests = [turn(f"a{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)]
+        first = as_samples(engine.generate(*requests))
+        assert gaps(trainer, first).max() < TOLERANCE
+
+        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
+            return -(token_logprobs(logits, batch.targets, TEMPERATURE) * batch.advantages).sum()
+
+        packs = pack([decode(s) for s in first], 256, trainer.device)
+        trainer.forward_backward(packs, loss)
+        trainer.update(1.0 / sum(len(p.targets) for p in packs))
+        assert gaps(trainer, first).max() > 10 * TOLERANCE, "the step must change the policy, or the swap proves nothing"
+
+        path = tmp_path / "export.safetensors"
+        crc, _ = checkpoint.export(trainer, path)
+        assert engine.apply(UpdateWeights(str(path), 1, crc)).version == 1
+        second = engine.generate(*(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)))
+        assert all(answer.versions == ((1, len(tokens_of(answer))),) for answer in second)
+        assert gaps(trainer, as_samples(second)).max() < TOLERANCE
+    finally:
+        engine.close()
