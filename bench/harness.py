@@ -79,7 +79,8 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
         console.print(note, highlight=False)
     console.print(f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}, load {where['load']:.1f}", highlight=False)
     RESULTS.mkdir(exist_ok=True)
-    stamp = {"benchmark": name, "machine": where, "at": time.strftime("%Y-%m-%dT%H:%M:%S"), "columns": list(columns), "rows": [list(r) for r in rows], "raw": raw}
+    at = time.strftime("%Y-%m-%dT%H:%M:%S")
+    stamp = {"benchmark": name, "machine": where, "at": at, "columns": list(columns), "rows": [list(r) for r in rows], "raw": raw}
     (RESULTS / f"{name}.json").write_text(json.dumps(stamp, indent=1) + "\n")
 
 

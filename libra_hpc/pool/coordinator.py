@@ -8,6 +8,7 @@ metrics and the status snapshot, and it decides how the run ends.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ from libra_hpc.protocol.mesh import (
     Welcome,
 )
 from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
 
 from . import states
@@ -54,8 +55,9 @@ ROLES_S = 5.0
 """The roles are repeated this often, which also tells the agents that the coordinator lives."""
 HOLD_LOG_S = 10.0
 """A decision to hold is logged this often: enough to see why nothing moves, without a line per look."""
-STOP_S = 4.0
-"""After a cancel Slurm kills in 5 s by default (KillWait 30 on most sites): a checkpoint that is not done by then is not waited for."""
+NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
+"""How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use); the notice before the
+time limit comes 60 s early."""
 
 Role = Literal["train", "rollout"]
 
@@ -73,6 +75,7 @@ class Coordinator:
 
     def __init__(self, context: Context) -> None:
         self._context, self._config, self._run_dir = context, context.config, context.run
+        _forget_steps_after(context.run, context.start.step)
         self._events, self._metrics = LineLog(context.run.events), LineLog(context.run.metrics)
         now = time.time()
         self._nodes = {rank: _Node(now) for rank in range(len(context.layout.components))}
@@ -132,7 +135,7 @@ class Coordinator:
         """SIGTERM or the time-limit notice: save at the next step border, then stop."""
         if self._stop_deadline is None and not self._finished.is_set():
             self._event("stop_requested", signal=name)
-            self._stop_deadline = time.time() + STOP_S
+            self._stop_deadline = time.time() + NOTICE_S[name]
             self._message = f"{name}: saving and stopping"
             self._context.send(self._context.layout.train_leader, StopTraining(name))
 
@@ -327,6 +330,13 @@ class Coordinator:
 
 def _role(kind: str) -> Role:
     return "train" if kind == "train" else "rollout"
+
+
+def _forget_steps_after(run: RunDir, step: int) -> None:
+    """Drop metrics of steps that an earlier attempt ran beyond the checkpoint this one starts from: they are trained again, and must not count twice."""
+    kept = [line for line in read_lines(run.metrics) if line.get("step", 0) <= step]
+    if run.metrics.exists():
+        write_atomic(run.metrics, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
 
 
 def _copy_policy(source: Path, destination: Path) -> None:

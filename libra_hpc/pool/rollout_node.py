@@ -23,6 +23,7 @@ from libra_hpc.protocol.mesh import (
     EngineLoad,
     EngineUp,
     EngineVersion,
+    Fatal,
     Turns,
     TurnsDone,
     WeightsChunk,
@@ -48,6 +49,7 @@ from libra_hpc.weights.relay import Receiver
 
 from .child import Child
 from .context import Context
+from .devices import MAX_STARTS, engine_environment
 
 KIND = "rollout"
 
@@ -60,6 +62,8 @@ class _Engine:
         """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``lost``"""
         self.ready: EngineReady | None = None
         self.version = -1
+        self.starts = 0
+        """Since it was last ready."""
 
 
 class RolloutNode:
@@ -163,7 +167,10 @@ class RolloutNode:
         engine.state, engine.ready = "starting", None
         engine.child = Child(engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited)
         argv = [sys.executable, "-m", "libra_hpc.rollout.engine", "--config", str(path)]
-        await engine.child.start(argv, dict(os.environ), context.logs / f"{engine.name}.log")
+        first = list(self._engines).index(engine.name) * rollout.tp
+        environment = engine_environment(os.environ, config.device, first, rollout.tp, rollout.threads)
+        engine.starts += 1
+        await engine.child.start(argv, environment, context.logs / f"{engine.name}.log")
 
     def _message(self, child: Child, message: Any) -> None:
         engine = self._engines[child.name]
@@ -204,7 +211,7 @@ class RolloutNode:
 
     def _up(self, engine: _Engine) -> None:
         assert engine.ready is not None
-        engine.state = "ready"
+        engine.state, engine.starts = "ready", 0
         ready = msgspec.structs.replace(engine.ready, version=engine.version)
         self._context.tell_leader(EngineUp(self._context.rank, engine.name, ready))
         self._context.log("engine_ready", rank=self._context.rank, engine=engine.name, version=engine.version, seconds=ready.start_s)
@@ -227,6 +234,10 @@ class RolloutNode:
         reason = f"engine process ended with {code}" if code >= 0 else f"engine process was killed by signal {-code}"
         self._context.log("engine_lost", rank=self._context.rank, engine=engine.name, reason=reason, state=was)
         self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
+        if engine.starts >= MAX_STARTS:
+            where = self._context.logs / f"{engine.name}.log"
+            self._context.send(0, Fatal(self._context.rank, f"{reason} {engine.starts} times before it was ready; see {where}"))
+            return
         self._context.send(0, EngineDied(self._context.rank, KIND, reason))
 
 

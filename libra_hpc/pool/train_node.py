@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, FromReplica, Publish, WeightsCurrent, WeightsWanted
+from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
 from libra_hpc.protocol.trainer import (
     Export,
     FromWorker,
@@ -34,6 +34,7 @@ from libra_hpc.weights.relay import Publisher
 
 from .child import Child
 from .context import Context
+from .devices import MAX_STARTS, engine_environment
 
 KIND = "train"
 
@@ -47,7 +48,7 @@ class TrainNode:
         self._ready: dict[int, WorkerReady] = {}
         self._answers: dict[str, dict[int, FromWorker]] = {}
         self._state = "none"
-        self._starts = 0
+        self._starts = self._failed_starts = 0
         self._ordered_at = 0.0
         self._stopping = False
         self._publisher = Publisher(context.send)
@@ -119,6 +120,7 @@ class TrainNode:
         newest = folders.latest(snapshots)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._starts += 1
+        self._failed_starts += 1
         for local_rank in range(train.tp * train.pp):
             worker = WorkerConfig(
                 model_dir=config.model.path,
@@ -148,7 +150,7 @@ class TrainNode:
             write_config(worker, path)
             child = Child(name, context.private / f"{name}.sock", to_worker, from_worker, self._message, self._exited)
             self._children.append(child)
-            environment = {**os.environ, "OMP_NUM_THREADS": str(train.threads)}
+            environment = engine_environment(os.environ, config.slurm.device, 0, train.tp * train.pp, train.threads)
             await child.start([sys.executable, "-m", "libra_hpc.train.worker", "--config", str(path)], environment, context.logs / f"{name}.log")
 
     def _message(self, child: Child, message: Any) -> None:
@@ -158,7 +160,7 @@ class TrainNode:
         if isinstance(message, WorkerReady):
             self._ready[local_rank] = message
             if len(self._ready) == len(self._children):
-                self._state, self.step = "ready", self._ready[0].step
+                self._state, self.step, self._failed_starts = "ready", self._ready[0].step, 0
                 seconds = time.monotonic() - self._ordered_at
                 self._context.log("replica_ready", rank=self._context.rank, step=self.step, seconds=seconds)
                 self._context.send(0, EngineIsReady(self._context.rank, KIND, seconds))
@@ -185,6 +187,10 @@ class TrainNode:
             other.kill()
         reason = f"worker process {child.name} ended with {code}" if code >= 0 else f"worker process {child.name} was killed by signal {-code}"
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
+        if self._failed_starts >= MAX_STARTS:
+            where = self._context.logs / f"{child.name}.log"
+            self._context.send(0, Fatal(self._context.rank, f"{reason} {self._failed_starts} times before it was ready; see {where}"))
+            return
         self._context.send(0, EngineDied(self._context.rank, KIND, reason))
         self._context.send(self._context.layout.train_leader, EngineDied(self._context.rank, KIND, reason))
 

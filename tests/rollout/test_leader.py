@@ -146,9 +146,10 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
             plant = Plant(eta=eta, steps=8)
             plant.start()
             trained: list[int] = []
-            while len(trained) < 16:
-                await plant.run(lambda: len(plant.batches) > len(trained) // 2, pick)
-                batch = plant.batches[len(trained) // 2]
+            for position in range(8):
+                batches = plant.batches
+                await plant.run(lambda batches=batches, position=position: len(batches) > position, pick)
+                batch = batches[position]
                 assert batch.stats["staleness_max"] <= eta
                 assert len(plant.leader._groups) <= (eta + 1) * 2
                 trained += [group.index for group in batch.groups]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.rollout.engine.engine_harness import EngineUnderTest, Model, engine_config, make_model
 
 

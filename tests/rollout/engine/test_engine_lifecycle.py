@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from libra_hpc.protocol.rollout import EngineError, Generated, Shutdown
 from tests.rollout.engine.engine_harness import (
     EngineUnderTest,
     Model,
@@ -25,8 +27,6 @@ from tests.rollout.engine.engine_harness import (
     turn,
     wait_until,
 )
-
-from libra_hpc.protocol.rollout import EngineError, Generated, Shutdown
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

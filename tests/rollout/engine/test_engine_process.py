@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn
 
 from libra_hpc.protocol.rollout import Abort, EngineError, Generate, Generated, Sleep, UpdateWeights, Wake, WeightsApplied
+from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
