@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from typing import Any
-
-import msgspec
 
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.env import ToHost, from_host, to_host
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
 from libra_hpc.sched.registry import make_policy
-from libra_hpc.tasks.settings import HostConfig
+from libra_hpc.tasks.settings import host_command
 from libra_hpc.telemetry.events import LineLog
 
 from .child import Child
@@ -99,21 +96,10 @@ class RolloutLead:
     # --- environment hosts ------------------------------------------------------------------------------------------------------------------
 
     async def _start_host(self, host: int) -> None:
-        context, task = self._context, self._context.config.task
-        settings = HostConfig(
-            task=task.name,
-            model=context.config.model.path,
-            options=task.options,
-            seed=context.config.run.seed,
-            tool_timeout_s=task.tool_timeout_s,
-            tool_memory_mb=task.tool_memory_mb,
-            tool_output_bytes=task.tool_output_bytes,
-            tool_processes=task.tool_processes,
-        )
+        context = self._context
         child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._message, self._exited)
         self._hosts[host] = child
-        argv = [sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(settings).decode()]
-        await child.start(argv, dict(os.environ), context.logs / f"host{host}.log")
+        await child.start(host_command(context.config), dict(os.environ), context.logs / f"host{host}.log")
 
     def _to_host(self, host: int, message: ToHost) -> None:
         child = self._hosts[host]

@@ -13,13 +13,10 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 import tempfile
 from array import array
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pool.child import Child
@@ -28,7 +25,7 @@ from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped,
 from libra_hpc.protocol.rollout import Generate, Generated
 from libra_hpc.rollout.engine.offline import OfflineEngine
 from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.tasks.settings import HostConfig
+from libra_hpc.tasks.settings import host_command
 
 FIRST_INDEX = 1 << 40
 """No run trains this many prompts."""
@@ -62,17 +59,11 @@ class Evaluation:
 
     async def run(self) -> dict[str, Any]:
         """Sample every episode to its end; raises `RuntimeError` when the environment host dies."""
-        task = self._config.task
-        settings = HostConfig(
-            task=task.name, model=self._config.model.path, options=task.options, seed=self._config.run.seed, tool_timeout_s=task.tool_timeout_s,
-            tool_memory_mb=task.tool_memory_mb, tool_output_bytes=task.tool_output_bytes, tool_processes=task.tool_processes,
-        )  # fmt: skip
         folder = Path(tempfile.mkdtemp(prefix="libra-eval-"))
         host = Child("host", folder / "host.sock", to_host, from_host, self._message, self._exited)
         self._host = host
         try:
-            argv = [sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(settings).decode()]
-            await host.start(argv, dict(os.environ), folder / "log")
+            await host.start(host_command(self._config), dict(os.environ), folder / "log")
             await self._host_ready.wait()
             for i in range(self._episodes):
                 host.send(OpenEpisode(str(i), FIRST_INDEX + i, 0, self._progress))

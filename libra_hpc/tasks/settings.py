@@ -5,9 +5,12 @@ Plain data: importable on a login node and by an agent.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
+
+from libra_hpc.config.run import RunConfig
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,3 +32,23 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool's textual output beyond this is cut off."""
     tool_processes: int = 1
     """Sandboxed tool processes, and as many again for model-written code once a task uses it."""
+
+
+def host_config(config: RunConfig) -> HostConfig:
+    """The environment host of a run."""
+    task = config.task
+    return HostConfig(
+        task=task.name,
+        model=config.model.path,
+        options=task.options,
+        seed=config.run.seed,
+        tool_timeout_s=task.tool_timeout_s,
+        tool_memory_mb=task.tool_memory_mb,
+        tool_output_bytes=task.tool_output_bytes,
+        tool_processes=task.tool_processes,
+    )
+
+
+def host_command(config: RunConfig) -> list[str]:
+    """Command line of an environment host, without its ``--socket``."""
+    return [sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(host_config(config)).decode()]

@@ -1,0 +1,135 @@
+"""The coordinator without nodes: what it orders, what it writes, how a run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.pool import coordinator as module
+from libra_hpc.pool.context import Context
+from libra_hpc.pool.coordinator import Coordinator, start_state
+from libra_hpc.pool.layout import Layout
+from libra_hpc.protocol.mesh import (
+    EngineIsReady,
+    Fatal,
+    FormGeneration,
+    Heartbeat,
+    Hello,
+    MemberJoined,
+    RankLost,
+    Roles,
+    StartEngine,
+    StepReport,
+    Stop,
+    StopTraining,
+    TrainingFinished,
+    Welcome,
+)
+from libra_hpc.telemetry.rundir import RunDir, read_lines
+from libra_hpc.telemetry.status import decode_status
+
+
+class Scene:
+    def __init__(self, tmp_path: Path, step: int = 0) -> None:
+        self.run = RunDir(tmp_path)
+        self.sent: list[tuple[int, Any]] = []
+        layout = Layout.parse("planner:1,train:1,hybrid:1,rollout:1")
+        context = Context(
+            0, layout, RunConfig(), self.run, 1, lambda rank, message, blob=b"": self.sent.append((rank, message)), Welcome(step, "", 0, ()), tmp_path, tmp_path
+        )
+        self.coordinator = Coordinator(context)
+
+    def tell(self, *messages: tuple[int, Any]) -> None:
+        for source, message in messages:
+            self.coordinator.on_message(source, message)
+
+    def hello(self) -> None:
+        self.tell(*((rank, Hello(rank, "h", 1, c)) for rank, c in enumerate(("planner", "train", "hybrid", "rollout"))))
+
+    def orders(self, kind: type) -> list[tuple[int, Any]]:
+        return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
+
+
+def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_generation(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.tell((1, Hello(1, "h", 1, "train")))
+    assert not scene.orders(StartEngine)
+    scene.hello()
+    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
+    scene.tell((1, EngineIsReady(1, "train", 1.0)))
+    assert [(rank, m.ranks) for rank, m in scene.orders(FormGeneration)] == [(1, (1,))]
+    scene.tell((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
+    assert scene.orders(Roles)[-1][1].states == {1: "train", 2: "starting", 3: "rollout"}
+    assert scene.orders(Roles)[-1][1].receivers == (3,)
+
+
+def run_until_over(scene: Scene) -> None:
+    asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
+
+
+def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.tell((1, StepReport(1, {"reward": 0.5, "trained_tokens": 10.0, "loss_tokens": 5.0, "replicas": 1.0, "train_s": 0.1})), (1, TrainingFinished(1)))
+    run_until_over(scene)
+    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+    assert [rank for rank, _ in scene.orders(Stop)] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(scene.run.metrics)] == [1]
+    assert decode_status(scene.run.status.read_bytes()).reward == 0.5
+    assert [e["kind"] for e in read_lines(scene.run.events)][-1] == "job_finished"
+
+
+def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.coordinator.on_signal("SIGTERM")
+    assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
+    scene.tell((1, TrainingFinished(7)))
+    run_until_over(scene)
+    assert scene.run.read_json(scene.run.result) | {"t": 0} == {"state": "cancelled", "step": 7, "attempt": 1, "t": 0, "message": "step 7 is saved"}
+
+
+def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.tell((3, Fatal(3, "engine r3.0 ended with 1")))
+    run_until_over(scene)
+    result = scene.run.read_json(scene.run.result)
+    assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
+
+
+@pytest.mark.parametrize(("silent", "state"), [(2, "running"), (1, "failed"), (3, "failed")])
+def test_a_silent_node_is_lost_and_only_a_stage_leader_ends_the_run(tmp_path: Path, silent: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    scene = Scene(tmp_path)
+    scene.hello()
+    now[0] += module.HEARTBEAT_LOST_S + 1
+    scene.tell(*((rank, Heartbeat(rank, "", {}, {}, -1)) for rank in range(4) if rank != silent))
+    scene.coordinator._check_heartbeats(now[0])
+    assert scene.coordinator.state == state
+    lost = {rank: m.rank for rank, m in scene.orders(RankLost)}
+    assert bool(lost) == (state == "running")
+    assert set(lost.values()) <= {silent}
+
+
+def test_an_attempt_forgets_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.metrics.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "torn')
+    Scene(tmp_path, step=5)
+    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2, 3, 4, 5]
+
+
+def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert start_state(run) == Welcome(0, "", 0, ())
+    for step, complete in ((10, True), (20, True), (30, False)):
+        run.checkpoint(step).mkdir(parents=True)
+        if complete:
+            run.write_json(run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]})
+    assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
