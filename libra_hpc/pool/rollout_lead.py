@@ -41,6 +41,7 @@ class RolloutLead:
             max_open_groups=max(1, rollout.max_trajectories // algorithm.group_size)
             if rollout.max_trajectories
             else (algorithm.eta + 1) * algorithm.prompts_per_step,
+            in_order=algorithm.batch_order == "data",
         )
         self._trace = LineLog(context.run.trajectories)
         self._hosts: list[Child | None] = [None] * config.task.hosts

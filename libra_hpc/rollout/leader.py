@@ -56,6 +56,7 @@ class RolloutSettings(msgspec.Struct, frozen=True):
     max_model_len: int
     max_inflight: int
     max_open_groups: int
+    in_order: bool
 
 
 class _Engine:
@@ -112,7 +113,8 @@ class RolloutLeader:
 
     def on_position(self, step: int, low: int, extra: tuple[int, ...]) -> None:
         """Where the data order stands: nothing below ``low`` and nothing in ``extra`` is sampled again."""
-        self._gate = StalenessGate(self.settings.eta, self.settings.prompts_per_step, self.settings.max_open_groups, step)
+        settings = self.settings
+        self._gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
         self._next_index, self._trained, self._next_step = low, set(extra), step + 1
         self._kick()
 

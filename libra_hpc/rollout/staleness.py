@@ -18,8 +18,9 @@ groups were consumed, hence
 
 Why the bound on staleness follows: the slot taken last before admission under version a has ordinal at most (eta + a + 1) * B - 1, so if groups
 are consumed in the order of admission it is part of the batch of trainer version at most eta + a.  Consuming in the order of *finishing* instead
-would be faster but lets a slow group be overtaken for ever.  `batch` therefore takes finished groups, oldest first, as long as every group left
-behind can still meet its deadline a + eta when the following steps consume B groups each; otherwise the trainer waits for the slow group.  With
+would be faster but lets a slow group be overtaken for ever.  `batch` offers both: in data order (``in_order``) it waits for the oldest B groups; else it
+takes finished groups, oldest version first, as long as every group left behind can still meet its deadline a + eta when the following steps consume B
+groups each, and waits for the slow group only then.  The second waits less, at the price of batches that are biased towards short trajectories.  With
 eta = 0 this is synchronous training: B groups are sampled under version v, trained at version v, and nothing is admitted until v + 1 is
 published.
 
@@ -45,10 +46,11 @@ class StalenessGate:
     it would silently break the bound.
     """
 
-    def __init__(self, eta: int, batch: int, max_open: int, version: int = 0) -> None:
+    def __init__(self, eta: int, batch: int, max_open: int, version: int = 0, in_order: bool = False) -> None:
         if eta < 0 or batch < 1 or max_open < 1 or version < 0:
             raise ValueError(f"need eta >= 0, batch >= 1, max_open >= 1, version >= 0, got {eta}, {batch}, {max_open}, {version}")
         self.eta, self.size, self.max_open = eta, batch, max_open
+        self._in_order = in_order
         self._version = version
         self._batches = version
         self._slots = version * batch
@@ -106,10 +108,13 @@ class StalenessGate:
         self._open -= 1
 
     def batch(self) -> tuple[str, ...]:
-        """The B finished groups the next step may train on, oldest first.
+        """The B finished groups the next step is to train on, oldest first.
 
         Empty while there are too few, or while taking them would leave behind a group that then gets too stale.
         """
+        if self._in_order:
+            oldest = list(self._groups)[: self.size]
+            return tuple(oldest) if len(oldest) == self.size and all(self._groups[name].finished for name in oldest) else ()
         taken = [name for name, group in self._groups.items() if group.finished]
         taken.sort(key=lambda name: self._groups[name].version)
         if len(taken) < self.size:

@@ -21,7 +21,9 @@ TRAIN_LEADER = 1
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
 
-    def __init__(self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000) -> None:
+    def __init__(
+        self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False
+    ) -> None:
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
         self.host: list[Any] = []
@@ -32,7 +34,7 @@ class Plant:
         self.turns, self.version = turns, 0
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
-        settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2)
+        settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2, in_order)
         self.leader = RolloutLeader(
             settings, make_policy("least_loaded"), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m), self.lines.append,
             lambda kind, **fields: self.events.append((kind, fields)),
@@ -142,8 +144,8 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
     async def main() -> None:
         for seed in range(8):
             pick = random.Random(seed)
-            eta = seed % 3
-            plant = Plant(eta=eta, steps=8)
+            eta, in_order = seed % 3, seed >= 4
+            plant = Plant(eta=eta, steps=8, in_order=in_order)
             plant.start()
             trained: list[int] = []
             for position in range(8):
@@ -155,6 +157,7 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
                 trained += [group.index for group in batch.groups]
                 plant.commit(batch)
             assert sorted(trained) == list(range(16))
+            assert not in_order or [sorted(trained[i : i + 2]) for i in range(0, 16, 2)] == [[i, i + 1] for i in range(0, 16, 2)]
 
     asyncio.run(main())
 

@@ -13,10 +13,10 @@ from libra_hpc.rollout.staleness import StalenessGate
 class GateMachine(RuleBasedStateMachine):
     """Drives the gate and keeps books of its own: admission version of every group, and the trainer's."""
 
-    @initialize(eta=st.integers(0, 3), size=st.integers(1, 4), max_open=st.integers(1, 20), version=st.integers(0, 5))
-    def begin(self, eta: int, size: int, max_open: int, version: int) -> None:
+    @initialize(eta=st.integers(0, 3), size=st.integers(1, 4), max_open=st.integers(1, 20), version=st.integers(0, 5), in_order=st.booleans())
+    def begin(self, eta: int, size: int, max_open: int, version: int, in_order: bool) -> None:
         self.eta, self.size, self.max_open = eta, size, max_open
-        self.gate = StalenessGate(eta, size, max_open, version)
+        self.gate = StalenessGate(eta, size, max_open, version, in_order)
         self.admitted: dict[str, int] = {}
         self.running: set[str] = set()
         self.version = self.consumed = version
