@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import functools
 import logging
 import os
 import shutil
@@ -123,7 +124,8 @@ class Agent:
             context.log("checkpoint_saved", step=step)
             kept = sorted(p for p in self.run_dir.checkpoints.glob("step-*") if (p / "state.json").exists())
             for old in kept[: -config.checkpoint.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
+                asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, old, ignore_errors=True))
 
         order = DataOrder(start.low, start.extra)
         leader = self.layout.rollout_leader
@@ -146,7 +148,7 @@ class Agent:
             pids = {name: pid for part in nodes for name, pid in part.pids.items()}
             version = -1
             if self.rollout_node is not None and self.train_node is not None:
-                version = max(self.rollout_node.version, self.train_node.step if not self.rollout_node.states else -1)
+                version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
             self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version))
             if time.monotonic() - self._heard > ORPHAN_S:
                 log.error("no word from the coordinator for %.0f s: leaving", ORPHAN_S)

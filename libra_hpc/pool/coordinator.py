@@ -185,8 +185,8 @@ class Coordinator:
                     context.send(rank, StandbyEngine(kind))
                 case states.DrainTurns(rank=rank):
                     context.send(context.layout.rollout_leader, DrainTurns(rank))
-                case states.ResubmitTurns(rank=rank) if self._pool and self._pool.nodes[rank].state is states.NodeState.LOST:
-                    context.send(context.layout.rollout_leader, RankLost(rank))
+                case states.OpenTurns() | states.ResubmitTurns():
+                    pass  # the rollout leader hears of engines from their own node, and of a lost node with everybody else
                 case states.FormMembership(membership=membership):
                     self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
                     context.send(context.layout.train_leader, FormGeneration(membership.generation, membership.ranks))
