@@ -46,8 +46,8 @@ class AlgorithmSection(Section):
     eta: int = Field(1, ge=0)
     """Staleness bound: a sample is trained at most this many versions after the version it was first sampled under; 0 is synchronous."""
     batch_order: Literal["data", "finish"] = "data"
-    """``data``: prompts are trained in the data's order, so every batch is an unbiased draw; ``finish``: first finished, first trained, as far as eta allows, which
-    waits less for slow groups but fills every other batch with the short ones."""
+    """``data``: prompts are trained in the data's order, so every batch is an unbiased draw; ``finish``: first finished, first trained, as far as eta
+    allows, which waits less for slow groups but fills every other batch with the short ones."""
     clip: float = Field(0.2, gt=0, lt=1)
     """PPO clipping of pi_theta / pi_proximal."""
     is_truncation: float = Field(2.0, ge=1)

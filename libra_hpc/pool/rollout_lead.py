@@ -91,8 +91,8 @@ class RolloutLead:
                 leader.on_engine_down(engine, reason)
             case wire.DrainTurns(rank=rank):
                 leader.on_drain(rank)
-            case wire.Committed(step=step, indices=indices):
-                leader.on_committed(step, indices)
+            case wire.Committed(indices=indices):
+                leader.on_committed(indices)
 
     # --- environment hosts ------------------------------------------------------------------------------------------------------------------
 

@@ -31,18 +31,16 @@ from libra_hpc.protocol.env import (
 )
 from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
-from libra_hpc.sched.protocol import EngineView, Finished, Policy, TurnView
+from libra_hpc.sched.protocol import Finished, Policy, TurnView
 
-from .batch import GroupState, batch_stats
-from .speed import SpeedEstimate
+from .batch import batch_stats
+from .fleet import Engine, Fleet
 from .staleness import StalenessGate
+from .supply import PromptSupply
 from .trajectory import Trajectory
 
 MAX_ERRORS = 3
 """An engine or a task may fail a trajectory this often before its group goes on without it: once is an accident, thrice is the trajectory's own fault."""
-SPEED_WINDOW_S = 10.0
-"""Window of the busy-seconds-per-token figure behind ``rollout_s``: a few global batches."""
-
 
 class RolloutSettings(msgspec.Struct, frozen=True):
     """What the leader needs of the run file."""
@@ -57,18 +55,6 @@ class RolloutSettings(msgspec.Struct, frozen=True):
     max_inflight: int
     max_open_groups: int
     in_order: bool
-
-
-class _Engine:
-    __slots__ = ("draining", "inflight", "ready", "rank", "speed", "stats", "tokens", "version")
-
-    def __init__(self, up: EngineUp) -> None:
-        self.rank, self.ready, self.version = up.rank, up.ready, up.ready.version
-        self.inflight: dict[str, Trajectory] = {}
-        self.tokens = 0
-        self.draining = False
-        self.speed = SpeedEstimate()
-        self.stats: EngineStats | None = None
 
 
 class RolloutLeader:
@@ -88,71 +74,44 @@ class RolloutLeader:
         self.settings, self.policy = settings, policy
         self._send, self._train_leader, self._to_host, self._trace, self._log = send, train_leader, to_host, trace, log
         self._hosts_ready = [False] * hosts
-        self._engines: dict[str, _Engine] = {}
-        self._gate: StalenessGate | None = None
-        self._groups: dict[int, GroupState] = {}
+        self._fleet = Fleet(settings.max_inflight)
+        self._supply: PromptSupply | None = None
         self._episodes: dict[str, Trajectory] = {}
         self._waiting: list[Trajectory] = []
-        self._trained: set[int] = set()
-        self._next_index = 0
-        self._next_step = 1
-        self._composed: dict[int, tuple[int, ...]] = {}
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = 0
         self.resubmitted = 0
         self._lengths: list[tuple[int, int, int]] = []
-        self._generated = self._prefilled = 0
-        self._busy = 0.0
-        self._blocked_since: float | None = None
-        self._blocked_s = 0.0
-        self._reported_at = time.monotonic()
-        self._speed_window: list[tuple[float, int, float]] = []
 
     # --- data order -------------------------------------------------------------------------------------------------------------------------
 
     def on_position(self, step: int, low: int, extra: tuple[int, ...]) -> None:
         """Where the data order stands: nothing below ``low`` and nothing in ``extra`` is sampled again."""
         settings = self.settings
-        self._gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
-        self._next_index, self._trained, self._next_step = low, set(extra), step + 1
+        gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
+        self._supply = PromptSupply(gate, step, low, extra, settings.steps * settings.prompts_per_step, settings.group_size)
         self._kick()
 
-    def on_committed(self, step: int, indices: tuple[int, ...]) -> None:
+    def on_committed(self, indices: tuple[int, ...]) -> None:
         """A step is trained: its groups are forgotten."""
-        self._composed.pop(step, None)
-        for index in indices:
-            self._groups.pop(index, None)
-        self._kick()
+        if self._supply is not None:
+            self._supply.trained(indices)
 
     def _admit(self) -> None:
-        gate = self._gate
-        if gate is None or not all(self._hosts_ready) or not self._engines:
+        if self._supply is None or not all(self._hosts_ready) or not self._fleet.engines:
             return
-        total = self.settings.steps * self.settings.prompts_per_step
         now = time.monotonic()
-        while gate.capacity > 0 and self._next_index < total:
-            index = self._next_index
-            self._next_index += 1
-            if index in self._trained:
-                continue
-            gate.admit(str(index))
-            self._groups[index] = GroupState(index, self.settings.group_size)
+        for index in self._supply.admit(now):
             for sample in range(self.settings.group_size):
                 self._open(index, sample, 0, now)
-        blocked = gate.blocked and self._next_index < total
-        if blocked and self._blocked_since is None:
-            self._blocked_since = now
-        elif not blocked and self._blocked_since is not None:
-            self._blocked_s += now - self._blocked_since
-            self._blocked_since = None
 
     def _open(self, index: int, sample: int, attempt: int, now: float) -> None:
         host = (index * self.settings.group_size + sample) % len(self._hosts_ready)
         trajectory = Trajectory(index, sample, attempt, host, now)
         self._episodes[trajectory.episode] = trajectory
-        progress = index / max(1, self.settings.steps * self.settings.prompts_per_step)
-        self._to_host(host, OpenEpisode(trajectory.episode, index, sample, progress))
+        assert self._supply is not None
+        self._to_host(host, OpenEpisode(trajectory.episode, index, sample, self._supply.progress(index)))
 
     # --- environment hosts ------------------------------------------------------------------------------------------------------------------
 
@@ -224,21 +183,10 @@ class RolloutLeader:
         self._admit()
         self._dispatch()
 
-    def _views(self) -> dict[str, EngineView]:
-        # An engine behind the admission credit would sample tokens older than the staleness bound allows; it is left out until it caught up.
-        oldest = self._gate.version if self._gate else 0
-        return {name: self._view(name, engine) for name, engine in self._engines.items() if not engine.draining and engine.version >= oldest}
-
-    def _view(self, name: str, engine: _Engine) -> EngineView:
-        return EngineView(
-            name, engine.ready.tp, engine.ready.kv_tokens, len(engine.inflight), engine.tokens, self.settings.max_inflight,
-            engine.stats.kv_use if engine.stats else 0.0, engine.version, engine.speed.decode_s, engine.speed.prefill_s,
-        )  # fmt: skip
-
     def _dispatch(self) -> None:
         if not self._waiting:
             return
-        views = self._views()
+        views = self._fleet.open(self._supply.gate.version if self._supply else 0)
         free = sum(max(0, view.max_inflight - view.inflight) for view in views.values())
         if free == 0:
             return
@@ -257,16 +205,15 @@ class RolloutLeader:
             decision = self.policy.route(turns[position], list(views.values()), now)
             if not decision.engine:
                 continue
-            trajectory, engine = self._waiting[position], self._engines[decision.engine]
+            trajectory, engine = self._waiting[position], self._fleet.engines[decision.engine]
             self._rid += 1
             rid = f"{trajectory.episode}:{self._rid}"
             room = trajectory.max_tokens - len(trajectory.turn)
             request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority)
             outbox.setdefault(engine.rank, []).append((decision.engine, request))
-            engine.inflight[rid] = trajectory
-            engine.tokens += len(trajectory.context)
+            engine.send(rid, trajectory)
             trajectory.engine, trajectory.place = decision.engine, "engine"
-            views[decision.engine] = self._view(decision.engine, engine)
+            views[decision.engine] = self._fleet.view(decision.engine)
             sent.add(position)
             free -= 1
         for rank, items in outbox.items():
@@ -277,11 +224,10 @@ class RolloutLeader:
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
         for name, generated in items:
-            engine = self._engines.get(name)
-            trajectory = engine.inflight.pop(generated.rid, None) if engine else None
+            engine = self._fleet.engines.get(name)
+            trajectory = engine.take(generated.rid) if engine else None
             if engine is None or trajectory is None:
                 continue
-            engine.tokens -= len(trajectory.context)
             if generated.finish == "error":
                 trajectory.errors += 1
                 if trajectory.errors >= MAX_ERRORS:
@@ -311,10 +257,9 @@ class RolloutLeader:
         """Sample the trajectory anew from its prompt; after `MAX_ERRORS` faults of its own its group goes on without it."""
         self._episodes.pop(trajectory.episode, None)
         self._waiting = [t for t in self._waiting if t is not trajectory]
-        for engine in self._engines.values():
+        for engine in self._fleet.engines.values():
             for rid in [rid for rid, t in engine.inflight.items() if t is trajectory]:
-                del engine.inflight[rid]
-                engine.tokens -= len(trajectory.context)
+                engine.take(rid)
         attempt = trajectory.attempt + 1
         if counts and attempt >= MAX_ERRORS:
             self._log("trajectory_dropped", trajectory=trajectory.episode, reason=reason)
@@ -338,41 +283,34 @@ class RolloutLeader:
         )  # fmt: skip
         self._lengths.append((trajectory.attained, len(trajectory.context), len(trajectory.turns)))
         self._trace(trajectory.trace_line(time.time()))
-        self._groups[trajectory.index].done.append(trajectory)
+        assert self._supply is not None
+        self._supply.groups[trajectory.index].done.append(trajectory)
         self._close(trajectory.index)
 
     def _close(self, index: int) -> None:
-        group = self._groups[index]
-        group.open -= 1
-        if group.open == 0 and self._gate is not None:
-            self._gate.finish(str(index))
+        assert self._supply is not None
+        if self._supply.close(index):
             self._kick()
 
     def _compose(self) -> None:
-        """Send every batch the gate allows; it may run ahead of the trainer by what eta admits."""
-        gate = self._gate
-        while gate is not None and (names := gate.batch()):
-            gate.consume(names)
-            step = self._next_step
-            self._next_step += 1
-            groups = [self._groups[int(name)] for name in names]
+        while self._supply is not None and (batch := self._supply.next_batch()):
+            step, groups = batch
             stats = batch_stats(groups, step - 1)
-            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._busy_per_token() / max(1, len({e.rank for e in self._engines.values()}))
-            self._composed[step] = tuple(group.index for group in groups)
+            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, self._fleet.nodes)
             self._send(self._train_leader, Batch(step, tuple(group.to_group() for group in groups), stats))
 
     # --- engines ----------------------------------------------------------------------------------------------------------------------------
 
     def on_engine_up(self, up: EngineUp) -> None:
         """An engine accepts turns."""
-        self._engines[up.engine] = _Engine(up)
+        self._fleet.engines[up.engine] = Engine(up)
         self._draining.discard(up.rank)
         self._applied()
         self._kick()
 
     def on_engine_down(self, engine: str, reason: str) -> None:
         """An engine is gone: its turns are sent again elsewhere."""
-        gone = self._engines.pop(engine, None)
+        gone = self._fleet.engines.pop(engine, None)
         if gone is None:
             return
         for trajectory in gone.inflight.values():
@@ -383,86 +321,46 @@ class RolloutLeader:
 
     def on_rank_lost(self, rank: int) -> None:
         """A node is gone with all its engines."""
-        for name in [name for name, engine in self._engines.items() if engine.rank == rank]:
+        for name in self._fleet.of(rank):
             self.on_engine_down(name, f"node {rank} lost")
 
     def on_drain(self, rank: int) -> None:
         """A node is about to leave the rollout stage: it gets no more turns."""
         self._draining.add(rank)
-        for engine in self._engines.values():
-            if engine.rank == rank:
-                engine.draining = True
+        self._fleet.drain(rank)
         self._maybe_drained(rank)
 
     def _maybe_drained(self, rank: int) -> None:
-        if rank in self._draining and not any(e.inflight for e in self._engines.values() if e.rank == rank):
+        if rank in self._draining and self._fleet.empty(rank):
             self._draining.discard(rank)
             self._send(0, TurnsDrained(rank))
 
     def on_engine_version(self, engine: str, version: int) -> None:
         """An engine applied new weights."""
-        if engine in self._engines:
-            self._engines[engine].version = version
+        if engine in self._fleet.engines:
+            self._fleet.engines[engine].version = version
             self._applied()
 
     def _applied(self) -> None:
-        """Admission credit counts the version every engine samples under, not the trainer's: only then the staleness bound holds for the first token."""
-        if self._gate is None or not self._engines:
-            return
-        applied = min(engine.version for engine in self._engines.values())
-        if applied > self._gate.version:
-            while self._gate.version < applied:
-                self._gate.publish(self._gate.version + 1)
+        applied = self._fleet.applied
+        if self._supply is not None and applied is not None and self._supply.applied(applied):
             self._kick()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
         """Counters of an engine."""
-        engine = self._engines.get(name)
-        if engine is None:
-            return
-        last = engine.stats
-        if last is not None and stats.steps >= last.steps:
-            self._generated += stats.generated_tokens - last.generated_tokens
-            self._prefilled += stats.prefill_tokens - last.prefill_tokens
-            self._busy += stats.busy_s - last.busy_s
-        engine.stats = stats
-        engine.speed.update(stats)
-        now = time.monotonic()
-        self._speed_window.append((now, self._generated, self._busy))
-        while len(self._speed_window) > 2 and now - self._speed_window[0][0] > SPEED_WINDOW_S:
-            self._speed_window.pop(0)
-
-    def _busy_per_token(self) -> float:
-        if len(self._speed_window) < 2:
-            return 0.0
-        (_, tokens0, busy0), (_, tokens1, busy1) = self._speed_window[0], self._speed_window[-1]
-        return (busy1 - busy0) / (tokens1 - tokens0) if tokens1 > tokens0 else 0.0
+        self._fleet.load(name, stats)
 
     # --- reports ----------------------------------------------------------------------------------------------------------------------------
 
     def report(self) -> RolloutReport:
         """What happened since the last report."""
-        now = time.monotonic()
-        blocked = self._blocked_s + (now - self._blocked_since if self._blocked_since is not None else 0.0)
-        self._blocked_s = 0.0
-        if self._blocked_since is not None:
-            self._blocked_since = now
-        share = min(1.0, blocked / max(1e-9, now - self._reported_at))
-        self._reported_at = now
         lengths, self._lengths = tuple(self._lengths), []
-        speeds = [e.speed.decode_s for e in self._engines.values() if e.speed.decode_s > 0.0]
-        levels = sorted({engine.ready.tp for engine in self._engines.values()})
-        buckets = []
-        for tp in levels:
-            members = {name: e for name, e in self._engines.items() if e.ready.tp == tp}
-            uses = [e.stats.kv_use for e in members.values() if e.stats]
-            trajectories = sum(1 for t in self._episodes.values() if t.engine in members)
-            buckets.append((tp, len(members), sum(len(e.inflight) for e in members.values()), trajectories, max(uses, default=0.0)))
+        fleet, supply, episodes = self._fleet, self._supply, self._episodes.values()
+        ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
         return RolloutReport(
-            len(self._episodes), len(self._waiting), sum(len(e.inflight) for e in self._engines.values()),
-            sum(1 for t in self._episodes.values() if t.place == "tool"),
-            self._gate.ready if self._gate else 0, self._gate.outstanding if self._gate else 0, self.resubmitted, share,
-            self._generated, self._prefilled, self._busy, sum(speeds) / len(speeds) if speeds else 0.0, tuple(buckets), lengths,
+            len(episodes), len(self._waiting), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding, self.resubmitted,
+            supply.blocked_share(time.monotonic()) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
+            fleet.buckets(episodes), lengths,
         )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ class Plant:
 
     def commit(self, batch: Batch) -> None:
         self.version = batch.step
-        self.leader.on_committed(batch.step, tuple(group.index for group in batch.groups))
+        self.leader.on_committed(tuple(group.index for group in batch.groups))
         for engine in self.engines:
             self.engines[engine] = self.version
             self.leader.on_engine_version(engine, self.version)
@@ -153,7 +153,7 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
                 await plant.run(lambda batches=batches, position=position: len(batches) > position, pick)
                 batch = batches[position]
                 assert batch.stats["staleness_max"] <= eta
-                assert len(plant.leader._groups) <= (eta + 1) * 2
+                assert len(plant.leader._supply.groups) <= (eta + 1) * 2
                 trained += [group.index for group in batch.groups]
                 plant.commit(batch)
             assert sorted(trained) == list(range(16))

@@ -1,0 +1,90 @@
+"""Prompts in, global batches out: the data order under the staleness gate.
+
+It decides which prompt may start and which finished groups form the next batch; running the trajectories in between is the leader's business.
+"""
+
+from __future__ import annotations
+
+from .batch import GroupState
+from .staleness import StalenessGate
+
+
+class PromptSupply:
+    """The data order of a run from (step, low, extra) on: indices below ``low`` and those in ``extra`` are trained already.
+
+    ``total`` is the number of prompts of the whole run; times are seconds of any monotonic clock.
+    """
+
+    def __init__(self, gate: StalenessGate, step: int, low: int, extra: tuple[int, ...], total: int, group_size: int) -> None:
+        self.gate = gate
+        self._next_index, self._trained, self._total, self._group_size = low, set(extra), total, group_size
+        self._next_step = step + 1
+        self.groups: dict[int, GroupState] = {}
+        """Admitted and not yet reported as trained, by prompt index."""
+        self._blocked_since: float | None = None
+        self._blocked_s = 0.0
+        self._looked_at: float | None = None
+
+    def admit(self, now: float) -> list[int]:
+        """Prompts that start now."""
+        started = []
+        while self.gate.capacity > 0 and self._next_index < self._total:
+            index = self._next_index
+            self._next_index += 1
+            if index not in self._trained:
+                self.gate.admit(str(index))
+                self.groups[index] = GroupState(index, self._group_size)
+                started.append(index)
+        blocked = self.gate.blocked and self._next_index < self._total
+        if blocked and self._blocked_since is None:
+            self._blocked_since = now
+        elif not blocked and self._blocked_since is not None:
+            self._blocked_s += now - self._blocked_since
+            self._blocked_since = None
+        return started
+
+    def progress(self, index: int) -> float:
+        """Where a prompt stands in the run, 0..1; the same for all its samples."""
+        return index / max(1, self._total)
+
+    def close(self, index: int) -> bool:
+        """One trajectory of a group ended (finished or given up); True when it was the last."""
+        group = self.groups[index]
+        group.open -= 1
+        if group.open == 0:
+            self.gate.finish(str(index))
+        return group.open == 0
+
+    def next_batch(self) -> tuple[int, list[GroupState]] | None:
+        """The step and groups of the next batch, once, when the gate allows it; it may run ahead of the trainer by what eta admits."""
+        names = self.gate.batch()
+        if not names:
+            return None
+        self.gate.consume(names)
+        step = self._next_step
+        self._next_step += 1
+        return step, [self.groups[int(name)] for name in names]
+
+    def trained(self, indices: tuple[int, ...]) -> None:
+        """Forget groups that are trained."""
+        for index in indices:
+            self.groups.pop(index, None)
+
+    def applied(self, version: int) -> bool:
+        """Every engine samples under ``version`` now; True when that gives new credit.
+
+        Admission counts this version, not the trainer's: only then the staleness bound holds for the first token.
+        """
+        grew = version > self.gate.version
+        while self.gate.version < version:
+            self.gate.publish(self.gate.version + 1)
+        return grew
+
+    def blocked_share(self, now: float) -> float:
+        """Share of the time since the last call in which the gate alone kept the next prompt out."""
+        blocked = self._blocked_s + (now - self._blocked_since if self._blocked_since is not None else 0.0)
+        self._blocked_s = 0.0
+        if self._blocked_since is not None:
+            self._blocked_since = now
+        since, self._looked_at = self._looked_at, now
+        return min(1.0, blocked / (now - since)) if since is not None and now > since else 0.0
