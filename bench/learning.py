@@ -1,7 +1,7 @@
 """Is the learning real?  Three seeds, each: warm-started policy -> the real loop (agents, Slurm or local ranks, Megatron, vLLM) with staleness bound 1, and
 the same seed synchronously (bound 0); both policies and the start are evaluated on the same 512 episodes at temperature 1.
 
-    python bench/learning.py [--seeds 0,1,2] [--steps 150] [--executor local]
+    python bench/learning.py [--seeds 0,1,2] [--steps 200] [--executor local]
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--executor", default="local")
     arguments = parser.parse_args()
     rows, raw = [], []

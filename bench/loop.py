@@ -54,7 +54,7 @@ def configuration(model: Path, batches: int) -> RunConfig:
             "task": {"name": "keychain"},
             "algorithm": {"eta": batches, "prompts_per_step": 8, "group_size": 8},
             "optimizer": {"lr": 3e-4},
-            "rollout": {"max_model_len": 640, "kv_cache_mb": 64, "max_trajectories": 128, "max_inflight": 64, "max_num_seqs": 64},
+            "rollout": {"max_model_len": 640, "kv_cache_mb": 64, "max_trajectories": 128, "max_inflight": 96, "max_num_seqs": 64},
         }
     )
 
@@ -121,7 +121,7 @@ class TrainRun:
         self.node = TrainNode(context)
         folder = run.path / "rendezvous"
         folder.mkdir()
-        settings = LeaderSettings(config.run.steps, 1, True, 0, str(folder), str(run.checkpoints), 3)
+        settings = LeaderSettings(config.run.steps, 1, True, 0, str(folder), str(run.checkpoints), config.train.snapshot_every + 2)
         run.checkpoints.mkdir()
         self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), lambda step, order: None)
         self.points: Rates = []
@@ -203,7 +203,7 @@ def main() -> None:
     notes = [
         f"{arguments.batches} batches of 64 trajectories, task keychain, 148 k parameters, fp32, one thread an engine; medians of {arguments.repeat} runs.",
         "rollout: leader + agent half + environment host + tools against `add_request` of the same prompts and lengths, all at once.",
-        "training: train leader + agent half + export and snapshot of every step against mcore's schedule and optimizer on the same packed batches.",
+        "training: train leader + agent half + export of every step and snapshot of every fourth against mcore's schedule and optimizer on the same packed batches.",
     ]
     report("loop", "What the loop costs", ["", "through the loop", "bare", "ratio (median)", "ratio (range)"], rows, notes, results)
 

@@ -81,8 +81,9 @@ class TrainSection(Section):
     """Most tokens of one packed micro-batch."""
     threads: int = Field(1, ge=1)
     """CPU threads per worker process."""
-    snapshot_every: int = Field(1, ge=0)
-    """Steps between in-memory snapshots (/dev/shm) that rebuild a killed worker when no live peer has the state; 0: never, the checkpoint is used."""
+    snapshot_every: int = Field(4, ge=0)
+    """Steps between in-memory snapshots (/dev/shm) that rebuild a killed worker when no live peer has the state; the steps since are replayed on their
+    kept batches.  0: never, the checkpoint is used."""
 
 
 class CheckpointSection(Section):

@@ -22,8 +22,8 @@ class RolloutSection(Section):
     """Longest context of a trajectory in tokens; a longer episode ends by length."""
     max_num_seqs: int = Field(64, ge=1)
     """Most sequences an engine runs at once."""
-    max_inflight: int = Field(64, ge=1)
-    """Most turns the leader keeps at one engine."""
+    max_inflight: int = Field(96, ge=1)
+    """Most turns the leader keeps at one engine; somewhat more than ``max_num_seqs``, so that a finished turn's place is taken without a round trip."""
     kv_cache_mb: int = Field(0, ge=0)
     """KV cache per device in MiB; 0: what vLLM takes by default (90 % of the device)."""
     block_size: int = Field(32, ge=8)

@@ -10,7 +10,7 @@ get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ;
   its alternative would then be too far back for a small policy to copy).  An alternative works only when its main key is dead, else ``miss``, which is
   also the answer for unknown keys; old keys may be asked again.  A malformed call is answered ``err``.
 * ``need`` = hops + flaky + dead + 1 turns finish the episode; the budget is ``2 * need + 4`` turns, after which it ends, wrong.
-* Reward: 1 for the right value, else ``0.1 * well-formed calls / calls``; minus ``min(0.2, 0.02 * waste)``, where waste counts well-formed calls that are
+* Reward: 1 for the right value, else ``0.3 * hops resolved / hops``; minus ``min(0.2, 0.02 * waste)``, where waste counts well-formed calls that are
   not the next right call, malformed calls, and running over the budget.  The perfect policy gets 1.0.
 * ``notes`` lines ``note k7 k39`` before the question are noise: they lengthen the context, not the episode.
 * Drift: from ``progress`` >= ``drift_at`` on, the mix is that of the options overridden by ``after``, before it by ``before``.
@@ -38,8 +38,9 @@ WORDS = ("<pad>", "<bos>", "<unk>", "\n", "find", "get", "ans", "=", "|", "flaky
 TURN_TOKENS = 4
 """``get k0 \\n`` and one to spare."""
 
-WASTE_COST, WASTE_CAP, CALL_REWARD = 0.02, 0.2, 0.1
-"""Reward taken per wasted turn, at most in all, and given for well-formed calls of a failed episode: small against 1.0, so that solving dominates."""
+WASTE_COST, WASTE_CAP, PROGRESS_REWARD = 0.02, 0.2, 0.3
+"""Reward taken per wasted turn, at most in all, and given for the hops that a failed episode resolved: small against 1.0, so that solving dominates.  Without
+credit for progress a policy that lacks the skill to go on after ``dead`` learns to give up there, and never sees what going on would have brought."""
 
 Hop = tuple[int, int, bool, bool]
 """(main key, alternative key, flaky, dead)"""
@@ -126,6 +127,11 @@ class Guide:
         self._dead = False
 
     @property
+    def resolved(self) -> int:
+        """Hops behind us."""
+        return self._at
+
+    @property
     def key(self) -> int | None:
         """Key to ask next; None when the value is known and should be answered."""
         if self._at == len(self._hops):
@@ -174,7 +180,7 @@ class KeyChainEpisode(Episode):
         self._words, self._world, self._after = words, world, after_drift
         self._guide = Guide(world)
         self._asked: dict[int, int] = {}
-        self._turns = self._calls = self._formed = self._waste = 0
+        self._turns = self._waste = 0
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
         """One line of the policy: ``get KEY``, ``ans VALUE``, or something malformed."""
@@ -182,9 +188,7 @@ class KeyChainEpisode(Episode):
         self._turns += 1
         if len(tokens) == 3 and tokens[0] == words.ans and tokens[1] in words.value_of and tokens[2] == words.newline:
             return self._end(words.value_of[tokens[1]] == self._world.value)
-        self._calls += 1
         if len(tokens) == 3 and tokens[0] == words.get and tokens[1] in words.key_of and tokens[2] == words.newline:
-            self._formed += 1
             answer = await self._get(words.key_of[tokens[1]], tools)
         else:
             self._waste += 1
@@ -207,7 +211,7 @@ class KeyChainEpisode(Episode):
         return Turn(answer, Signal("get", "ok" if outcome == "=" else outcome, len(answer), result.seconds))
 
     def _end(self, solved: bool, signal: Signal | None = None) -> Turn:
-        reward = 1.0 if solved else CALL_REWARD * self._formed / self._calls if self._calls else 0.0
+        reward = 1.0 if solved else PROGRESS_REWARD * self._guide.resolved / len(self._world.hops)
         info = {"solved": float(solved), "turns": self._turns, "waste": self._waste, "hops": len(self._world.hops), "after_drift": float(self._after)}
         return Turn(signal=signal, done=True, reward=reward - min(WASTE_CAP, WASTE_COST * self._waste), info=info)
 

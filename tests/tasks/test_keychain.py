@@ -159,16 +159,16 @@ def test_hacks_pay_little(task: KeyChain) -> None:
     wrong = start(task, lambda w: len(w.hops) == 3)
     assert wrong.answer((wrong.world.value + 1) % 32).reward == 0.0  # quit at once
 
-    quitter = start(task, lambda w: len(w.hops) == 3)
+    quitter = start(task, lambda w: len(w.hops) == 3 and not w.hops[0][2])
     assert quitter.guide.key is not None
     quitter.get(quitter.guide.key)
-    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(0.1)  # quit early, well-formed
+    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(0.3 / 3)  # quit after one hop of three
 
     spammer = start(task, lambda w: len(w.hops) == 3)
     turn = spammer.get(spammer.world.hops[0][0])
     while not turn.done:
         turn = spammer.get(spammer.world.hops[0][0])
-    assert turn.reward == pytest.approx(0.1 - 0.2)  # the same key until the budget ends
+    assert turn.reward == pytest.approx(0.3 / 3 - 0.2)  # the same key until the budget ends
     assert turn.info["turns"] == 2 * spammer.world.need + 4
 
     babbler = start(task, lambda w: len(w.hops) == 3)
