@@ -203,7 +203,7 @@ def main() -> None:
     notes = [
         f"{arguments.batches} batches of 64 trajectories, task keychain, 148 k parameters, fp32, one thread an engine; medians of {arguments.repeat} runs.",
         "rollout: leader + agent half + environment host + tools against `add_request` of the same prompts and lengths, all at once.",
-        "training: train leader + agent half + export of every step and snapshot of every fourth against mcore's schedule and optimizer on the same packed batches.",
+        "training: train leader + agent half, export of every step, snapshot of every fourth, against mcore's schedule and optimizer on the same packs.",
     ]
     report("loop", "What the loop costs", ["", "through the loop", "bare", "ratio (median)", "ratio (range)"], rows, notes, results)
 
