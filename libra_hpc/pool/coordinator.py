@@ -40,11 +40,12 @@ from libra_hpc.protocol.mesh import (
 )
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
-from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
+from libra_hpc.telemetry.status import DecisionStatus, encode_status
 
 from . import states
 from .context import Context
 from .observations import Observations
+from .screen import NodeFacts, compose_status
 
 HEARTBEAT_LOST_S = 20.0
 """A heartbeat comes every second from a process that does nothing long; twenty missing ones are a dead node, not a slow one."""
@@ -62,14 +63,6 @@ time limit comes 60 s early."""
 Role = Literal["train", "rollout"]
 
 
-class _Node:
-    def __init__(self, now: float) -> None:
-        self.host = ""
-        self.beat: Heartbeat | None = None
-        self.seen = now
-        self.since = now
-
-
 class Coordinator:
     """See the module docstring.  `run` returns when the run is over; ``state`` then says how."""
 
@@ -78,7 +71,7 @@ class Coordinator:
         _forget_steps_after(context.run, context.start.step)
         self._events, self._metrics = LineLog(context.run.events), LineLog(context.run.metrics)
         now = time.time()
-        self._nodes = {rank: _Node(now) for rank in range(len(context.layout.components))}
+        self._nodes = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
         self._pool: states.Pool | None = None
         self._observations = Observations()
         self._planner = Planner(self._config.planner)
@@ -298,34 +291,11 @@ class Coordinator:
         self._events.write({"t": time.time(), "kind": kind, **fields})
 
     def _write_status(self) -> None:
-        write_atomic(self._run_dir.status, encode_status(self._status(time.time())))
-
-    def _status(self, now: float) -> Status:
-        seen, report = self._observations, self._observations.report
-        train, rollout = seen.train_speed(), seen.rollout_speed(self._gen_tokens)
-        membership = self._pool.membership if self._pool else states.Membership(0, ())
-        rewards = seen.rewards
-        fifth = max(1, len(rewards) // 5)
-        serving = states.rollout_nodes(self._pool) if self._pool else ()
-        return Status(
-            run=self._run_dir.name, path=str(self._run_dir.path), job_id=str(self._run_dir.read_json(self._run_dir.job).get("job_id", "")),
-            attempt=self._context.attempt, state=self.state, started_at=self._started_at, updated_at=now, step=self._step,
-            steps=self._config.run.steps, version=self._step, reward=rewards[-1] if rewards else 0.0,
-            reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0, generation=membership.generation, replicas=len(membership.ranks),
-            train=StageStatus(*train, nodes=len(membership.ranks)), rollout=StageStatus(*rollout, nodes=len(serving)),
-            open_trajectories=report.open_trajectories if report else 0, waiting_turns=report.waiting_turns if report else 0,
-            tools_running=report.tools_running if report else 0, ready_groups=report.ready_groups if report else 0,
-            staleness_mean=sum(m for m, _ in seen.staleness) / len(seen.staleness) if seen.staleness else 0.0,
-            staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
-            trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
-            nodes=[self._node_status(rank, node, now) for rank, node in self._nodes.items()], decision=self._decision, message=self._message,
+        status = compose_status(
+            self._context, self._pool, self._nodes, self._observations, state=self.state, message=self._message, started_at=self._started_at,
+            step=self._step, gen_tokens=self._gen_tokens, decision=self._decision, now=time.time(),
         )  # fmt: skip
-
-    def _node_status(self, rank: int, node: _Node, now: float) -> NodeStatus:
-        component = self._context.layout.components[rank]
-        role = component if self._pool is None or component == "planner" else str(self._pool.nodes[rank].state)
-        beat = node.beat
-        return NodeStatus(rank, node.host, component, role, beat.engines if beat else {}, beat.version if beat else -1, max(0.0, now - node.seen))
+        write_atomic(self._run_dir.status, encode_status(status))
 
 
 def _role(kind: str) -> Role:

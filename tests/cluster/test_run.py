@@ -181,7 +181,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     command = [sys.executable, "-m", "libra_hpc.rollout.evaluate", "--policy", str(run.policy), "--config", str(run.config), "--episodes", "24"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     assert found["episodes"] == 24, "vLLM serves the exported policy"
-    assert 0.0 <= found["reward"] <= 1.0
+    assert -0.2 <= found["reward"] <= 1.0
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == 40
     assert run.summary_picture.stat().st_size > 10_000

@@ -61,7 +61,7 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("[run]\nname = \n", "run.toml:2: not valid TOML"),
-        ("[algorithm]\netta = 1\n", "algorithm.etta = 1: unknown key in [algorithm]; valid: clip, eta, "),
+        ("[algorithm]\netta = 1\n", "algorithm.etta = 1: unknown key in [algorithm]; valid: batch_order, clip, eta, "),
         ("[algorithm]\netta = 1\n", "(did you mean 'eta'?)"),
         ("[algoritm]\neta = 1\n", "[algoritm]: unknown section in the run file"),
         ("[components.trian]\nnodes = 1\n", "(did you mean 'train'?)"),

@@ -1,0 +1,66 @@
+"""The status snapshot, composed from what rank 0 knows: a pure function of the pool, the observations and the last heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from libra_hpc.protocol.mesh import Heartbeat
+from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
+
+from . import states
+from .context import Context
+from .observations import Observations
+
+
+class NodeFacts:
+    """What is known of one node; times are epoch seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.host = ""
+        """Empty until its agent said hello."""
+        self.beat: Heartbeat | None = None
+        self.seen = now
+        """When its last message came."""
+        self.since = now
+        """When it took its present state."""
+
+
+def compose_status(
+    context: Context,
+    pool: states.Pool | None,
+    nodes: Mapping[int, NodeFacts],
+    seen: Observations,
+    *,
+    state: str,
+    message: str,
+    started_at: float,
+    step: int,
+    gen_tokens: float,
+    decision: DecisionStatus | None,
+    now: float,
+) -> Status:
+    """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch."""
+    report, rewards = seen.report, seen.rewards
+    train, rollout = seen.train_speed(), seen.rollout_speed(gen_tokens)
+    membership = pool.membership if pool else states.Membership(0, ())
+    fifth = max(1, len(rewards) // 5)
+    return Status(
+        run=context.run.name, path=str(context.run.path), job_id=str(context.run.read_json(context.run.job).get("job_id", "")), attempt=context.attempt,
+        state=state, started_at=started_at, updated_at=now, step=step, steps=context.config.run.steps, version=step,
+        reward=rewards[-1] if rewards else 0.0, reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0,
+        generation=membership.generation, replicas=len(membership.ranks), train=StageStatus(*train, nodes=len(membership.ranks)),
+        rollout=StageStatus(*rollout, nodes=len(states.rollout_nodes(pool)) if pool else 0),
+        open_trajectories=report.open_trajectories if report else 0, waiting_turns=report.waiting_turns if report else 0,
+        tools_running=report.tools_running if report else 0, ready_groups=report.ready_groups if report else 0,
+        staleness_mean=sum(m for m, _ in seen.staleness) / len(seen.staleness) if seen.staleness else 0.0,
+        staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
+        trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
+        nodes=[_node(context, pool, rank, facts, now) for rank, facts in nodes.items()], decision=decision, message=message,
+    )  # fmt: skip
+
+
+def _node(context: Context, pool: states.Pool | None, rank: int, facts: NodeFacts, now: float) -> NodeStatus:
+    component = context.layout.components[rank]
+    role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
+    beat = facts.beat
+    return NodeStatus(rank, facts.host, component, role, beat.engines if beat else {}, beat.version if beat else -1, max(0.0, now - facts.seen))
