@@ -50,7 +50,7 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": cores, "memory_gib": round(memory / 2**20, 1), "python": platform.python_version(), "load": os.getloadavg()[0]}
 
 
-def policy(seed: int, steps: int = 2000) -> Path:
+def policy(seed: int, steps: int = 3000) -> Path:
     """A warm-started tiny policy, made once and kept under `models/`."""
     folder = POLICIES / f"bench-{seed}"
     if not (folder / "config.json").exists():

@@ -42,7 +42,7 @@ name = "keychain"
 [algorithm]
 eta = {eta}
 [optimizer]
-lr = 3e-4
+lr = 6e-4
 [rollout]
 max_model_len = 640
 kv_cache_mb = 64

@@ -13,8 +13,8 @@ from .keychain import VALUES, Guide, Mix, Words, World, draw, look_up
 HARD = Mix(p_more=0.8, dead=0.5)
 """Longer and more often dead than the default mix: more examples of what is hard."""
 
-LONG_SHARE, LONG_NOTES = 4, 128
-"""Every fourth batch has 1 to 128 note lines in its prompts, so that the policy can read past them."""
+LONG_SHARE, LONG_NOTES = 8, 128
+"""Every eighth batch has 1 to 128 note lines in its prompts, so that the policy can read past them."""
 
 GIVE_UP = {"=": 0.12, "flaky": 0.45, "dead": 0.4}
 GIVE_UP_ELSE, WRONG_RETRY = 0.12, 0.3
