@@ -17,16 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from bench.harness import Rates, rate
 from libra_hpc.config.run import RunConfig
-
-Rates = list[tuple[float, int]]
-
-
-def rate(points: Rates) -> float:
-    """Tokens per second between 10 % and 90 % of the tokens."""
-    total = points[-1][1]
-    inner = [(t, n) for t, n in points if 0.1 * total <= n <= 0.9 * total]
-    return (inner[-1][1] - inner[0][1]) / (inner[-1][0] - inner[0][0])
 
 
 def vllm(config: RunConfig, payload: bytes) -> float:

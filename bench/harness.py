@@ -25,6 +25,17 @@ RESULTS = ROOT / "bench" / "results"
 POLICIES = ROOT / "models"
 
 
+Rates = list[tuple[float, int]]
+"""(time in seconds, tokens so far)"""
+
+
+def rate(points: Rates) -> float:
+    """Tokens per second between 10 % and 90 % of the tokens."""
+    total = points[-1][1]
+    inner = [(t, n) for t, n in points if 0.1 * total <= n <= 0.9 * total]
+    return (inner[-1][1] - inner[0][1]) / (inner[-1][0] - inner[0][0])
+
+
 class LocalMesh:
     """``send(rank, message, blob)`` to handlers in this process, one event-loop pass later."""
 

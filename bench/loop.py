@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.harness import LocalMesh, engine_environment, median, policy, report
+from bench.harness import LocalMesh, Rates, engine_environment, median, policy, rate, report
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pool.context import Context, make_folders
 from libra_hpc.pool.layout import Layout
@@ -34,17 +34,6 @@ from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 
 LAYOUT = Layout.parse("planner:1,train:1,rollout:1")
-Rates = list[tuple[float, int]]
-"""(time, tokens so far)"""
-
-
-def rate(points: Rates) -> float:
-    """Tokens per second between 10 % and 90 % of the tokens."""
-    total = points[-1][1]
-    inner = [(t, n) for t, n in points if 0.1 * total <= n <= 0.9 * total]
-    return (inner[-1][1] - inner[0][1]) / (inner[-1][0] - inner[0][0])
-
-
 def configuration(model: Path, batches: int) -> RunConfig:
     """The quickstart's shape, with a gate that never closes: this measures the loop, not the trainer's pace."""
     return RunConfig.model_validate(
@@ -179,7 +168,7 @@ def once(config: RunConfig, folder: Path, batches: int) -> tuple[float, float, f
         return training
 
     training = asyncio.run(train())
-    (folder / "batches").write_bytes(wire.mesh.encode(rollout.batches[0])[:0] + Codec(Any).encode(rollout.batches))
+    (folder / "batches").write_bytes(Codec(Any).encode(rollout.batches))
     bare = child("megatron", config, folder / "batches")
     return rate(rollout.points), direct, rate(training.points), bare
 
