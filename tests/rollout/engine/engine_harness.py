@@ -171,8 +171,10 @@ class EngineUnderTest:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self._connection: socket.socket | None = None
         self._buffer = FrameBuffer()
-        self._inbox: list[FromEngine] = []
+        self._inbox: list[tuple[FromEngine, int]] = []
         self.stats: list[EngineStats] = []
+        self.reported = 0
+        """Reports that came before the message received last."""
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "libra_hpc.rollout.engine", "--socket", str(self.socket_path), "--config", str(self.config_path)]
@@ -196,10 +198,17 @@ class EngineUnderTest:
             chunk = self._connection.recv(1 << 20)
             if not chunk:
                 raise AssertionError(f"the engine closed the socket\n{self.log()}")
-            for body in self._buffer.feed(chunk):
-                message = from_engine.decode(body)
-                (self.stats if isinstance(message, EngineStats) else self._inbox).append(message)
-        return self._inbox.pop(0)
+            self._take(chunk)
+        message, self.reported = self._inbox.pop(0)
+        return message
+
+    def _take(self, chunk: bytes) -> None:
+        for body in self._buffer.feed(chunk):
+            message = from_engine.decode(body)
+            if isinstance(message, EngineStats):
+                self.stats.append(message)
+            else:
+                self._inbox.append((message, len(self.stats)))
 
     def expect(self, kind: type[Any]) -> Any:
         message = self.receive()
@@ -238,15 +247,13 @@ class EngineUnderTest:
             seen = len(self.stats)
             if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise AssertionError(f"no such report; last: {self.stats[-1:]}")
-            for body in self._buffer.feed(self._connection.recv(1 << 20)):
-                message = from_engine.decode(body)
-                (self.stats if isinstance(message, EngineStats) else self._inbox).append(message)
+            self._take(self._connection.recv(1 << 20))
 
     def idle(self) -> EngineStats:
         """The report of an engine that has just fallen idle."""
-        since = len(self.stats)
         self.generate(turn("probe", [1], 1))
-        return self.wait_stats(since, lambda report: report.running == report.waiting == 0)
+        # A report before the probe's answer may be of work that ended before the probe began.
+        return self.wait_stats(self.reported, lambda report: report.running == report.waiting == 0)
 
     def start(self, *requests: Generate) -> EngineStats:
         """Send requests to an idle engine; returns the first report with tokens of theirs."""
