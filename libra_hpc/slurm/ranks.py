@@ -6,6 +6,9 @@ socket pair per rank (``PMI_FD``), text lines ``cmd=... key=value ...``, a key-v
 
 The ranks stay in the launcher's process group, so a signal to the group reaches them all; the launcher itself ignores all but SIGKILL and
 leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code: rank 0's.
+
+With ``--begun FILE`` (any number), files of which the ranks make one once they are one world, a start that ended without any is repeated
+(`writer.START_TRIES`), unless the launcher was told to leave meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .writer import START_TRIES
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
@@ -139,12 +144,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start the ranks of one MPI world on this machine.")
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--begun", type=Path, action="append", default=[])
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
+    told: list[int] = []
     # The group's signals are the ranks' business; leaving before them would make a stopping run look dead.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: None)
-    raise SystemExit(serve(options.size, options.logs, options.argv))
+        signal.signal(number, lambda number, frame: told.append(number))
+    for start in range(1, START_TRIES + 1):
+        code = serve(options.size, options.logs, options.argv)
+        if told or not options.begun or any(path.exists() for path in options.begun):
+            break
+        print(f"start {start}: the ranks did not meet", flush=True)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

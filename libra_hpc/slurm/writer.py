@@ -25,6 +25,10 @@ from .fit import present_components
 WARNING_S = 60
 """Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
 
+START_TRIES = 3
+"""Starts of an attempt's agents, while they do not even meet: connecting many processes at once fails now and then (seen with UCX, once in a few hundred
+starts), and costs a second to repeat, but a place in the queue to give up."""
+
 
 def component_counts(config: RunConfig) -> str:
     """``planner:1,train:1,...``: nodes by component in rank order, what agents find their component from."""
@@ -69,6 +73,8 @@ def het_script(config: RunConfig, run: RunDir, *, python: str, attempt: int, env
         log_prefix=shlex.quote(str(run.logs(attempt) / "agent-")),
         command=shlex.join(command),
         result=shlex.quote(str(run.result)),
+        met=shlex.quote(str(run.met(attempt))),
+        tries=START_TRIES,
         python=shlex.quote(python),
     )
 

@@ -2,7 +2,8 @@
 
 ```
 run.toml config.json job.sbatch job.json     what was asked, resolved, queued
-events.jsonl metrics.jsonl trajectories.jsonl status.json   written while running, by rank 0 (trajectories: by the rollout leader)
+events.jsonl metrics.jsonl status.json       written while running, by rank 0
+trajectories.jsonl decisions.jsonl           written while running, by the rollout leader
 logs/attempt-N/*.log                         one file per process
 checkpoints/step-000050/                     complete once renamed into place
 policy/                                      the final policy as a Hugging Face folder
@@ -122,6 +123,11 @@ class RunDir:
         return self.path / "trajectories.jsonl"
 
     @property
+    def decisions(self) -> Path:
+        """One line per turn that the scheduling policy has sent to an engine: where, and why."""
+        return self.path / "decisions.jsonl"
+
+    @property
     def status(self) -> Path:
         """Latest `Status` snapshot."""
         return self.path / "status.json"
@@ -149,6 +155,10 @@ class RunDir:
     def logs(self, attempt: int) -> Path:
         """Log folder of one attempt."""
         return self.path / "logs" / f"attempt-{attempt}"
+
+    def met(self, attempt: int) -> Path:
+        """Exists once the agents of an attempt have met in one MPI world."""
+        return self.logs(attempt) / "met"
 
     @property
     def checkpoints(self) -> Path:

@@ -20,6 +20,12 @@ from libra_hpc.telemetry.rundir import RunDir
 
 WORLD = """
 import json, os, pathlib, signal, sys, time
+if sys.argv[2] == "stumble":
+    run, rank = pathlib.Path(sys.argv[1]), os.environ["PMI_RANK"]
+    with (run / f"starts-{rank}").open("a") as starts:
+        starts.write("x")
+        if starts.tell() < int(sys.argv[3]):
+            os._exit(15)
 from mpi4py import MPI
 def alive(pid):
     try:
@@ -43,6 +49,10 @@ if sys.argv[2] == "lose":
             time.sleep(0.05)
         (folder / "result.json").write_text(json.dumps({"state": "completed"}))
     os._exit(0)
+if sys.argv[2] == "stumble":
+    if comm.rank == 0:
+        (folder / "logs" / "attempt-1" / "met").touch()
+    os._exit(1)
 signal.pause()
 """
 
@@ -53,10 +63,10 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, "run")
 
 
-def start(run: RunDir, how: str) -> None:
+def start(run: RunDir, *how: str) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    local.start(RunConfig(), run, attempt=1, arguments=[str(run.path.parent / "world.py"), str(run.path), how])
+    local.start(RunConfig(), run, attempt=1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how])
 
 
 def wait_for(run: RunDir, pattern: str, count: int) -> None:
@@ -95,6 +105,14 @@ def test_a_lost_rank_ends_no_other(run: RunDir) -> None:
     assert sorted(path.name for path in run.path.glob("survivor-*")) == ["survivor-0", "survivor-1", "survivor-3"]
     assert (run.path / "rank-0").read_text().split()[0::2] == ["4", "planner:1,train:1,hybrid:1,rollout:1"]
     assert (run.logs(1) / "launcher.log").read_text() == "exit codes by rank: 0 0 -9 0\n"
+
+
+@pytest.mark.parametrize(("meets_at", "starts"), [(2, 2), (9, 3)])
+def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: int, starts: int) -> None:
+    start(run, "stumble", str(meets_at))
+    assert wait_end(run) is JobState.FAILED
+    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
+    assert (run.logs(1) / "launcher.log").read_text().count("did not meet") == starts - (meets_at <= starts)
 
 
 def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:
