@@ -12,7 +12,7 @@ import typer
 
 from libra_hpc.errors import OperationError, UserError
 
-from . import cancel, check, cluster, config_show, list_runs, logs, make_policy, status, submit, summary
+from . import calibrate, cancel, check, cluster, config_show, list_runs, logs, make_policy, plan, simulate, status, submit, summary, trace
 from .output import complain
 
 INTERRUPTED = 130
@@ -33,9 +33,13 @@ app.command("cancel")(cancel.cancel)
 app.command("list")(list_runs.list_runs)
 app.command("summary")(summary.summary)
 app.command("check")(check.check)
+app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
+app.command("calibrate")(calibrate.calibrate)
 app.command("make-policy")(make_policy.make_policy)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config_show.app, name="config")
+app.add_typer(trace.app, name="trace")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,23 +7,28 @@ from pathlib import Path
 
 from libra_hpc.config.check import check_run
 from libra_hpc.config.load import load_run_file
+from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.twin import TwinSection
 from libra_hpc.slurm.fit import check_fit
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
 from .output import note, say
+from .split import resolve, show_split
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
     """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
-    config = load(run_file, override)
+    config, made = resolve(load(run_file, override))
     check_run(config)
     environment = jobs.environment_or_none(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
     elif config.slurm.executor != "local":
         note("no Slurm controller answers: partitions, nodes and limits were not checked")
+    if made is not None:
+        show_split(made)
     say(f"{run_file} is good")
 
 
@@ -40,5 +45,13 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
             "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
             "model": config.model.model_copy(update={"path": model}),
             "task": config.task.model_copy(update={"name": task}),
+            "planner": config.planner.model_copy(update=_absolute(config.planner)),
+            "twin": config.twin.model_copy(update=_absolute(config.twin)),
         }
     )
+
+
+def _absolute(section: PlannerSection | TwinSection) -> dict[str, str]:
+    """The files that planning or a rehearsal reads; a model is one only where there is such a folder, else it is a name."""
+    named = {name: getattr(section, name, "") for name in ("trace", "calibration", "devices", "model")}
+    return {name: str(Path(path).absolute()) for name, path in named.items() if path and (name != "model" or Path(path).exists())}

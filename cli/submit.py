@@ -1,6 +1,7 @@
 """`libra-hpc submit`: from a run file to a queued job, and with ``--wait`` to its summary.
 
-Nothing is written or queued before every check has passed; ``--dry-run`` stops there and prints the script.
+Nothing is written or queued before every check has passed; ``--dry-run`` stops there and prints the script.  Where the run file says ``split = "auto"``, the
+planner's table comes first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from libra_hpc.config.check import check_run
 from libra_hpc.config.load import apply_override, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.planner.initial import Initial, record
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.summary import render_summary, summarise
@@ -27,11 +29,17 @@ from .config_show import OverrideOption
 from .follow import LOOK_S, Follower, follow
 from .output import note, say, say_json, show
 from .runs import FINAL, RUNS, JsonOption, attempt, find_run
+from .split import resolve, show_split
 from .summary import draw
 
 EXECUTORS = ("auto", "slurm", "local")
 
+ENGINES = ("real", "twin")
+
 ExecutorOption = Annotated[str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", metavar="|".join(ENGINES), help="twin: rehearse the run with simulated engines; default: the run file's.")
+]
 
 
 def submit(
@@ -41,13 +49,14 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script and touch nothing.")] = False,
     executor: ExecutorOption = None,
+    engine: EngineOption = None,
     parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Queue a run as one heterogeneous job."""
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
-    overrides = [*override, *([f"slurm.executor={executor}"] if executor else [])]
+    overrides = [*override, *([f"slurm.executor={executor}"] if executor else []), *([f"run.engine={engine}"] if engine else [])]
     if resume is not None:
         run: RunDir | None = find_run(resume, Path(RUNS))
         assert run is not None
@@ -55,11 +64,16 @@ def submit(
     else:
         assert run_file is not None
         run, config = None, load(run_file, overrides)
+    if run is not None and config.components.split == "auto":
+        raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
+    config, made = resolve(config)
     check_run(config)
     environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
     number = 1 if run is None else attempt(run) + 1
+    if made is not None and not (parsable or json):
+        show_split(made, stderr=dry_run)
     if dry_run:
         say(jobs.script(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number, environment).rstrip("\n"))
         return
@@ -68,11 +82,12 @@ def submit(
         run = create(config, run_file)
     else:
         refuse_if_active(run)
-    queued = queue(config, run, number, environment)
+    queued = queue(config, run, number, environment, made)
     if parsable:
         say(queued)
     elif json:
-        say_json({"job_id": queued, "run": run.name, "path": str(run.path), "attempt": number, "executor": jobs.kind(environment)})
+        split = None if made is None else made.chosen
+        say_json({"job_id": queued, "run": run.name, "path": str(run.path), "attempt": number, "executor": jobs.kind(environment), "split": split})
     else:
         say(f"Submitted {queued}  run={run.path}")
     if wait:
@@ -89,10 +104,12 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(config: RunConfig, run: RunDir, number: int, environment: Mapping[str, str] | None) -> str:
-    """Queue one attempt; a first attempt that is refused leaves no run directory behind."""
+def queue(config: RunConfig, run: RunDir, number: int, environment: Mapping[str, str] | None, made: Initial | None) -> str:
+    """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no run directory behind."""
     try:
         run.write_json(run.config, config.model_dump())
+        if made is not None:
+            run.write_json(run.plan, record(made))
         return jobs.queue(config, run, number, environment)
     except (UserError, OperationError):
         if number == 1:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import random
 import re
 
-from libra_hpc.tasks.base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.outcome import signal_of
 
 
 def weigh(hidden: int, guess: int) -> str:
@@ -44,7 +45,7 @@ class Guess(Episode):
         if self.turns == self.task.max_turns:
             return Turn(done=True, reward=0.0, info={"turns": self.turns})
         answer = self.task.tokenizer.encode(f"{result.value}\n")
-        return Turn(answer, Signal("weigh", result.outcome, len(answer), result.seconds))
+        return Turn(answer, signal_of("weigh", result, len(answer)))
 
 
 class GuessNumber(Task):

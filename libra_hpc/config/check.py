@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.rollout.history import check_warm_start
+from libra_hpc.sched.registry import check_policy
 from libra_hpc.slurm.query import slurm_seconds
 from libra_hpc.tasks.registry import BUILTIN
+from libra_hpc.twin.rehearsal import check_twin
 
 from .job import Component
+from .rollout import of_node
 from .run import RunConfig
 
-POLICIES = ("cmlfq", "least_loaded")
 TIME_FORMATS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
 MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model"], "safetensors": ["*.safetensors"]}
 """What a policy folder holds, and file patterns of which at least one must match."""
@@ -41,6 +44,11 @@ def check_run(config: RunConfig) -> None:
     for error in problems(config):
         raise error
     check_run_dir(config)
+    if config.rollout.warm_start:
+        check_warm_start(config.rollout.warm_start)
+    if config.run.engine == "twin":
+        check_twin(config)
+        return
     check_task(config.task.name)
     for error in problems(config, read_model_config(config)):
         raise error
@@ -57,9 +65,21 @@ def component_counts(config: RunConfig) -> Iterator[UserError]:
 
 
 def known_policy(config: RunConfig) -> Iterator[UserError]:
-    """``rollout.policy`` names a scheduling policy."""
-    if config.rollout.policy not in POLICIES:
-        yield invalid("rollout.policy", config.rollout.policy, "unknown policy", POLICIES)
+    """``rollout.policy`` names a scheduling policy for live runs."""
+    try:
+        check_policy(config.rollout.policy)
+    except UserError as error:
+        yield error
+
+
+def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
+    """A list of the rollout section has one entry for each hybrid and each rollout node."""
+    hybrid, rollout = config.components.hybrid.nodes, config.components.rollout.nodes
+    for name in ("tp", "engines_per_node"):
+        value = getattr(config.rollout, name)
+        if isinstance(value, list) and len(value) != hybrid + rollout:
+            why = f"a list has one entry for each of the {hybrid} hybrid and {rollout} rollout nodes, in this order, and this one has {len(value)}"
+            yield invalid(f"rollout.{name}", value, why, f"an integer, or a list of {hybrid + rollout}")
 
 
 def batch_split(config: RunConfig) -> Iterator[UserError]:
@@ -81,19 +101,19 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
 
 
 def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
-    """On GPUs every tensor- or pipeline-parallel rank of every engine of a node has its own device."""
-    if config.slurm.device != "cuda":
+    """On GPUs, also on simulated ones, every tensor- or pipeline-parallel rank of every engine of a node has its own device."""
+    if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
     for name in ("train", "hybrid", "rollout"):
         component: Component = getattr(config.components, name)
         if not component.nodes:
             continue
-        factors = []
-        if name != "train":
-            factors.append({"rollout.tp": config.rollout.tp, "rollout.engines_per_node": config.rollout.engines_per_node})
-        if name != "rollout":
-            factors.append({"train.tp": config.train.tp, "train.pp": config.train.pp})
-        for product in factors:
+        products = [{"train.tp": config.train.tp, "train.pp": config.train.pp}] if name != "rollout" else []
+        for node in engine_nodes(config, name):
+            product = {f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")}
+            if product not in products:
+                products.append(product)
+        for product in products:
             needs = math.prod(product.values())
             if needs > component.gpus:
                 field = max(product, key=lambda key: product[key])
@@ -101,9 +121,17 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
                 yield invalid(field, product[field], why, f"a product <= {component.gpus}")
 
 
+def engine_nodes(config: RunConfig, component: str) -> range:
+    """Positions of a component's nodes among the hybrid and rollout nodes; empty for the others."""
+    hybrid = config.components.hybrid.nodes
+    nodes = {"hybrid": range(hybrid), "rollout": range(hybrid, hybrid + config.components.rollout.nodes)}
+    return nodes.get(component, range(0))
+
+
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     component_counts,
     known_policy,
+    one_value_per_node,
     batch_split,
     well_formed_time,
     gpus_hold_engines,
@@ -122,8 +150,10 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
     for key, width in widths.items():
         if width % config.train.tp:
             yield invalid("train.tp", config.train.tp, f"does not divide the model's {key} = {width}", _divisors(width))
-    if heads % config.rollout.tp:
-        yield invalid("rollout.tp", config.rollout.tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads))
+    degrees = config.rollout.tp if isinstance(config.rollout.tp, list) else [config.rollout.tp]
+    for tp in dict.fromkeys(degrees):
+        if heads % tp:
+            yield invalid("rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads))
 
 
 def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

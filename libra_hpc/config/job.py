@@ -20,6 +20,8 @@ class RunSection(Section):
     """Seed of the data order and of sampling."""
     steps: int = Field(100, ge=1)
     """Optimizer steps (global batches) to train."""
+    engine: Literal["real", "twin"] = "real"
+    """``twin``: a rehearsal; every process above the engines is the real one, engines, trainers and tools are simulated as ``[twin]`` says."""
 
 
 class SlurmSection(Section):
@@ -60,6 +62,8 @@ class Component(Section):
 class ComponentsSection(Section):
     """``[components.*]``: which nodes do what at the start."""
 
+    split: Literal["explicit", "auto"] = "explicit"
+    """``auto``: the nodes of train, hybrid and rollout together are a pool, which `libra-hpc submit` divides by the planner's best plan."""
     planner: Component = Component()
     train: Component = Component()
     hybrid: Component = Component()

@@ -27,6 +27,8 @@ from .run import RunConfig
 
 _TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
 _TYPE_NAMES: dict[Any, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table", list: "a list"}
+_BRANCHES = ("one", "each")
+"""What pydantic adds to the place of an error for the two forms of a `PerNode` field."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -98,7 +100,7 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
 
 def translate(error: ErrorDetails) -> UserError:
     """Turn one pydantic error into the project's sentence: field, value, what is valid, nearest match."""
-    names = [str(part) for part in error["loc"]]
+    names = [str(part) for part in error["loc"] if part not in _BRANCHES]
     dotted, value, kind = ".".join(names), _shown(error["input"]), error["type"]
     if kind == "extra_forbidden":
         return _unknown(names, value)
@@ -133,6 +135,8 @@ def _unknown(names: Sequence[str], value: Any) -> UserError:
 
 def describe(field: FieldInfo) -> str:
     """What a field accepts, in words: ``an integer >= 0``."""
+    if field.description:
+        return field.description
     kind = field.annotation
     origin = typing.get_origin(kind)
     if origin is Literal:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from .base import Section
+
+Count = Annotated[int, Field(ge=1)]
+
+
+def _one_or_each(value: Any) -> str:
+    return "each" if isinstance(value, list) else "one"
+
+
+PerNode = Annotated[Annotated[Count, Tag("one")] | Annotated[list[Count], Tag("each")], Discriminator(_one_or_each)]
+"""One number for every node that can run engines, or a list with one for each of them in rank order: the hybrid nodes first, then the rollout nodes."""
+PER_NODE = "an integer >= 1, or a list of them with one for each hybrid and rollout node"
+
+
+def of_node(value: int | list[int], node: int) -> int:
+    """The entry of a `PerNode` value for the ``node``-th (from 0) of the hybrid and rollout nodes."""
+    return value[node] if isinstance(value, list) else value
 
 
 class RolloutSection(Section):
     """``[rollout]``: vLLM replicas and the scheduler that feeds them."""
 
-    tp: int = Field(1, ge=1)
-    """Tensor parallelism of the engines of one rollout node."""
-    engines_per_node: int = Field(1, ge=1)
+    tp: PerNode = Field(1, description=PER_NODE)
+    """Tensor parallelism of a node's engines.  A list gives TP classes of different speed: ``tp = [1, 1, 4]``."""
+    engines_per_node: PerNode = Field(1, description=PER_NODE)
+    """Engines of a node; a list as for ``tp``."""
     policy: str = "cmlfq"
-    """Scheduling policy: ``cmlfq`` or ``least_loaded``."""
+    """Scheduling policy, a name of `libra_hpc.sched.registry`."""
     temperature: float = Field(1.0, gt=0)
     max_model_len: int = Field(4096, ge=16)
     """Longest context of a trajectory in tokens; a longer episode ends by length."""
@@ -30,13 +47,26 @@ class RolloutSection(Section):
     """KV block in tokens: the grain of prefix reuse."""
     threads: int = Field(1, ge=1)
     """CPU threads per engine process."""
+    record_steps: bool = False
+    """Note every engine step in the run's log folder: `libra-hpc calibrate --run` fits step times to them."""
+    warm_start: str = ""
+    """A run directory or `trajectories.jsonl` whose trajectories the scheduling policy learns from before the first turn; earlier attempts of the run itself
+    always count."""
     max_trajectories: int = Field(0, ge=0)
     """Most trajectories open at once; 0: (eta + 1) * prompts_per_step * group_size."""
 
 
 class PlannerSection(Section):
-    """``[planner]``: when the hybrid nodes change role."""
+    """``[planner]``: what the split is planned with before the job is queued, and when the hybrid nodes change role."""
 
+    device: str = ""
+    """GPU to plan for; empty: each component's ``gpu_type``."""
+    devices: str = ""
+    """TOML file with further devices, in the form of `libra_hpc/hardware/devices.toml`."""
+    model: str = ""
+    """Known model whose shape to plan with; empty: ``model.path``."""
+    trace: str = ""
+    """A run directory or trajectories whose lengths to plan for; empty: an assumed log-normal distribution."""
     enabled: bool = True
     hybrid_start: Literal["rollout", "train"] = "rollout"
     """Role of the hybrid nodes when the job starts."""
@@ -52,3 +82,9 @@ class PlannerSection(Section):
     """A node that moved stays at least this long."""
     switch_cost_s: float = Field(15.0, gt=0)
     """Prior of a move's cost in seconds of the moving node; replaced by measured moves."""
+    moves_per_hour: int = Field(12, ge=1)
+    """Most node moves in any hour, whatever they promise."""
+    period_s: float = Field(600.0, gt=0)
+    """The plan is looked at this often even when nothing asks for it."""
+    repartition_cost_s: float = Field(300.0, gt=0)
+    """What laying out the core nodes anew costs: a checkpoint, a new start of all ranks, and the weights to every engine."""

@@ -6,6 +6,7 @@ from .base import Section
 from .job import ComponentsSection, RunSection, SlurmSection
 from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
 from .rollout import PlannerSection, RolloutSection
+from .twin import TwinSection
 
 
 class RunConfig(Section):
@@ -22,3 +23,4 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     planner: PlannerSection = PlannerSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    twin: TwinSection = TwinSection()

@@ -1,41 +1,50 @@
-"""The planner's decision: hold, or move one hybrid node to the other stage.
+"""The planner's decision: hold, move hybrid nodes to the other stage, or advise another layout of the core.
 
-At every look the planner measures both stages at the present split, predicts the two neighbouring splits (`model`) and moves the node that
-brings the most, if all of this holds:
+A look at the plan happens for a reason (`triggers`): the workload *drifted* (`drift`), the *period* is over, the *queues* press (trainers wait, or whole
+batches wait for them), or the stages are *imbalanced* by more than the least gain.  Then both stages are measured at the present split (`model`) and every
+split that hybrid nodes can reach is predicted.  The best one is taken if all of this holds:
 
-* *Evidence*: enough steps, windows and trajectories since the last change of split or of lengths.  A drift alarm (`drift`) throws older measurements away.
-* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost, and T_after is at least the share
-  ``min_gain`` below T_now.  The horizon is ``horizon_s``, or what is left of the run when that is less.  The switch cost is the median of the last
-  `SWITCHES` = 3 measured moves in that direction, the configured prior before the first.
+* *Evidence*: enough steps, windows and trajectories since the last change of split or workload.  A drift alarm throws older measurements away; where there
+  is a cost model, new lengths alone are enough: training goes with the tokens of a batch, rollout by the model (`law`).
+* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost (`brake`), and T_after is at
+  least the share ``min_gain`` below T_now.  The horizon is ``horizon_s``, or what is left of the run when that is less.  Where the work per batch has a
+  significant trend the saving is the mean over `POINTS` moments of the horizon (`forecast`), and what is there now must be a gain as well: a forecast can veto
+  or strengthen a move, never create one that is not worth it today.
 * *Robustness*: the gain is the least of three: as measured, and with the two times `ERRORS` = 1.645 standard errors apart from the measured ones in
   either direction (one-sided 95 %).  What noise could have made is not acted on.
-* *No contradiction by the queues*: with overlapping stages, the stage the model holds for the slower one is not the one that waits more (trainers
-  for data, rollout at the staleness gate).
-* *Dwell*: the node has been in its role for ``min_dwell_s``, and no node is on its way, starting or coming back.
+* *No contradiction by the queues*: with overlapping stages, trainers that wait for data are not the slower stage, and rollout is not when trainers hardly wait.
+* *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back, the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 
-*Hysteresis.*  The first complete measurement after a move is compared with the last one before it.  It teaches the scaling correction between the two splits
-(both directions).  If the batch time got worse, that direction needs `PENALTY` = 2 times the margin from then on, doubled at each further failure, until
-lengths drift and the old lesson no longer applies.
+If hybrid nodes have nothing to offer, the drift is older than a period and a `Repartition` is at hand, other core layouts are held against the same test,
+with the cost of a new start.  That is advice: the run goes on meanwhile, and each proposal is made once.
+
+The first complete measurement after a move is compared with the last one before it (`outcomes`): it teaches `scaling`, and a loss brakes that direction.
 """
 
 from __future__ import annotations
 
-from statistics import median
-from typing import Literal
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.planner.brake import Brake, Direction
 from libra_hpc.planner.drift import Drift, DriftDetector
-from libra_hpc.planner.model import Correction, Measured, Split, Times, correct, measure, predict
-from libra_hpc.planner.snapshot import NodeFact, PlanDecision, PlanSnapshot
+from libra_hpc.planner.law import MODEL_ERROR, STARVED, RolloutLaw
+from libra_hpc.planner.model import Correction, Measured, Split, Times, ahead, measure, predict, renewed
+from libra_hpc.planner.repartition import Repartition
+from libra_hpc.planner.scaling import Scaling
+from libra_hpc.planner.snapshot import Candidate, NodeFact, PlanDecision, PlanSnapshot
 
-SWITCHES = 3
 ERRORS = 1.645
-PENALTY = 2.0
-
-Direction = Literal["to_train", "to_rollout"]
+POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the horizon at which a trend is followed."""
+WAITING = 0.2
+"""Share of the trainers' time without data from which on the queues press: twice what uneven batches cause."""
+KEPT = 5
+QUANTITIES = ("generated tokens", "context tokens", "turns", "seconds in tools")
 
 
 class MoveOutcome(msgspec.Struct, frozen=True):
@@ -46,48 +55,55 @@ class MoveOutcome(msgspec.Struct, frozen=True):
     node: int
     predicted: float
     realised: float
+    count: int = 1
+    """Nodes that moved."""
 
 
-class _Pending(msgspec.Struct, frozen=True):
+class _Pending(NamedTuple):
     direction: Direction
     node: int
     before: Measured
-    to: Split
-    predicted: float
 
 
-class _Candidate(msgspec.Struct, frozen=True):
+class _Move(NamedTuple):
     direction: Direction
-    node: int
+    nodes: tuple[int, ...]
     to: Split
     after: Times
     saved: float
-    """Seconds per global batch, at the unfavourable end of the measurement error."""
+    """Seconds per global batch now, at the unfavourable end of the measurement error."""
     share: float
     """The same as a share of the batch time."""
+    pays: float
+    """Seconds it brings over the horizon."""
     cost: float
     needed: float
     """Seconds the horizon must bring."""
-    pays: float
-    """Seconds it brings."""
     blocked: str
     """Why this move is out of the question now, else empty."""
+
+    def candidate(self) -> Candidate:
+        return Candidate(
+            self.to.train, self.to.rollout, self.after.train, self.after.rollout, self.after.batch, self.pays, self.needed, blocked=self.blocked
+        )  # fmt: skip
 
 
 class Planner:
     """Keeps what was learned from moves and drifts; everything else comes with the snapshot."""
 
-    def __init__(self, settings: PlannerSection) -> None:
+    def __init__(self, settings: PlannerSection, law: RolloutLaw | None = None, repartition: Repartition | None = None) -> None:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""
         self._settings = settings
+        self._law, self._repartition = law, repartition
         self._detector: DriftDetector | None = None
         self._next_index = 0
         self._split: Split | None = None
-        self._since = float("-inf")
+        self._since = self._drifted = self._looked = float("-inf")
+        self._alarmed = False
         self._drift: Drift | None = None
-        self._corrections: dict[tuple[Split, Split], Correction] = {}
-        self._failures: dict[Direction, int] = {"to_train": 0, "to_rollout": 0}
+        self._scaling = Scaling(law)
+        self._brake = Brake(settings)
         self._pending: _Pending | None = None
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
@@ -103,92 +119,151 @@ class Planner:
             return _hold(f"hold: node {moving[0].rank} is in state {moving[0].role}")
         if split is None or split.train == 0 or split.rollout == 0:
             return _hold("hold: one of the stages has no node")
-        measured = measure(snapshot, split, self._since)
+        measured = self._measure(snapshot, split)
         if isinstance(measured, str):
             return _hold(f"hold: {measured}")
         self._judge(measured, now)
-        candidates = [c for c in (self._candidate(d, snapshot, measured, now) for d in ("to_train", "to_rollout")) if c is not None]
-        if not candidates:
-            return _hold("hold: every stage is down to its last movable node", self._numbers(measured, None))
-        best = max(candidates, key=lambda c: (not c.blocked, c.pays - c.needed))
-        return self._verdict(best, measured)
+        numbers = self._numbers(snapshot, measured)
+        triggers = self._triggers(snapshot, measured, now)
+        if not triggers:
+            return _hold(f"hold: the stages balance (train {measured.times.train:.2f} s, rollout {measured.times.rollout:.2f} s) and nothing drifts", numbers)
+        self._looked, self._alarmed = now, False
+        moves = sorted(self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True)
+        decision = self._verdict(moves, measured, numbers) if moves else _hold("hold: every stage is down to its last movable node", numbers)
+        lasting = self._drift is not None and now - self._drifted >= self._settings.period_s
+        if decision.action == "hold" and lasting and self._repartition is not None and not (moves and moves[0].blocked):
+            decision = self._repartition.advise(snapshot, measured, self._drifted, self._horizon(snapshot, measured), self._settings) or decision
+        considered = (*decision.candidates, *(m.candidate() for m in moves))
+        return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
 
     def _observe(self, snapshot: PlanSnapshot, now: float) -> None:
         """Take in new trajectories and the present split; start measuring afresh when either changed."""
         if self._detector is None:
-            self._detector = DriftDetector(snapshot.group_size)
+            self._detector = DriftDetector(snapshot.group_size, snapshot.prompts_per_step)
         fresh = [t for t in snapshot.trajectories if t.index >= self._next_index]
         if fresh:
             self._next_index = fresh[-1].index + 1
-            drift = self._detector.update([float(t.generated) for t in fresh])
+            drift = self._detector.update([(float(t.generated), float(t.context), float(t.turns), t.tool_s) for t in fresh])
             if drift is not None:
-                self._drift, self._since, self._pending = drift, now, None
-                self._failures = {"to_train": 0, "to_rollout": 0}
+                self._drift, self._pending, self._alarmed = drift, None, True
+                # The block that raised the alarm is of the new kind already.
+                block = snapshot.trajectories[-drift.count :]
+                self._drifted = block[0].at if drift.count <= len(snapshot.trajectories) else now
+                self._brake.forgive()
+                self._scaling.forget_pairs()
+        self._brake.observe(snapshot.nodes, now)
         split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
         if split != self._split:
             self._split, self._since = split, now
+
+    def _measure(self, snapshot: PlanSnapshot, split: Split) -> Measured | str:
+        """The model at this split: fitted to the present workload, or while too little of it is measured, carried over from the one before."""
+        measured = measure(snapshot, split, max(self._since, self._drifted), self._drifted)
+        if not isinstance(measured, str):
+            return self._with_law(snapshot, measured)
+        if self._law is None or self._drifted <= self._since:
+            return measured
+        before = measure(snapshot, split, self._since, self._drifted)
+        if isinstance(before, str):
+            return measured
+        self._law.observe(snapshot, self._drifted)
+        return renewed(before, snapshot, self._drifted, self._law.unthrottled(split.rollout), MODEL_ERROR) or measured
+
+    def _with_law(self, snapshot: PlanSnapshot, measured: Measured) -> Measured:
+        """Put the cost model's rollout in place of one that trainers hold up; learn from one that holds up trainers."""
+        if self._law is None or snapshot.eta == 0:
+            return measured
+        self._law.observe(snapshot, self._drifted)
+        nodes, times = measured.split.rollout, measured.times
+        if snapshot.queue.trainer_wait > STARVED:
+            self._law.learn(nodes, times.rollout)
+            return measured
+        free = self._law.unthrottled(nodes)
+        if free is None or free >= times.rollout:
+            return measured
+        error = max(measured.rollout_error, MODEL_ERROR)
+        return measured._replace(times=times._replace(rollout=max(measured.straggler, free)), rollout_error=error)
 
     def _judge(self, measured: Measured, now: float) -> None:
         """Compare the first measurement after a move with the last one before it."""
         pending = self._pending
         if pending is None or measured.split == pending.before.split:
             return
-        self._pending = None
-        if measured.split != pending.to:
+        self._pending, before = None, pending.before
+        count = measured.split.train - before.split.train if pending.direction == "to_train" else measured.split.rollout - before.split.rollout
+        if count < 1 or sum(measured.split) != sum(before.split):
             return
-        before, there, back = pending.before, (pending.before.split, pending.to), (pending.to, pending.before.split)
-        self._corrections[there] = correct(before, measured)
-        self._corrections[back] = correct(measured, before)
+        predicted = before.times.batch - predict(before, measured.split, self._scaling.correction(before.split, measured.split)).batch
+        self._scaling.learn(before, measured)
         realised = before.times.batch - measured.times.batch
-        self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, pending.predicted, realised))
+        self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, predicted, realised, count))
         if realised < 0.0:
-            self._failures[pending.direction] += 1
+            self._brake.failed(pending.direction)
 
-    def _candidate(self, direction: Direction, snapshot: PlanSnapshot, measured: Measured, now: float) -> _Candidate | None:
-        source, change = ("rollout", 1) if direction == "to_train" else ("train", -1)
-        nodes = [n for n in snapshot.nodes if n.component == "hybrid" and n.role == source]
-        to = Split(measured.split.train + change, measured.split.rollout - change)
-        if not nodes or to.train < 1 or to.rollout < 1:
-            return None
-        node = min(nodes, key=lambda n: (n.since, n.rank))
-        after = predict(measured, to, self._correction(measured.split, to))
-        saved, share = self._gain(measured, to)
-        cost = self._switch_cost(direction, snapshot)
-        horizon = min(self._settings.horizon_s, snapshot.steps_left * measured.times.batch)
-        needed = self._settings.margin * PENALTY ** self._failures[direction] * cost
-        return _Candidate(direction, node.rank, to, after, saved, share, cost, needed, horizon * share, self._blocked(node, snapshot, measured, now))
+    def _triggers(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> tuple[str, ...]:
+        times, queue = measured.times, snapshot.queue
+        low, high = sorted((times.train, times.rollout))
+        found = {
+            "drift": self._alarmed,
+            "period": now - self._looked >= self._settings.period_s,
+            "queues": snapshot.eta > 0 and (queue.trainer_wait > WAITING or queue.ready_groups >= snapshot.prompts_per_step),
+            # Taking turns, no ratio of the stages is a balance.
+            "imbalance": snapshot.eta == 0 or high > low * (1.0 + self._settings.min_gain),
+        }
+        return tuple(name for name, holds in found.items() if holds)
 
-    def _gain(self, measured: Measured, to: Split) -> tuple[float, float]:
-        """Least seconds saved per batch, and their share of the present batch time, over the three readings of the measured times."""
-        correction = self._correction(measured.split, to)
-        readings = []
-        for shift in (0.0, ERRORS, -ERRORS):
-            here = predict(measured, measured.split, Correction(), shift, -shift).batch
-            saved = here - predict(measured, to, correction, shift, -shift).batch
-            readings.append((saved, saved / here))
-        return min(readings)
+    def _horizon(self, snapshot: PlanSnapshot, measured: Measured) -> float:
+        return min(self._settings.horizon_s, snapshot.steps_left * measured.times.batch)
 
-    def _correction(self, there: Split, to: Split) -> Correction:
-        return self._corrections.get((there, to), Correction())
+    def _moves(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> list[_Move]:
+        """Every split that hybrid nodes can reach, all in one direction."""
+        found = []
+        here = measured.split
+        directions: tuple[tuple[Direction, str, int], ...] = (("to_train", "rollout", 1), ("to_rollout", "train", -1))
+        for direction, source, sign in directions:
+            movable = sorted((n for n in snapshot.nodes if n.component == "hybrid" and n.role == source), key=lambda n: (n.since, n.rank))
+            for count in range(1, len(movable) + 1):
+                to = Split(here.train + sign * count, here.rollout - sign * count)
+                if to.train >= 1 and to.rollout >= 1:
+                    found.append(self._move(direction, movable[:count], to, snapshot, measured, now))
+        return found
 
-    def _switch_cost(self, direction: Direction, snapshot: PlanSnapshot) -> float:
-        seen = [s.seconds for s in snapshot.switches if s.direction == direction][-SWITCHES:]
-        return median(seen) if seen else self._settings.switch_cost_s
+    def _move(self, direction: Direction, nodes: list[NodeFact], to: Split, snapshot: PlanSnapshot, measured: Measured, now: float) -> _Move:
+        correction = self._scaling.correction(measured.split, to)
+        saved, share = _gain(measured, to, correction)
+        horizon = self._horizon(snapshot, measured)
+        mean = share
+        if share > 0.0 and (measured.train_trend.rate or measured.rollout_trend.rate):
+            mean = fmean(_gain(ahead(measured, point * horizon), to, correction)[1] for point in POINTS)
+        cost = self._brake.cost(direction, snapshot)
+        needed = self._brake.times(direction) * cost
+        blocked = self._blocked(nodes, snapshot, measured, now)
+        ranks = tuple(n.rank for n in nodes)
+        return _Move(direction, ranks, to, predict(measured, to, correction), saved, share, horizon * mean, cost, needed, blocked)
 
-    def _blocked(self, node: NodeFact, snapshot: PlanSnapshot, measured: Measured, now: float) -> str:
-        if now - node.since < self._settings.min_dwell_s:
-            return f"node {node.rank} has been in {node.role} for {now - node.since:.0f} s of at least {self._settings.min_dwell_s:.0f} s"
-        waits, gated = snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
-        contradicted = waits > gated if measured.times.train > measured.times.rollout else gated > waits
+    def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, measured: Measured, now: float) -> str:
+        young = max(nodes, key=lambda n: n.since)
+        if now - young.since < self._settings.min_dwell_s:
+            return f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s of at least {self._settings.min_dwell_s:.0f} s"
+        if len(nodes) > self._brake.left:
+            return f"{self._brake.left} of the {self._settings.moves_per_hour} moves an hour are left"
+        times, waits, gated = measured.times, snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
+        contradicted = waits > gated
+        if times.train <= times.rollout:
+            # Rollout slower by a share makes trainers wait for that share.
+            contradicted = gated > waits and waits < 0.5 * (1.0 - times.train / times.rollout)
         if snapshot.eta > 0 and contradicted:
             return f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the staleness gate {gated:.0%}"
         return ""
 
-    def _verdict(self, best: _Candidate, measured: Measured) -> PlanDecision:
-        numbers = self._numbers(measured, best)
+    def _verdict(self, moves: list[_Move], measured: Measured, inputs: dict[str, float]) -> PlanDecision:
+        best = moves[0]
+        numbers = inputs | {"after_train_s": best.after.train, "after_rollout_s": best.after.rollout, "after_s": best.after.batch}
+        numbers |= {"saved_s": best.saved, "pays_s": best.pays, "cost_s": best.cost, "needed_s": best.needed}
         times, stage = measured.times, "train" if best.direction == "to_train" else "rollout"
+        who = f"node {best.nodes[0]}" if len(best.nodes) == 1 else f"nodes {', '.join(map(str, best.nodes))}"
         what = (
-            f"moving node {best.node} to {stage} takes a batch from {times.batch:.2f} s (train {times.train:.2f}, rollout {times.rollout:.2f}) to "
+            f"moving {who} to {stage} takes a batch from {times.batch:.2f} s (train {times.train:.2f}, rollout {times.rollout:.2f}) to "
             f"{best.after.batch:.2f} s (train {best.after.train:.2f}, rollout {best.after.rollout:.2f})"
         )
         if best.saved <= 0.0:
@@ -201,26 +276,47 @@ class Planner:
         price = f"{best.needed / best.cost:.1f} x {best.cost:.1f} s switch cost"
         if best.pays <= best.needed:
             return _hold(f"hold: {what}, which does not pay {price}", numbers)
-        self._pending = _Pending(best.direction, best.node, measured, best.to, times.batch - best.after.batch)
-        because = "" if self._drift is None else f"; lengths drifted from {self._drift.before:.0f} to {self._drift.after:.0f} tokens"
-        return PlanDecision(best.direction, best.node, f"{best.direction}: {what}, more than {price}{because}", numbers)
+        self._pending = _Pending(best.direction, best.nodes[0], measured)
+        return PlanDecision(best.direction, best.nodes[0], f"{best.direction}: {what}, more than {price}{self._because()}", numbers, best.nodes)
 
-    def _numbers(self, measured: Measured, best: _Candidate | None) -> dict[str, float]:
+    def _because(self) -> str:
+        drift = self._drift
+        if drift is None:
+            return ""
+        what = "lengths" if drift.quantity == 0 else QUANTITIES[drift.quantity]
+        unit = " s" if drift.quantity == 3 else "" if drift.quantity == 2 else " tokens"
+        return f"; {what} drifted from {drift.before:.0f} to {drift.after:.0f}{unit}"
+
+    def _numbers(self, snapshot: PlanSnapshot, measured: Measured) -> dict[str, float]:
         numbers = {
             "train_s": measured.times.train,
             "rollout_s": measured.times.rollout,
             "batch_s": measured.times.batch,
             "train_error_share": measured.train_error,
             "rollout_error_share": measured.rollout_error,
+            "train_nodes": float(measured.split.train),
+            "rollout_nodes": float(measured.split.rollout),
+            "horizon_s": self._horizon(snapshot, measured),
+            "trainer_wait_share": snapshot.queue.trainer_wait,
+            "moves_left": float(self._brake.left),
         }
-        if best is not None:
-            numbers |= {"after_train_s": best.after.train, "after_rollout_s": best.after.rollout, "after_s": best.after.batch}
-            numbers |= {"saved_s": best.saved, "pays_s": best.pays, "cost_s": best.cost, "needed_s": best.needed}
+        if measured.train_trend.rate or measured.rollout_trend.rate:
+            numbers |= {"train_trend_per_h": 3600.0 * measured.train_trend.rate, "rollout_trend_per_h": 3600.0 * measured.rollout_trend.rate}
         if self.outcomes:
             numbers |= {"last_move_predicted_s": self.outcomes[-1].predicted, "last_move_realised_s": self.outcomes[-1].realised}
         if self._drift is not None:
             numbers["drift_distance"] = self._drift.distance
         return numbers
+
+
+def _gain(measured: Measured, to: Split, correction: Correction) -> tuple[float, float]:
+    """Least seconds saved per batch, and their share of the present batch time, over the three readings of the measured times."""
+    readings = []
+    for shift in (0.0, ERRORS, -ERRORS):
+        here = predict(measured, measured.split, Correction(), shift, -shift).batch
+        saved = here - predict(measured, to, correction, shift, -shift).batch
+        readings.append((saved, saved / here))
+    return min(readings)
 
 
 def _hold(reason: str, numbers: dict[str, float] | None = None) -> PlanDecision:

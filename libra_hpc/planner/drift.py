@@ -1,17 +1,19 @@
-"""Drift: has the distribution of trajectory lengths changed since the last change?
+"""Drift: has the workload changed since the last change?  Two-sample tests of the newest finished trajectories against a reference.
 
-A two-sample Kolmogorov-Smirnov test of the newest block of finished trajectories against a reference, the first trajectories after the last
-change.  The reference is fixed once it is full, so that a slow drift adds up until it is noticed.
+Four quantities of a trajectory are watched: generated tokens, context tokens, turns and seconds in tools.  The statistic is Kolmogorov and Smirnov's
+largest vertical distance D between two empirical distribution functions.  The reference is the first trajectories after the last change; it is fixed once
+it is full, so that a slow drift adds up until it is noticed.
 
 Trajectories of one group share a prompt and are alike (on tau-bench the prompt explains 0.59 of the variance), so n of them carry the evidence of fewer.
-The test counts a group as one observation, which is safe however alike its members are: block and reference are `BLOCK_GROUPS` = 32 and
-`REFERENCE_GROUPS` = 64 groups of trajectories, and the critical distance is that of 32 against 64 values,
+The test counts a group as one observation, which is safe however alike its members are.  Short trajectories of a batch finish first, so a block is whole
+batches: `BLOCK_GROUPS` = 32 groups or more, whatever whole number of batches that is, and the reference is twice as long.  Every `LONG` = 4 blocks, those four
+together are tested as well, which finds changes too small for one block.  With n and m groups an alarm needs
 
-    D > sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)),      alpha = `FALSE_ALARM` = 0.001:  D > 0.42.
+    D > sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)),      alpha = `FALSE_ALARM` / (tests at that moment), `FALSE_ALARM` = 0.001.
 
-Every trajectory is in one block only, so without drift at most one block in a thousand raises an alarm (the bound is conservative for small
-samples and for ties).  A false alarm costs one round of fresh measurements.  A shift of the median to the old 92nd percentile is noticed within
-one to two blocks.
+Tests at that moment are the measured quantities times one or two lengths of block; dividing by their number (Bonferroni) keeps the rate whatever their
+dependence.  Without drift at most one block in a thousand therefore raises an alarm (the bound is conservative for small samples and ties).  With one
+quantity and 32 against 64 groups D > 0.42 is needed, with four D > 0.46.  A false alarm costs one round of fresh measurements.
 """
 
 from __future__ import annotations
@@ -23,16 +25,23 @@ import msgspec
 
 BLOCK_GROUPS = 32
 REFERENCE_GROUPS = 64
+LONG = 4
 FALSE_ALARM = 0.001
+UNKNOWN = -1.0
+"""Value of a quantity that was not measured; it is left out of the test."""
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """A detected change: the distance of the two distribution functions, the critical one, and the mean lengths before and after."""
+    """A detected change: the distance of the two distribution functions, the critical one, the mean values before and after, and of what."""
 
     distance: float
     critical: float
     before: float
     after: float
+    quantity: int = 0
+    """Index of the quantity whose test was clearest."""
+    count: int = 0
+    """Trajectories, counted from the newest, that show the new state."""
 
 
 def ks_distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -56,32 +65,47 @@ def critical_distance(n: float, m: float, false_alarm: float = FALSE_ALARM) -> f
 
 
 class DriftDetector:
-    """Fed with every finished trajectory's length once, in order of time; ``group_size`` trajectories count as one observation."""
+    """Fed with every finished trajectory once, in order of finishing; ``group_size`` trajectories count as one observation, ``prompts`` groups are a batch."""
 
-    def __init__(self, group_size: int) -> None:
-        self._block_size = BLOCK_GROUPS * group_size
-        self._reference_size = REFERENCE_GROUPS * group_size
-        self._critical = critical_distance(BLOCK_GROUPS, REFERENCE_GROUPS)
-        self._reference: list[float] = []
-        self._block: list[float] = []
+    def __init__(self, group_size: int, prompts: int = 1) -> None:
+        groups = -(-BLOCK_GROUPS // prompts) * prompts
+        self._group = group_size
+        self._block_size = groups * group_size
+        self._reference_size = REFERENCE_GROUPS * self._block_size // BLOCK_GROUPS
+        self._reference: list[Sequence[float]] = []
+        self._fresh: list[Sequence[float]] = []
+        """Up to `LONG` blocks, the last one still growing."""
 
-    def update(self, lengths: Sequence[float]) -> Drift | None:
-        """Take in new lengths; returns the last change found among them.  After a change the block that showed it begins the new reference."""
+    def update(self, values: Sequence[float] | Sequence[Sequence[float]]) -> Drift | None:
+        """Take in trajectories, each a value or one value per quantity; returns the last change found.  The block that showed it begins the new reference."""
         found: Drift | None = None
-        for value in lengths:
+        for value in values:
+            one = value if isinstance(value, Sequence) else (value,)
             if len(self._reference) < self._reference_size:
-                self._reference.append(value)
+                self._reference.append(one)
                 continue
-            self._block.append(value)
-            if len(self._block) < self._block_size:
+            self._fresh.append(one)
+            if len(self._fresh) % self._block_size:
                 continue
-            distance = ks_distance(self._reference, self._block)
-            if distance > self._critical:
-                found = Drift(distance, self._critical, _mean(self._reference), _mean(self._block))
-                self._reference = self._block
-            self._block = []
+            long = len(self._fresh) == LONG * self._block_size
+            drift = self._test(long)
+            if drift is not None:
+                found = drift
+                self._reference = self._fresh[-drift.count :][: self._reference_size]
+            if drift is not None or long:
+                self._fresh = []
         return found
 
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    def _test(self, long: bool) -> Drift | None:
+        sizes = [self._block_size, *([len(self._fresh)] if long else [])]
+        quantities = [q for q in range(len(self._fresh[0])) if any(row[q] != UNKNOWN for row in self._fresh)]
+        alarm = FALSE_ALARM / (len(sizes) * len(quantities))
+        clearest: Drift | None = None
+        for size in sizes:
+            critical = critical_distance(size / self._group, len(self._reference) / self._group, alarm)
+            for q in quantities:
+                old, new = [row[q] for row in self._reference], [row[q] for row in self._fresh[-size:]]
+                distance = ks_distance(old, new)
+                if distance > critical and (clearest is None or distance / critical > clearest.distance / clearest.critical):
+                    clearest = Drift(distance, critical, sum(old) / len(old), sum(new) / len(new), q, size)
+        return clearest

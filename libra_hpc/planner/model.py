@@ -9,7 +9,10 @@ lengths:
   median over windows, for the same reason.  A rollout that idles most of the time runs small batches and shows too low a rate; but no stage can be slower than
   the loop it is part of, so T_rollout is never above the median time between two commits.
 * The straggler bound: a batch cannot end before its longest trajectory.  With eta + 1 batches in flight it has that many batch times, so
-  T_rollout >= longest * decode_s / (eta + 1), longest being the quantile 1 - 1/N of lengths for N trajectories a batch.  Nodes do not shorten it.
+  T_rollout >= (longest * decode_s + its time in tools) / (eta + 1), longest being the quantile 1 - 1/N of lengths for N trajectories a batch.  Nodes do not
+  shorten it.
+* Both stages are medians of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the middle of what was measured to
+  now, and `ahead` continues them.
 
 *Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the intercept of a Theil-Sen line of
 seconds over tokens per replica, between 0 and `MAX_FIXED` = 0.9 of T_train, and 0 while batches differ too little in size to tell (spread under
@@ -29,6 +32,7 @@ from math import sqrt
 from statistics import fmean, median
 from typing import NamedTuple
 
+from libra_hpc.planner.forecast import Trend, trend
 from libra_hpc.planner.snapshot import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
 MIN_STEPS = 4
@@ -37,6 +41,8 @@ MIN_GROUPS = 16
 """Groups of finished trajectories the mean length is taken over at least: its error is then some 20 % for lengths as scattered as their mean."""
 MAX_SAMPLES = 64
 """Newest steps and windows used; the Theil-Sen line takes 2,016 pairs of them."""
+TREND_STEPS = 32
+"""Newest steps a trend is looked for in."""
 MAX_FIXED = 0.9
 MIN_SPREAD = 0.2
 MIN_CORRECTION = 0.1
@@ -79,6 +85,8 @@ class Measured(NamedTuple):
     """Tokens of a batch that were trained on."""
     rollout_tokens: float
     """Tokens of a batch that were generated."""
+    train_trend: Trend = Trend()
+    rollout_trend: Trend = Trend()
 
 
 class Correction(NamedTuple):
@@ -88,8 +96,11 @@ class Correction(NamedTuple):
     rollout: float = 1.0
 
 
-def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Measured | str:
-    """Fit the model to what was measured at ``split`` after ``since``, or say in words what is still missing."""
+def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float = float("-inf")) -> Measured | str:
+    """Fit the model to what was measured at ``split`` after ``since``, or say in words what is still missing.
+
+    Trends of the work are taken from all steps after ``drifted``, the last sudden change, whatever the split.
+    """
     steps = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_SAMPLES:]
     windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
     windows = windows[-MAX_SAMPLES:]
@@ -102,6 +113,11 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Measured | st
         )
     train = median(s.seconds for s in steps)
     fixed = min(_intercept(steps), MAX_FIXED * train)
+    recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
+    train_trend = trend([(s.at, float(s.tokens)) for s in recent])
+    rollout_trend = trend([(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0])
+    age = (steps[-1].at - steps[0].at) / 2.0
+    train = fixed + (train - fixed) * train_trend.past(age)
     rates = [w.generated_tokens / (w.seconds * w.nodes * w.busy) for w in windows]
     rate = median(rates)
     straggler = _straggler(snapshot, done, windows)
@@ -109,6 +125,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Measured | st
     rollout = max(straggler, work / (split.rollout * rate))
     if snapshot.eta > 0 and len(steps) > 1:
         rollout = min(rollout, max(train, median(b.at - a.at for a, b in pairwise(steps))))
+    rollout *= rollout_trend.past(age)
     lengths_error = _relative_error([float(t.generated) for t in done], len(done) / snapshot.group_size)
     return Measured(
         split,
@@ -119,7 +136,39 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Measured | st
         min(straggler, rollout),
         median(s.tokens for s in steps),
         work,
+        train_trend,
+        rollout_trend,
     )
+
+
+def renewed(before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float) -> Measured | None:
+    """``before``, measured with an older workload, for the trajectories after ``since``; None while there are too few.
+
+    Training goes with the tokens of a batch, less the fixed part; ``rollout`` seconds come from a cost model.  Neither error is below ``error``.
+    """
+    done = [t for t in snapshot.trajectories if t.at > since]
+    if rollout is None or len(done) < MIN_GROUPS * snapshot.group_size:
+        return None
+    size = snapshot.prompts_per_step * snapshot.group_size
+    tokens, work = fmean(t.context for t in done) * size, fmean(t.generated for t in done) * size
+    train = before.fixed + (before.times.train - before.fixed) * tokens / before.train_tokens
+    return before._replace(
+        times=Times(train, rollout, before.times.eta),
+        train_error=max(error, before.train_error),
+        rollout_error=max(error, before.rollout_error),
+        straggler=0.0,
+        train_tokens=tokens,
+        rollout_tokens=work,
+        train_trend=Trend(),
+        rollout_trend=Trend(),
+    )
+
+
+def ahead(now: Measured, seconds: float) -> Measured:
+    """The same, ``seconds`` later, if the trends of the work go on (damped)."""
+    train, rollout = now.train_trend.ahead(seconds), now.rollout_trend.ahead(seconds)
+    times = Times(now.fixed + (now.times.train - now.fixed) * train, now.times.rollout * rollout, now.times.eta)
+    return now._replace(times=times, straggler=now.straggler * rollout)
 
 
 def predict(now: Measured, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0) -> Times:
@@ -156,10 +205,10 @@ def _straggler(snapshot: PlanSnapshot, done: Sequence[TrajectoryFact], windows: 
     speeds = [w.decode_s for w in windows if w.decode_s > 0.0]
     if not speeds:
         return 0.0
-    lengths = sorted(t.generated for t in done)
+    speed = median(speeds)
+    alone = sorted(t.generated * speed + max(0.0, t.tool_s) for t in done)
     batch = snapshot.prompts_per_step * snapshot.group_size
-    longest = lengths[min(len(lengths) - 1, int(len(lengths) * (1.0 - 1.0 / batch)))]
-    return longest * median(speeds) / (snapshot.eta + 1)
+    return alone[min(len(alone) - 1, int(len(alone) * (1.0 - 1.0 / batch)))] / (snapshot.eta + 1)
 
 
 def _median_error(values: Sequence[float]) -> float:

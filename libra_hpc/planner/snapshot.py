@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Action = Literal["hold", "to_train", "to_rollout"]
+Action = Literal["hold", "to_train", "to_rollout", "repartition"]
 
 
 class NodeFact(msgspec.Struct, frozen=True):
@@ -63,6 +63,8 @@ class TrajectoryFact(msgspec.Struct, frozen=True):
     context: int
     """Tokens of the whole context at the end."""
     turns: int
+    tool_s: float = -1.0
+    """Seconds in tools, all turns together; -1.0 when not measured."""
 
 
 class SwitchFact(msgspec.Struct, frozen=True):
@@ -104,13 +106,41 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     """Steps until the run ends: a move must pay before that."""
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """A split that was considered; seconds are those of one global batch unless said otherwise."""
+
+    train: int
+    """Nodes that train."""
+    rollout: int
+    train_s: float
+    rollout_s: float
+    batch_s: float
+    gain_s: float
+    """Seconds it saves over the horizon, at the unfavourable end of the measurement error; negative when it loses."""
+    needed_s: float
+    """Seconds it would have to save: switch cost times margin."""
+    layout: str = ""
+    """Training and rollout layout, when the core would be laid out anew."""
+    blocked: str = ""
+    """Why it is out of the question now, else empty."""
+
+
 class PlanDecision(msgspec.Struct, frozen=True):
     """What to do now and why."""
 
     action: Action
+    """``repartition`` is advice: it takes another layout of core nodes, at the next step border."""
     node: int
-    """Rank that moves; -1 for ``hold``."""
+    """Rank that moves first; -1 for ``hold`` and ``repartition``."""
     reason: str
     """A sentence with the numbers that decided."""
     numbers: dict[str, float]
-    """Seconds unless the name says otherwise."""
+    """The inputs: seconds unless the name says otherwise."""
+    nodes: tuple[int, ...] = ()
+    """All ranks that should move, ``node`` first.  Who moves one at a time may do so: the next looks ask for the rest."""
+    candidates: tuple[Candidate, ...] = ()
+    """The best five, best first."""
+    triggers: tuple[str, ...] = ()
+    """Why the plan was looked at: ``drift``, ``period``, ``queues``, ``imbalance``."""
+    layout: str = ""
+    """With ``repartition``: the training layout and the rollout TP classes to change to."""

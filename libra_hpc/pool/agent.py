@@ -28,11 +28,12 @@ from libra_hpc.errors import OperationError
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.twin.rehearsal import in_wall_time
 
 from .context import Context, make_folders
 from .coordinator import Coordinator, start_state
 from .layout import COMPONENTS_VARIABLE, Layout, check_world
-from .mesh import MPI, Mesh
+from .mesh import MPI, Mesh, meet
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
 from .train_node import TrainNode
@@ -52,7 +53,7 @@ class Agent:
         self.mesh = Mesh(comm, self._on_message)
         self.layout, self.run_dir, self.attempt = layout, run, attempt
         self.rank = self.mesh.rank
-        self.config = RunConfig.model_validate_json(run.config.read_bytes())
+        self.config = in_wall_time(RunConfig.model_validate_json(run.config.read_bytes()))
         self.private, self.shared_memory = make_folders()
         self.context: Context | None = None
         self.coordinator: Coordinator | None = None
@@ -70,6 +71,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.set_exception_handler(self._on_defect)
         self._spawn(self.mesh.run())
         if self.rank == 0:
             self._enter(start_state(self.run_dir))
@@ -154,6 +156,13 @@ class Agent:
                 log.error("no word from the coordinator for %.0f s: leaving", ORPHAN_S)
                 self._stop.set()
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception that no task of ours is waiting for ends the run, with its traceback in this agent's log."""
+        error = context.get("exception")
+        log.error("%s", context["message"], exc_info=error)
+        if isinstance(error, Exception):
+            self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
 
     def _spawn(self, work: Any, then: Any = None) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -248,7 +257,7 @@ def main() -> None:
     arguments = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    comm = MPI.COMM_WORLD
+    comm = meet()
     run = RunDir(arguments.run)
     try:
         layout = Layout.parse(os.environ.get(COMPONENTS_VARIABLE, ""))
@@ -259,6 +268,8 @@ def main() -> None:
             run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})
         os._exit(error.exit_code)
     _release_segments(comm)
+    if comm.Get_rank() == 0:
+        run.met(arguments.attempt).touch()
     good = asyncio.run(Agent(comm, layout, run, arguments.attempt).run())
     sys.stdout.flush()
     sys.stderr.flush()

@@ -119,6 +119,9 @@ class Child:
         except (ConnectionError, FrameError) as error:
             if isinstance(error, FrameError):
                 self.kill()
+        except Exception as error:
+            # A defect of ours in the handler of a message: whoever runs the loop must hear of it, or the run would wait for an answer that was lost.
+            asyncio.get_running_loop().call_exception_handler({"message": f"a message of {self.socket_path.stem}", "exception": error})
         finally:
             self._read_done.set()
             writer.close()

@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from libra_hpc.planner.calibrate import Split, StepForecast
 from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.snapshot import NodeFact, PlanDecision
+from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol.mesh import (
+    BatchReady,
     DrainTurns,
     EngineDied,
     EngineIsReady,
@@ -40,10 +42,11 @@ from libra_hpc.protocol.mesh import (
 )
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
-from libra_hpc.telemetry.status import DecisionStatus, encode_status
+from libra_hpc.telemetry.status import encode_status
 
 from . import states
 from .context import Context
+from .decisions import DecisionLog, predicted_gain
 from .observations import Observations
 from .screen import NodeFacts, compose_status
 
@@ -54,8 +57,6 @@ HELLO_S = 120.0
 STATUS_S = 1.0
 ROLES_S = 5.0
 """The roles are repeated this often, which also tells the agents that the coordinator lives."""
-HOLD_LOG_S = 10.0
-"""A decision to hold is logged this often: enough to see why nothing moves, without a line per look."""
 NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
 """How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use); the notice before the
 time limit comes 60 s early."""
@@ -75,8 +76,8 @@ class Coordinator:
         self._pool: states.Pool | None = None
         self._observations = Observations()
         self._planner = Planner(self._config.planner)
-        self._decision: DecisionStatus | None = None
-        self._hold_logged_at = 0.0
+        self._decisions = DecisionLog(self._planner, self._event)
+        self._forecast = forecast(context)
         self._moves: dict[int, tuple[Role, float]] = {}
         self._started_at = now
         self._step = context.start.step
@@ -98,6 +99,9 @@ class Coordinator:
                 self._events.write({"t": t, "kind": kind, **fields})
             case StepReport():
                 self._on_step(message)
+            case BatchReady(step=step, tokens=tokens, signal_tokens=signal):
+                trained = signal if self._config.algorithm.skip_zero_advantage else tokens
+                self._forecast.batch_ready(step, trained, self._split().rollout_nodes, time.time())
             case RolloutReport():
                 receivers = states.rollout_nodes(self._pool) if self._pool else ()
                 self._observations.on_rollout(message, receivers, time.time())
@@ -200,19 +204,17 @@ class Coordinator:
         snapshot = self._observations.snapshot(nodes, algorithm.prompts_per_step, algorithm.group_size, algorithm.eta, steps_left)
         now = time.time()
         decision = self._planner.decide(snapshot, now)
-        self._remember(decision, now)
-        if decision.action == "hold":
+        self._decisions.look(decision, now)
+        if "drift" in decision.triggers:
+            self._forecast.drifted()
+        if decision.action not in ("to_train", "to_rollout"):
             return
         role: Role = "train" if decision.action == "to_train" else "rollout"
-        self._event("move_started", rank=decision.node, to=role, reason=decision.reason, numbers=decision.numbers)
-        self._moves[decision.node] = (role, now)
-        self._apply(states.MoveOrdered(decision.node, role))
-
-    def _remember(self, decision: PlanDecision, now: float) -> None:
-        self._decision = DecisionStatus(now, decision.action, decision.node, decision.reason, decision.numbers)
-        if decision.action != "hold" or now - self._hold_logged_at > HOLD_LOG_S:
-            self._hold_logged_at = now
-            self._event("decision", action=decision.action, node=decision.node, reason=decision.reason, numbers=decision.numbers)
+        gain = predicted_gain(decision)
+        for rank in decision.nodes or (decision.node,):
+            self._event("move_started", rank=rank, to=role, reason=decision.reason, numbers=decision.numbers, predicted_gain_s=gain)
+            self._moves[rank] = (role, now)
+            self._apply(states.MoveOrdered(rank, role))
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
 
@@ -264,9 +266,22 @@ class Coordinator:
         now = time.time()
         self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
         self._observations.on_step(report, now)
-        rollout_nodes = len(states.rollout_nodes(self._pool)) if self._pool else 0
         speed = self._observations.rollout_speed(self._gen_tokens)[0]
-        self._metrics.write({"t": now, "step": report.step, **report.metrics, "rollout_nodes": rollout_nodes, "rollout_tokens_per_s": speed})
+        split, m = self._split(), report.metrics
+        split = Split(int(m.get("replicas", split.replicas)), split.rollout_nodes)
+        timed = self._forecast.committed(report.step, split, m.get("step_s", 0.0), m.get("wait_s", 0.0), m.get("train_wall_s", 0.0), now)
+        self._observations.predictions.append(timed)
+        self._metrics.write(
+            {
+                "t": now, "step": report.step, **m, "rollout_nodes": split.rollout_nodes, "rollout_tokens_per_s": speed,
+                "predicted_s": timed.predicted_s, "predicted_train_s": timed.predicted_train_s, "latency_s": timed.latency_s,
+            }
+        )  # fmt: skip
+
+    def _split(self) -> Split:
+        if self._pool is None:
+            return Split(0, 0)
+        return Split(len(self._pool.membership.ranks), len(states.rollout_nodes(self._pool)))
 
     def _end(self, state: str, message: str) -> None:
         if not self._finished.is_set():
@@ -277,6 +292,7 @@ class Coordinator:
         newest = self._run_dir.latest_checkpoint()
         if newest is not None and self.state == "completed":
             await asyncio.to_thread(_copy_policy, newest[1] / "policy", self._run_dir.policy)
+        self._decisions.close()
         self._event("job_finished", state=self.state, message=self._message, step=self._step)
         result = {"state": self.state, "message": self._message, "step": self._step, "attempt": self._context.attempt, "t": time.time()}
         self._run_dir.write_json(self._run_dir.result, result)
@@ -293,9 +309,16 @@ class Coordinator:
     def _write_status(self) -> None:
         status = compose_status(
             self._context, self._pool, self._nodes, self._observations, state=self.state, message=self._message, started_at=self._started_at,
-            step=self._step, gen_tokens=self._gen_tokens, decision=self._decision, now=time.time(),
+            step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last, forecast=self._forecast, now=time.time(),
         )  # fmt: skip
         write_atomic(self._run_dir.status, encode_status(status))
+
+
+def forecast(context: Context) -> StepForecast:
+    """The step forecast of an attempt, from the plan the run was queued with where there is one; a rehearsal's clock runs faster than its plan's."""
+    plan = context.run.read_json(context.run.plan).get("predicted", {})
+    scale = 1.0 / context.config.twin.speedup if context.config.run.engine == "twin" else 1.0
+    return StepForecast(context.config.algorithm.eta, scale * plan.get("train_s_per_token", 0.0), scale * plan.get("latency_s", 0.0))
 
 
 def _role(kind: str) -> Role:

@@ -50,6 +50,10 @@ class Layout(msgspec.Struct, frozen=True):
         """Lowest rank of component ``rollout``."""
         return self.components.index("rollout")
 
+    def engine_node(self, rank: int) -> int:
+        """Position of a hybrid or rollout rank among all of them, from 0: the index of its entry in lists of the run file."""
+        return sum(name in ("hybrid", "rollout") for name in self.components[:rank])
+
     def pool(self) -> list[tuple[int, PoolComponent]]:
         """Every rank that runs engines, with its component."""
         return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]

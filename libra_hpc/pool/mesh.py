@@ -11,6 +11,7 @@ MPI has no descriptor to wait on, so the mesh polls.  The pause between two poll
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,11 +24,15 @@ from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import MeshMessage
 from libra_hpc.protocol.mesh import mesh as codec
 
-mpi4py.rc.thread_level = "single"
+# `meet` does it, under a deadline.
+mpi4py.rc.initialize = False
 
-from mpi4py import MPI  # noqa: E402  (the thread level must be set first)
+from mpi4py import MPI  # noqa: E402  (the choice must be made first)
 
-__all__ = ["MPI", "Mesh"]
+__all__ = ["MPI", "Mesh", "meet"]
+
+MEET_S = 90
+"""A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
 
 TAG_FRAME = 7
 TAG_BLOB = 8
@@ -50,6 +55,21 @@ class _Envelope(msgspec.Struct, array_like=True):
 
 _envelope_encoder = msgspec.msgpack.Encoder()
 _envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+
+
+def meet() -> MPI.Intracomm:
+    """Join the world: returns it once every rank is there.
+
+    A rank that fails to connect leaves the others waiting inside MPI for ever, where no Python runs; so the kernel ends this process with SIGALRM when it takes
+    longer than `MEET_S`, and whoever started it may try again.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(MEET_S)
+    MPI.Init_thread(MPI.THREAD_SINGLE)
+    comm = MPI.COMM_WORLD
+    comm.Barrier()
+    signal.alarm(0)
+    return comm
 
 
 class Mesh:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
+from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.planner.snapshot import NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
 
@@ -31,6 +32,7 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
+        self.predictions: deque[PredictedStep] = deque(maxlen=STEPS)
         self._walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
         """(seconds from commit to commit, seconds of it the trainer waited for data)"""
 
@@ -50,12 +52,13 @@ class Observations:
         last = self.report
         if last is not None and nodes and nodes == self._report_nodes and now > self._report_at:
             seconds = now - self._report_at
-            busy = (report.busy_s - last.busy_s) / (seconds * len(nodes))
+            engines = sum(count for _, count, *_ in report.buckets)
+            busy = (report.busy_s - last.busy_s) / (seconds * max(1, engines))
             generated, prefilled = report.generated_tokens - last.generated_tokens, report.prefilled_tokens - last.prefilled_tokens
             self.windows.append(RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy), report.decode_s))
         self.report, self._report_at, self._report_nodes = report, now, nodes
-        for generated, context, turns in report.lengths:
-            self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns))
+        for generated, context, turns, tool_s in report.lengths:
+            self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns, tool_s))
             self._finished += 1
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:

@@ -1,22 +1,27 @@
-"""The rollout leader's surroundings in its agent: environment host processes, the trajectory file, and the report of every second."""
+"""The rollout leader's surroundings in its agent: environment host processes, its two files, and the report of every second."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any
 
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.env import ToHost, from_host, to_host
+from libra_hpc.rollout.history import history
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
+from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
 from libra_hpc.sched.registry import make_policy
-from libra_hpc.tasks.settings import host_command
-from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.journal import Journal
 
 from .child import Child
+from .commands import host_command
 from .context import Context
 
 REPORT_S = 1.0
+LEARN_AT_ONCE = 200
+"""Earlier trajectories a policy learns from before the loop's other tasks get their turn: some 10 ms."""
 HOST_RESTART_S = 0.5
 MAX_FAST_DEATHS = 5
 """Deaths in a row without a single `HostReady`: then the task itself is broken and the run ends with its message."""
@@ -43,37 +48,59 @@ class RolloutLead:
             else (algorithm.eta + 1) * algorithm.prompts_per_step,
             in_order=algorithm.batch_order == "data",
         )
-        self._trace = LineLog(context.run.trajectories)
+        self._trajectories: Journal[Ended] = Journal(context.run.trajectories, trace_line)
+        self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._hosts: list[Child | None] = [None] * config.task.hosts
         self._deaths = [0] * config.task.hosts
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._stopping = False
+        self._policy = make_policy(rollout.policy, config.run.seed)
         self.leader = RolloutLeader(
             settings,
-            make_policy(rollout.policy, config.run.seed),
+            self._policy,
             context.send,
             context.layout.train_leader,
             config.task.hosts,
             self._to_host,
-            self._trace.write,
+            self._trajectories.add,
+            self._decisions.add,
             context.log,
         )
 
     async def run(self) -> None:
-        """Start the hosts, then report every second until cancelled."""
+        """Learn from earlier attempts, start the hosts, then report every second until stopped."""
+        await self._learn()
         for host in range(len(self._hosts)):
             await self._start_host(host)
         start = self._context.start
         self.leader.on_position(start.step, start.low, start.extra)
-        while True:
+        while not self._stopping:
             await asyncio.sleep(REPORT_S)
             self._context.send(0, self.leader.report())
+            if not self._stopping:
+                await self._trajectories.flush()
+                await self._decisions.flush()
+
+    async def _learn(self) -> None:
+        """Show the policy what it could have learned before this attempt."""
+        context, config = self._context, self._context.config
+        records = await asyncio.to_thread(history, context.run.trajectories, config.rollout.warm_start, config.task.name)
+        for number, record in enumerate(records):
+            self._policy.finished(record, time.monotonic())
+            if number % LEARN_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if records:
+            context.log("scheduler_warm_start", trajectories=len(records))
 
     async def stop(self) -> None:
-        """End the environment hosts."""
+        """End the environment hosts and write what is left."""
         self._stopping = True
+        # Before anything that takes time: whoever ends the job may not wait for it.
+        await self._trajectories.flush()
+        await self._decisions.flush()
         await asyncio.gather(*(child.stop() for child in self._hosts if child is not None))
-        self._trace.close()
+        await self._trajectories.close()
+        await self._decisions.close()
 
     def on_message(self, message: Any) -> None:
         """What the mesh brings for the rollout leader."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from libra_hpc.config.rollout import of_node
 from libra_hpc.protocol.mesh import (
     EngineDied,
     EngineDown,
@@ -48,6 +48,7 @@ from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.weights.relay import Receiver
 
 from .child import Child
+from .commands import engine_command
 from .context import Context
 from .devices import MAX_STARTS, engine_environment
 
@@ -71,7 +72,10 @@ class RolloutNode:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        count = context.config.rollout.engines_per_node
+        rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
+        serves = context.component in ("hybrid", "rollout")
+        self._tp = of_node(rollout.tp, node) if serves else 1
+        count = of_node(rollout.engines_per_node, node) if serves else 0
         self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
         self._receiver = Receiver(context.shared_memory, context.send, self._weights_complete)
         self._wanted = False
@@ -151,7 +155,7 @@ class RolloutNode:
         config = EngineConfig(
             model=str(Path(start.checkpoint) / "policy") if start.checkpoint else context.config.model.path,
             dtype=context.config.model.dtype,
-            tp=rollout.tp,
+            tp=self._tp,
             max_model_len=rollout.max_model_len,
             max_num_seqs=rollout.max_num_seqs,
             kv_cache_mb=rollout.kv_cache_mb,
@@ -159,6 +163,7 @@ class RolloutNode:
             threads=rollout.threads,
             seed=context.config.run.seed * 100_003 + context.rank * 101 + context.attempt,
             device=context.config.slurm.device,
+            step_log=str(context.logs / f"{engine.name}.steps.jsonl") if rollout.record_steps else "",
             version=start.step if self._receiver.newest_path is None else self._receiver.newest,
             weights="" if self._receiver.newest_path is None else str(self._receiver.newest_path),
         )
@@ -166,9 +171,9 @@ class RolloutNode:
         path.write_bytes(msgspec.json.encode(config))
         engine.state, engine.ready = "starting", None
         engine.child = Child(engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited)
-        argv = [sys.executable, "-m", "libra_hpc.rollout.engine", "--config", str(path)]
-        first = list(self._engines).index(engine.name) * rollout.tp
-        environment = engine_environment(os.environ, config.device, first, rollout.tp, rollout.threads)
+        argv = engine_command(context.config, context.component, path)
+        first = list(self._engines).index(engine.name) * self._tp
+        environment = engine_environment(os.environ, config.device, first, self._tp, rollout.threads)
         engine.starts += 1
         await engine.child.start(argv, environment, context.logs / f"{engine.name}.log")
 

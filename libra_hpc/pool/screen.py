@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from libra_hpc.planner.calibrate import StepForecast
 from libra_hpc.protocol.mesh import Heartbeat
-from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
+from libra_hpc.telemetry.accuracy import median_error, window_error
+from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status, StepForecastStatus
 
 from . import states
 from .context import Context
 from .observations import Observations
+
+SHOWN_STEPS = 6
+"""Steps whose prediction the status shows."""
 
 
 class NodeFacts:
@@ -37,6 +42,7 @@ def compose_status(
     step: int,
     gen_tokens: float,
     decision: DecisionStatus | None,
+    forecast: StepForecast,
     now: float,
 ) -> Status:
     """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch."""
@@ -56,6 +62,21 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, now) for rank, facts in nodes.items()], decision=decision, message=message,
+        forecast=_forecast(seen, forecast),
+    )  # fmt: skip
+
+
+def _forecast(seen: Observations, forecast: StepForecast) -> ForecastStatus | None:
+    """None before the first step."""
+    timed = list(seen.predictions)
+    if not timed:
+        return None
+    steps = [StepForecastStatus(s.step, s.predicted_s, s.measured_s, s.predicted_train_s, s.measured_train_s) for s in timed]
+    whole = [(s.predicted_s, s.measured_s) for s in steps]
+    train = [(s.predicted_train_s, s.measured_train_s) for s in steps]
+    return ForecastStatus(
+        steps[-SHOWN_STEPS:], median_error(whole), window_error(whole), median_error(train), forecast.upcoming,
+        {"train": forecast.train.present, "latency": forecast.latency.present},
     )  # fmt: skip
 
 

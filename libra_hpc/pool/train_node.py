@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, Worke
 from libra_hpc.weights.relay import Publisher
 
 from .child import Child
+from .commands import trainer_command
 from .context import Context
 from .devices import MAX_STARTS, engine_environment
 
@@ -151,7 +151,7 @@ class TrainNode:
             child = Child(name, context.private / f"{name}.sock", to_worker, from_worker, self._message, self._exited)
             self._children.append(child)
             environment = engine_environment(os.environ, config.slurm.device, 0, train.tp * train.pp, train.threads)
-            await child.start([sys.executable, "-m", "libra_hpc.train.worker", "--config", str(path)], environment, context.logs / f"{name}.log")
+            await child.start(trainer_command(config, context.component, path), environment, context.logs / f"{name}.log")
 
     def _message(self, child: Child, message: Any) -> None:
         if child not in self._children:

@@ -16,7 +16,13 @@ class Signal(msgspec.Struct, frozen=True, array_like=True):
     outcome: str
     """``ok`` | ``error`` | ``timeout`` | a task's own short class such as ``miss``"""
     payload_tokens: int
+    """What the answer adds to the context."""
     seconds: float
+    exit_code: int | None = None
+    """Of a process the tool ran; None when it ran none."""
+    passed: int | None = None
+    """Tests that passed, when the tool ran tests."""
+    failed: int | None = None
 
 
 class OpenEpisode(msgspec.Struct, tag=True, frozen=True):

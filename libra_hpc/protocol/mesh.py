@@ -178,6 +178,18 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     stats: dict[str, float]
 
 
+class BatchReady(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> coordinator: the global batch of a step is complete and on its way to the trainers."""
+
+    step: int
+    tokens: int
+    """All tokens of its trajectories."""
+    signal_tokens: int
+    """Those of trajectories with an advantage that is not zero."""
+    longest: int
+    """Generated tokens of its longest trajectory."""
+
+
 class Committed(msgspec.Struct, tag=True, frozen=True):
     """Train leader -> rollout leader: ``step`` is trained; the leader may forget these groups."""
 
@@ -264,8 +276,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Seconds per decoded token of one sequence, mean over engines; 0.0 while unknown."""
     buckets: tuple[tuple[int, int, int, int, float], ...]
     """(tp, engines, in flight, trajectories, KV use)"""
-    lengths: tuple[tuple[int, int, int], ...]
-    """(generated tokens, final context, turns) of trajectories finished since the last report."""
+    lengths: tuple[tuple[int, int, int, float], ...]
+    """(generated tokens, final context, turns, seconds in tools) of trajectories finished since the last report."""
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------------
@@ -311,7 +323,7 @@ class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
 MeshMessage = Union[
     Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, Log, Stop, Fatal,
     ToReplica, FromReplica, FormGeneration, MemberJoined, StopTraining, TrainingFinished, StepReport,
-    Batch, Committed,
+    Batch, BatchReady, Committed,
     EngineUp, EngineDown, DrainTurns, TurnsDrained, Turns, TurnsDone, EngineLoad, EngineVersion, RolloutReport,
     Publish, WeightsWanted, WeightsCurrent, WeightsChunk,
 ]  # fmt: skip

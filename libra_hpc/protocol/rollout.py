@@ -23,6 +23,8 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     """vLLM priority: lower is served first."""
+    keep_s: float = 0.0
+    """Seconds after its end for which the request's KV cache is kept although nothing runs on it, as far as nothing else needs the room."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -86,12 +88,15 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     running: int
     waiting: int
     kv_use: float
+    """Share of the KV cache that requests hold, 0..1."""
     generated_tokens: int
     prefill_tokens: int
     cached_tokens: int
     preemptions: int
     steps: int
     busy_s: float
+    kv_pinned: float = 0.0
+    """Share of the KV cache that is only kept for later turns (`Generate.keep_s`); it gives way to any request."""
 
 
 class WeightsApplied(msgspec.Struct, tag=True, frozen=True):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.protocol.mesh import Group
+from libra_hpc.protocol.mesh import Batch, BatchReady, Group
 
 from .advantage import advantages
 from .trajectory import Trajectory
+
+TOKEN_BYTES = 4
+"""int32 token ids."""
 
 
 class GroupState:
@@ -30,6 +33,14 @@ def quantile(values: Sequence[float], q: float) -> float:
     """Nearest-rank quantile of a non-empty sequence."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def batch_ready(batch: Batch) -> BatchReady:
+    """What the coordinator is told of a batch: enough to predict how long it will train."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    tokens = [len(sample.tokens) // TOKEN_BYTES for sample in samples]
+    signal = sum(n for n, sample in zip(tokens, samples, strict=True) if sample.advantage != 0.0)
+    return BatchReady(batch.step, sum(tokens), signal, max((sample.loss_mask.count(1) for sample in samples), default=0))
 
 
 def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:

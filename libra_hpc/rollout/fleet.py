@@ -1,15 +1,19 @@
-"""The engines as the rollout leader knows them: what each holds, how fast it is, which weights it samples under."""
+"""The engines that accept turns, as the rollout leader knows them: who runs which turn, and what they have done.
+
+Load lives on the `libra_hpc.sched.board.Board`, which policies read; this is what policies have no use for: nodes, requests in flight, and the counters
+behind the report to the coordinator.  Every change that matters to a policy is passed on to the board here, and nowhere else.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.protocol import EngineView
+from libra_hpc.sched.board import Board
 
-from .speed import SpeedEstimate
 from .trajectory import Trajectory
 
 SPEED_WINDOW_S = 10.0
@@ -17,57 +21,69 @@ SPEED_WINDOW_S = 10.0
 
 
 class Engine:
-    """One vLLM replica.  `inflight` maps request id to the trajectory whose turn it runs; `tokens` is the sum of their contexts."""
+    """One vLLM replica.  `inflight` maps a request id to the trajectory whose turn it runs and the context tokens it was sent with."""
 
-    __slots__ = ("draining", "inflight", "rank", "ready", "speed", "stats", "tokens", "version")
+    __slots__ = ("draining", "inflight", "rank", "stats")
 
-    def __init__(self, up: EngineUp) -> None:
-        self.rank, self.ready, self.version = up.rank, up.ready, up.ready.version
-        self.inflight: dict[str, Trajectory] = {}
-        self.tokens = 0
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.inflight: dict[str, tuple[Trajectory, int]] = {}
         self.draining = False
-        self.speed = SpeedEstimate()
         self.stats: EngineStats | None = None
-
-    def send(self, rid: str, trajectory: Trajectory) -> None:
-        """Note a turn as in flight."""
-        self.inflight[rid] = trajectory
-        self.tokens += len(trajectory.context)
-
-    def take(self, rid: str) -> Trajectory | None:
-        """Note a turn as answered; None when it is not (or no longer) ours.  Call it before the answer is added to the context."""
-        trajectory = self.inflight.pop(rid, None)
-        if trajectory is not None:
-            self.tokens -= len(trajectory.context)
-        return trajectory
 
 
 class Fleet:
     """All engines that accept turns, by name."""
 
-    def __init__(self, max_inflight: int) -> None:
-        self._max_inflight = max_inflight
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self.engines: dict[str, Engine] = {}
         self.generated = self.prefilled = 0
         """Tokens since start, all engines, also those that are gone."""
         self.busy_s = 0.0
-        self._window: list[tuple[float, int, float]] = []
+        self._window: deque[tuple[float, int, float]] = deque()
 
-    def view(self, name: str) -> EngineView:
-        """One engine as the policies see it."""
-        engine = self.engines[name]
-        return EngineView(
-            name, engine.ready.tp, engine.ready.kv_tokens, len(engine.inflight), engine.tokens, self._max_inflight,
-            engine.stats.kv_use if engine.stats else 0.0, engine.version, engine.speed.decode_s, engine.speed.prefill_s,
-        )  # fmt: skip
+    def up(self, up: EngineUp) -> None:
+        """An engine accepts turns."""
+        self.engines[up.engine] = Engine(up.rank)
+        self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version)
 
-    def open(self, oldest: int) -> dict[str, EngineView]:
-        """Engines that may get turns.
+    def down(self, name: str) -> Engine | None:
+        """An engine is gone; what it still ran is in the returned object."""
+        self._board.down(name)
+        return self.engines.pop(name, None)
+
+    def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
+        """A turn that the dispatcher has put on the board is on its way."""
+        self.engines[name].inflight[rid] = (trajectory, len(trajectory.context))
+
+    def take(self, name: str, rid: str) -> Trajectory | None:
+        """A turn is answered; None when it is not (or no longer) ours."""
+        engine = self.engines.get(name)
+        held = engine.inflight.pop(rid, None) if engine else None
+        if held is None:
+            return None
+        self._board.answered(name, held[1])
+        return held[0]
+
+    def drop(self, trajectory: Trajectory) -> None:
+        """Forget the turns of a trajectory that starts anew; their answers will find nothing."""
+        for name, engine in self.engines.items():
+            for rid in [rid for rid, (held, _) in engine.inflight.items() if held is trajectory]:
+                self.take(name, rid)
+
+    def applied(self, name: str, version: int) -> None:
+        """An engine samples under new weights."""
+        self._board.applied(name, version)
+
+    def admit(self, oldest: int) -> None:
+        """Let the engines have turns that may have some.
 
         One behind ``oldest``, the version that admission counts from, would sample tokens older than the staleness bound allows; it is left out until it
         caught up.
         """
-        return {name: self.view(name) for name, engine in self.engines.items() if not engine.draining and engine.version >= oldest}
+        for name, engine in self.engines.items():
+            self._board.set_open(name, not engine.draining and self._board.engines[name].version >= oldest)
 
     def of(self, rank: int) -> list[str]:
         """Engines of one node."""
@@ -77,6 +93,7 @@ class Fleet:
         """Send no more turns to a node."""
         for name in self.of(rank):
             self.engines[name].draining = True
+            self._board.set_open(name, False)
 
     def empty(self, rank: int) -> bool:
         """Whether nothing is in flight at a node."""
@@ -85,17 +102,12 @@ class Fleet:
     @property
     def inflight(self) -> int:
         """Turns in flight, all engines."""
-        return sum(len(engine.inflight) for engine in self.engines.values())
+        return sum(members.inflight for members in self._board.classes)
 
     @property
-    def nodes(self) -> int:
-        """Nodes with at least one engine."""
-        return len({engine.rank for engine in self.engines.values()})
-
-    @property
-    def applied(self) -> int | None:
+    def oldest(self) -> int | None:
         """The lowest version any engine samples under; None without engines."""
-        return min((engine.version for engine in self.engines.values()), default=None)
+        return min((view.version for view in self._board.engines.values()), default=None)
 
     def load(self, name: str, stats: EngineStats) -> None:
         """Take in an engine's counters."""
@@ -108,11 +120,11 @@ class Fleet:
             self.prefilled += stats.prefill_tokens - last.prefill_tokens
             self.busy_s += stats.busy_s - last.busy_s
         engine.stats = stats
-        engine.speed.update(stats)
+        self._board.report(name, stats)
         now = time.monotonic()
         self._window.append((now, self.generated, self.busy_s))
         while len(self._window) > 2 and now - self._window[0][0] > SPEED_WINDOW_S:
-            self._window.pop(0)
+            self._window.popleft()
 
     def busy_per_token(self) -> float:
         """Busy engine seconds per generated token over the last `SPEED_WINDOW_S`; 0.0 while unknown."""
@@ -123,16 +135,17 @@ class Fleet:
 
     def decode_s(self) -> float:
         """Seconds per decoded token of one sequence, mean over engines; 0.0 while unknown."""
-        speeds = [engine.speed.decode_s for engine in self.engines.values() if engine.speed.decode_s > 0.0]
+        speeds = [view.decode_s for view in self._board.engines.values() if view.decode_s > 0.0]
         return sum(speeds) / len(speeds) if speeds else 0.0
 
     def buckets(self, trajectories: Iterable[Trajectory]) -> tuple[tuple[int, int, int, int, float], ...]:
         """(tp, engines, turns in flight, trajectories, largest KV use) per TP degree, ascending; a trajectory belongs to the engine of its last turn."""
-        held = [trajectory.engine for trajectory in trajectories]
-        out = []
-        for tp in sorted({engine.ready.tp for engine in self.engines.values()}):
-            members = {name: engine for name, engine in self.engines.items() if engine.ready.tp == tp}
-            uses = [engine.stats.kv_use for engine in members.values() if engine.stats]
-            turns = sum(len(engine.inflight) for engine in members.values())
-            out.append((tp, len(members), turns, sum(name in members for name in held), max(uses, default=0.0)))
-        return tuple(out)
+        open_at: dict[int, int] = {}
+        for trajectory in trajectories:
+            view = self._board.engines.get(trajectory.engine)
+            if view is not None:
+                open_at[view.tp] = open_at.get(view.tp, 0) + 1
+        return tuple(
+            (bucket.tp, len(bucket.members), bucket.inflight, open_at.get(bucket.tp, 0), max(view.kv_use for view in bucket.members))
+            for bucket in self._board.classes
+        )

@@ -1,18 +1,18 @@
 """The rollout leader: admits prompts under the staleness gate, runs the trajectory loops, and asks the scheduling policy where every turn goes.
 
 It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained.  A trajectory alternates between three
-places: an environment host (a tool runs; no engine slot is held), the list of waiting turns, and an engine.  Whatever dies, the token-level record here
+places: an environment host (a tool runs; no engine slot is held), the dispatcher's queue, and an engine.  Whatever dies, the token-level record here
 is complete up to the last answer, so a lost engine costs the running turns only (they are sent again elsewhere), and a lost environment host costs its
 episodes, which start anew under the same prompt.
 
-Work is coalesced: answers that arrive together are routed together, once per pass of the event loop.
+Queue, board and policy are those the simulator drives.  Work is coalesced: answers that arrive together are routed together, once per pass of the event
+loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -31,16 +31,20 @@ from libra_hpc.protocol.env import (
 )
 from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
-from libra_hpc.sched.protocol import Finished, Policy, TurnView
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sched.protocol import Policy
 
-from .batch import batch_stats
-from .fleet import Engine, Fleet
+from .batch import batch_ready, batch_stats
+from .fleet import Fleet
+from .record import Ended, Routed
 from .staleness import StalenessGate
 from .supply import PromptSupply
 from .trajectory import Trajectory
 
 MAX_ERRORS = 3
 """An engine or a task may fail a trajectory this often before its group goes on without it: once is an accident, thrice is the trajectory's own fault."""
+
 
 class RolloutSettings(msgspec.Struct, frozen=True):
     """What the leader needs of the run file."""
@@ -58,7 +62,7 @@ class RolloutSettings(msgspec.Struct, frozen=True):
 
 
 class RolloutLeader:
-    """See the module docstring.  Inputs are the ``on_*`` methods; outputs go through ``send`` (mesh), ``to_host`` and ``trace``."""
+    """See the module docstring.  Inputs are the ``on_*`` methods; outputs go through ``send`` (mesh), ``to_host``, ``ended`` and ``routed``."""
 
     def __init__(
         self,
@@ -68,21 +72,24 @@ class RolloutLeader:
         train_leader: int,
         hosts: int,
         to_host: Callable[[int, ToHost], None],
-        trace: Callable[[dict[str, Any]], None],
+        ended: Callable[[Ended], None],
+        routed: Callable[[Routed], None],
         log: Callable[..., None],
     ) -> None:
-        self.settings, self.policy = settings, policy
-        self._send, self._train_leader, self._to_host, self._trace, self._log = send, train_leader, to_host, trace, log
+        self.settings = settings
+        self._send, self._train_leader, self._to_host, self._log = send, train_leader, to_host, log
+        self._ended, self._routed = ended, routed
         self._hosts_ready = [False] * hosts
-        self._fleet = Fleet(settings.max_inflight)
+        self._board = Board(settings.max_inflight)
+        self._fleet = Fleet(self._board)
+        self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
         self._episodes: dict[str, Trajectory] = {}
-        self._waiting: list[Trajectory] = []
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = 0
         self.resubmitted = 0
-        self._lengths: list[tuple[int, int, int]] = []
+        self._lengths: list[tuple[int, int, int, float]] = []
 
     # --- data order -------------------------------------------------------------------------------------------------------------------------
 
@@ -125,9 +132,8 @@ class RolloutLeader:
                 if trajectory is not None:
                     trajectory.prompt_id = message.prompt_id
                     trajectory.max_tokens, trajectory.stop_ids = message.max_tokens, message.stop_ids
-                    tokens = _ids(message.tokens)
-                    trajectory.prompt_tokens = len(tokens)
-                    trajectory.add_environment(tokens)
+                    trajectory.add_environment(message.tokens)
+                    trajectory.prompt_tokens = len(trajectory.context)
                     self._ready(trajectory)
             case EpisodeFailed(episode=episode, error=error):
                 trajectory = self._episodes.get(episode)
@@ -148,15 +154,12 @@ class RolloutLeader:
         if trajectory is None:
             return
         if message.signal is not None:
-            record = trajectory.turns[-1]
-            record.tool, record.outcome, record.tool_s = message.signal.tool, message.signal.outcome, message.signal.seconds
-            trajectory.signals.append(message.signal)
-            trajectory.at_signal.append(trajectory.attained)
+            trajectory.add_signal(message.signal)
         if message.done:
             trajectory.reward, trajectory.info = message.reward, message.info
             self._finish(trajectory)
             return
-        trajectory.add_environment(_ids(message.tokens))
+        trajectory.add_environment(message.tokens)
         if len(trajectory.context) + trajectory.max_tokens > self.settings.max_model_len:
             self._to_host(trajectory.host, CloseEpisode(trajectory.episode))
             trajectory.info = {"truncated": 1.0}
@@ -169,7 +172,7 @@ class RolloutLeader:
     def _ready(self, trajectory: Trajectory) -> None:
         trajectory.ready_at = time.monotonic()
         trajectory.place = "waiting"
-        self._waiting.append(trajectory)
+        self._queue.ready(trajectory.view(self.settings.task), trajectory.ready_at)
         self._kick()
 
     def _kick(self) -> None:
@@ -184,49 +187,26 @@ class RolloutLeader:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        if not self._waiting:
-            return
-        views = self._fleet.open(self._supply.gate.version if self._supply else 0)
-        free = sum(max(0, view.max_inflight - view.inflight) for view in views.values())
-        if free == 0:
-            return
-        now = time.monotonic()
-        turns = [
-            TurnView(
-                t.episode, t.prompt_id, t.sample, self.settings.task, len(t.context), t.attained, len(t.turns) - 1, now - t.ready_at, t.engine, tuple(t.signals)
-            )
-            for t in self._waiting
-        ]
-        sent: set[int] = set()
+        now, at = time.monotonic(), time.time()
         outbox: dict[int, list[tuple[str, Generate]]] = {}
-        for position in self.policy.order(turns, now):
-            if free == 0:
-                break
-            decision = self.policy.route(turns[position], list(views.values()), now)
-            if not decision.engine:
-                continue
-            trajectory, engine = self._waiting[position], self._fleet.engines[decision.engine]
+        for turn, decision in self._queue.dispatch(now):
+            trajectory, name = self._episodes[turn.trajectory], decision.engine
             self._rid += 1
             rid = f"{trajectory.episode}:{self._rid}"
             room = trajectory.max_tokens - len(trajectory.turn)
-            request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority)
-            outbox.setdefault(engine.rank, []).append((decision.engine, request))
-            engine.send(rid, trajectory)
-            trajectory.engine, trajectory.place = decision.engine, "engine"
-            views[decision.engine] = self._fleet.view(decision.engine)
-            sent.add(position)
-            free -= 1
+            request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority, decision.keep_s)
+            outbox.setdefault(self._fleet.engines[name].rank, []).append((name, request))
+            self._fleet.send(name, rid, trajectory)
+            trajectory.engine, trajectory.place = name, "engine"
+            self._routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
             self._send(rank, Turns(tuple(items)))
-        if sent:
-            self._waiting = [t for position, t in enumerate(self._waiting) if position not in sent]
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
         for name, generated in items:
-            engine = self._fleet.engines.get(name)
-            trajectory = engine.take(generated.rid) if engine else None
-            if engine is None or trajectory is None:
+            trajectory = self._fleet.take(name, generated.rid)
+            if trajectory is None:
                 continue
             if generated.finish == "error":
                 trajectory.errors += 1
@@ -236,12 +216,11 @@ class RolloutLeader:
                     self._resubmit(trajectory, generated.error)
             else:
                 self._take(trajectory, generated, name)
-            if engine.rank in self._draining:
-                self._maybe_drained(engine.rank)
+            self._maybe_drained(self._fleet.engines[name].rank)
         self._kick()
 
     def _take(self, trajectory: Trajectory, generated: Generated, engine: str) -> None:
-        trajectory.add_generated(_ids(generated.tokens), _floats(generated.logprobs), generated.versions, engine)
+        trajectory.add_generated(generated, engine)
         if generated.finish == "abort" and len(trajectory.turn) < trajectory.max_tokens:
             self._ready(trajectory)
             return
@@ -255,11 +234,12 @@ class RolloutLeader:
 
     def _restart(self, trajectory: Trajectory, reason: str, counts: bool = True) -> None:
         """Sample the trajectory anew from its prompt; after `MAX_ERRORS` faults of its own its group goes on without it."""
+        now = time.monotonic()
         self._episodes.pop(trajectory.episode, None)
-        self._waiting = [t for t in self._waiting if t is not trajectory]
-        for engine in self._fleet.engines.values():
-            for rid in [rid for rid, t in engine.inflight.items() if t is trajectory]:
-                engine.take(rid)
+        self._fleet.drop(trajectory)
+        # Siblings that wait for this one to finish would wait for ever.
+        self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
+        self._kick()
         attempt = trajectory.attempt + 1
         if counts and attempt >= MAX_ERRORS:
             self._log("trajectory_dropped", trajectory=trajectory.episode, reason=reason)
@@ -267,57 +247,59 @@ class RolloutLeader:
             return
         self.resubmitted += 1
         self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
-        self._open(trajectory.index, trajectory.sample, attempt, time.monotonic())
+        self._open(trajectory.index, trajectory.sample, attempt, now)
 
     # --- the end of a trajectory ------------------------------------------------------------------------------------------------------------
 
     def _finish(self, trajectory: Trajectory) -> None:
         del self._episodes[trajectory.episode]
         now = time.monotonic()
-        self.policy.finished(
-            Finished(
-                trajectory.episode, trajectory.prompt_id, trajectory.sample, self.settings.task, trajectory.attained, len(trajectory.turns),
-                tuple(trajectory.at_signal), tuple(trajectory.signals), trajectory.versions[-1][0] if trajectory.versions else 0,
-            ),
-            now,
-        )  # fmt: skip
-        self._lengths.append((trajectory.attained, len(trajectory.context), len(trajectory.turns)))
-        self._trace(trajectory.trace_line(time.time()))
+        self._queue.finished(trajectory.finished(self.settings.task), now)
+        self._lengths.append((trajectory.attained, len(trajectory.context), len(trajectory.turns), sum(turn.tool_s for turn in trajectory.turns)))
+        self._ended(Ended(trajectory, time.time(), now - trajectory.started_at))
         assert self._supply is not None
         self._supply.groups[trajectory.index].done.append(trajectory)
         self._close(trajectory.index)
 
     def _close(self, index: int) -> None:
         assert self._supply is not None
-        if self._supply.close(index):
-            self._kick()
+        self._supply.close(index)
+        self._kick()
 
     def _compose(self) -> None:
-        while self._supply is not None and (batch := self._supply.next_batch()):
-            step, groups = batch
+        while self._supply is not None and (due := self._supply.next_batch()):
+            step, groups = due
             stats = batch_stats(groups, step - 1)
-            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, self._fleet.nodes)
-            self._send(self._train_leader, Batch(step, tuple(group.to_group() for group in groups), stats))
+            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, len(self._fleet.engines))
+            batch = Batch(step, tuple(group.to_group() for group in groups), stats)
+            self._send(self._train_leader, batch)
+            self._send(0, batch_ready(batch))
 
     # --- engines ----------------------------------------------------------------------------------------------------------------------------
 
     def on_engine_up(self, up: EngineUp) -> None:
         """An engine accepts turns."""
-        self._fleet.engines[up.engine] = Engine(up)
+        self._lose(up.engine, "replaced")
         self._draining.discard(up.rank)
+        self._fleet.up(up)
         self._applied()
         self._kick()
 
     def on_engine_down(self, engine: str, reason: str) -> None:
         """An engine is gone: its turns are sent again elsewhere."""
-        gone = self._fleet.engines.pop(engine, None)
+        rank = self._lose(engine, reason)
+        if rank is not None:
+            self._maybe_drained(rank)
+            self._applied()
+            self._kick()
+
+    def _lose(self, name: str, reason: str) -> int | None:
+        gone = self._fleet.down(name)
         if gone is None:
-            return
-        for trajectory in gone.inflight.values():
+            return None
+        for trajectory, _ in gone.inflight.values():
             self._resubmit(trajectory, reason)
-        self._maybe_drained(gone.rank)
-        self._applied()
-        self._kick()
+        return gone.rank
 
     def on_rank_lost(self, rank: int) -> None:
         """A node is gone with all its engines."""
@@ -338,12 +320,14 @@ class RolloutLeader:
     def on_engine_version(self, engine: str, version: int) -> None:
         """An engine applied new weights."""
         if engine in self._fleet.engines:
-            self._fleet.engines[engine].version = version
+            self._fleet.applied(engine, version)
             self._applied()
 
     def _applied(self) -> None:
-        applied = self._fleet.applied
-        if self._supply is not None and applied is not None and self._supply.applied(applied):
+        oldest = self._fleet.oldest
+        if self._supply is not None and oldest is not None:
+            self._supply.applied(oldest)
+            self._fleet.admit(self._supply.gate.version)
             self._kick()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
@@ -354,23 +338,13 @@ class RolloutLeader:
 
     def report(self) -> RolloutReport:
         """What happened since the last report."""
+        # Time alone may change a policy's mind about a turn it has let wait.
+        self._kick()
         lengths, self._lengths = tuple(self._lengths), []
         fleet, supply, episodes = self._fleet, self._supply, self._episodes.values()
         ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
         return RolloutReport(
-            len(episodes), len(self._waiting), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding, self.resubmitted,
+            len(episodes), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding, self.resubmitted,
             supply.blocked_share(time.monotonic()) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
             fleet.buckets(episodes), lengths,
         )  # fmt: skip
-
-
-def _ids(data: bytes) -> array[int]:
-    out = array("i")
-    out.frombytes(data)
-    return out
-
-
-def _floats(data: bytes) -> array[float]:
-    out = array("f")
-    out.frombytes(data)
-    return out

@@ -9,7 +9,7 @@ Admission (AReaL's formula, arXiv 2505.24298, section 5.1, with each group count
 
     capacity = min(max_open - open,  (eta + v + 1) * B - slots)
 
-where ``slots`` counts every group ever admitted and not given up.  It is a total: consumption does *not* lower it, because the credit for a
+where ``slots`` counts every group ever admitted.  It is a total: consumption does *not* lower it, because the credit for a
 consumed batch is already given by v, which rises by one when that batch's step is published.  (Subtracting consumed groups from ``slots`` as
 well gives the same credit twice, and the number outstanding then grows by B a step without bound.)  Version v can only be published after v * B
 groups were consumed, hence
@@ -144,31 +144,6 @@ class StalenessGate:
         if version != self._version + 1 or version > self._batches:
             raise ValueError(f"version {version} cannot follow {self._version} after {self._batches} consumed batches")
         self._version = version
-
-    def drop(self, group: str) -> None:
-        """Give a group up for good (its task failed); its slot is free again."""
-        self._open -= not self._known(group).finished
-        del self._groups[group]
-        self._slots -= 1
-
-    def resubmit(self, group: str) -> int:
-        """Sample a group anew under the newest version; returns the new version.
-
-        It keeps its slot, so no capacity is needed; one that was finished already is open again, beyond ``max_open`` if need be.
-        """
-        self._open += self._known(group).finished
-        # Re-inserted at the end: insertion order is admission order, which `batch` relies on for ties of equal version.
-        del self._groups[group]
-        self._groups[group] = _Group(self._version)
-        return self._version
-
-    def too_stale(self, first_version: int, current_version: int) -> bool:
-        """Whether a sample begun under ``first_version`` may no longer be trained at trainer version ``current_version``.
-
-        The gate counts from the published version; an engine that lagged behind at admission may have sampled its first token under an older one, and
-        this check on the recorded version is what catches it.
-        """
-        return current_version - first_version > self.eta
 
     def _known(self, group: str) -> _Group:
         state = self._groups.get(group)

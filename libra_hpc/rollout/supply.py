@@ -47,13 +47,12 @@ class PromptSupply:
         """Where a prompt stands in the run, 0..1; the same for all its samples."""
         return index / max(1, self._total)
 
-    def close(self, index: int) -> bool:
-        """One trajectory of a group ended (finished or given up); True when it was the last."""
+    def close(self, index: int) -> None:
+        """One trajectory of a group ended (finished or given up)."""
         group = self.groups[index]
         group.open -= 1
         if group.open == 0:
             self.gate.finish(str(index))
-        return group.open == 0
 
     def next_batch(self) -> tuple[int, list[GroupState]] | None:
         """The step and groups of the next batch, once, when the gate allows it; it may run ahead of the trainer by what eta admits."""
@@ -70,15 +69,13 @@ class PromptSupply:
         for index in indices:
             self.groups.pop(index, None)
 
-    def applied(self, version: int) -> bool:
-        """Every engine samples under ``version`` now; True when that gives new credit.
+    def applied(self, version: int) -> None:
+        """Every engine samples under ``version`` now, which gives new credit.
 
         Admission counts this version, not the trainer's: only then the staleness bound holds for the first token.
         """
-        grew = version > self.gate.version
         while self.gate.version < version:
             self.gate.publish(self.gate.version + 1)
-        return grew
 
     def blocked_share(self, now: float) -> float:
         """Share of the time since the last call in which the gate alone kept the next prompt out."""

@@ -1,14 +1,15 @@
-"""One trajectory: the token-level record that rollout fills and training reads, and its line in `trajectories.jsonl`."""
+"""One trajectory: the token-level record that rollout fills, the scheduler asks about, and training reads."""
 
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import msgspec
 
 from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.rollout import Generated
 from libra_hpc.protocol.trainer import Sample
+from libra_hpc.sched.protocol import Finished, TurnView
 
 
 class TurnRecord(msgspec.Struct):
@@ -19,6 +20,9 @@ class TurnRecord(msgspec.Struct):
     tool: str | None = None
     outcome: str | None = None
     tool_s: float = 0.0
+    exit_code: int | None = None
+    passed: int | None = None
+    failed: int | None = None
     engine: str = ""
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
@@ -50,45 +54,56 @@ class Trajectory:
         self.reward = 0.0
         self.info: dict[str, float] = {}
 
-    def add_environment(self, tokens: array[int]) -> None:
-        """Append tokens the policy did not generate, and open the next turn."""
-        self.context.extend(tokens)
-        self.mask.extend(bytes(len(tokens)))
-        self.logprobs.extend([0.0] * len(tokens))
+    def add_environment(self, tokens: bytes) -> None:
+        """Append tokens the policy did not generate (int32 bytes), and open the next turn."""
+        count = len(tokens) // self.context.itemsize
+        self.context.frombytes(tokens)
+        self.mask.extend(bytes(count))
+        self.logprobs.extend([0.0] * count)
         self.turn = []
-        self.turns.append(TurnRecord(len(tokens), 0))
+        self.turns.append(TurnRecord(count, 0))
 
-    def add_generated(self, tokens: array[int], logprobs: array[float], versions: tuple[tuple[int, int], ...], engine: str) -> None:
+    def add_generated(self, generated: Generated, engine: str) -> None:
         """Append (part of) a turn's generated tokens."""
+        tokens = array("i", generated.tokens)
         self.context.extend(tokens)
         self.mask.extend(b"\x01" * len(tokens))
-        self.logprobs.extend(logprobs)
+        self.logprobs.frombytes(generated.logprobs)
         self.turn.extend(tokens)
         self.attained += len(tokens)
         record = self.turns[-1]
         record.gen_tokens += len(tokens)
         record.engine = engine
-        record.versions.extend(versions)
-        for version, count in versions:
+        record.versions.extend(generated.versions)
+        for version, count in generated.versions:
             if self.versions and self.versions[-1][0] == version:
                 self.versions[-1] = (version, self.versions[-1][1] + count)
             else:
                 self.versions.append((version, count))
             self.first_version = version if self.first_version < 0 else min(self.first_version, version)
 
+    def add_signal(self, signal: Signal) -> None:
+        """Note what the tool at the end of the last turn said."""
+        record = self.turns[-1]
+        record.tool, record.outcome, record.tool_s = signal.tool, signal.outcome, signal.seconds
+        record.exit_code, record.passed, record.failed = signal.exit_code, signal.passed, signal.failed
+        self.signals.append(signal)
+        self.at_signal.append(self.attained)
+
+    def view(self, task: str) -> TurnView:
+        """The turn that needs an engine now, as the scheduler sees it."""
+        return TurnView(
+            self.episode, self.prompt_id, self.sample, task, len(self.context), self.attained, len(self.turns) - 1, self.ready_at, self.engine,
+            tuple(self.signals),
+        )  # fmt: skip
+
+    def finished(self, task: str) -> Finished:
+        """The whole, for the scheduler to learn from."""
+        return Finished(
+            self.episode, self.prompt_id, self.sample, task, self.attained, len(self.turns), tuple(self.at_signal), tuple(self.signals),
+            self.versions[-1][0] if self.versions else 0, len(self.context),
+        )  # fmt: skip
+
     def sample_for_training(self, advantage: float) -> Sample:
         """The trainer's view."""
         return Sample(f"{self.index}.{self.sample}", self.context.tobytes(), bytes(self.mask), self.logprobs.tobytes(), advantage)
-
-    def trace_line(self, now: float) -> dict[str, Any]:
-        """Record of the trace schema, plus what a replay does not need but a user wants: versions, info, times."""
-        return {
-            "prompt_id": self.prompt_id, "sample": self.sample, "prompt_tokens": self.prompt_tokens,
-            "turns": [
-                {"new_tokens": t.new_tokens if i else 0, "gen_tokens": t.gen_tokens, "tool": t.tool, "outcome": t.outcome, "tool_s": round(t.tool_s, 6),
-                 "engine": t.engine, "versions": t.versions}
-                for i, t in enumerate(self.turns)
-            ],
-            "reward": self.reward, "index": self.index, "attempt": self.attempt, "info": self.info, "versions": self.versions,
-            "started_at": self.started_at, "finished_at": now,
-        }  # fmt: skip

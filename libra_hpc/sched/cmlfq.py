@@ -1,170 +1,211 @@
-"""C-MLFQ: a multi-level feedback queue whose feedback is causal (what the prompt and the tools said), not only how long a trajectory has run.
+"""C-MLFQ: a multi-level feedback queue whose feedback is causal (what the prompt, the siblings and the tools said), not only how long a trajectory has run.
 
-Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single sequence.
+Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single sequence.  What a trajectory has left
+comes from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
 
-Where a turn goes.  Every engine with a free slot and enough KV cache is priced in seconds of this trajectory until its end,
+**Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every engine is credited with the
+work of the trajectories that sit there (`seats`), which gives the second at which it would finish.  A turn goes where it adds least to
 
-    cost(engine) = tokens to prefill * prefill_s(class) + remaining tokens * decode_s(class, load of the engine),
+    sum over engines of finish ** 4,
 
-with the remaining tokens from the causal tree (`tree`) and the load in KV tokens in flight (`buckets`).  The engine of the last turn has the
-prefix cached and prefills only what the tool added, unless its weights were swapped since, which empties its cache.  Within a level the cheapest
-engine wins.
+a smooth stand-in for the latest finish: the fourth power makes an engine that ends late 16 times dearer than one that ends at half that time, yet still
+tells apart two that end early.  Consequences, none of which needs a rule of its own: a long trajectory goes to a fast class, on which its own steps end
+sooner; a short one fills a slow engine rather than delay a long one's; work spreads in proportion to speed; an idle fast engine draws work from
+crowded slow ones; and when little is left, the longest ones move to idle fast engines.  Own seconds times `OWN` = 0.02 of the dearest engine's slope
+break ties between placements that do not matter.
 
-* Admission: level 0, unless siblings of the prompt have finished (evidence of at least `MIN_SIBLINGS` = 0.5, one within the tree's half-life):
-  then the level that is cheapest for what they took.
-* Later turns are tool gaps, the only points at which a trajectory may change level, up or down.  It does when the time it saves in decoding and
-  queueing exceeds `MOVE_MARGIN` = 1.5 times the prefill it repeats, because the estimate of the saving is far less certain than the cost, and is at
-  least `MIN_SAVING` = 0.1 of what staying costs, because speeds are measured to within some 10 % and smaller differences would only shuffle prefixes.
-* No free slot in its level: the cheapest engine of any other.  No free slot anywhere: wait.
+**Moving.**  The engine of the last turn has the prefix cached (unless its weights changed since), every other one prefills the context again; that is part
+of its finish.  A trajectory moves, in a tool gap only, when staying adds more than `MOVE_MARGIN` = 3 times as much, because what is left is only an
+estimate.  On eight simulated batches of 512 trajectories (48 A800) the mean makespan varied by 4 % between margins of 1.2 and 6, within the spread of
+the batches, while moves fell tenfold; 3 had the shortest mean.  When the engine of the last turn
+is full but would win by the same margin, the turn waits for a slot there, a matter of seconds, rather than prefill elsewhere.
 
-Who goes first.  A turn ready at time t counts as ready at t - credit, where credit = `AGEING_S` * r / (r + m), r being its estimated remaining
-tokens and m the mean total: a batch ends with its slowest trajectory, so long ones go first, but only by a bounded head start.  Both `order` and
-the engine's priority use this virtual time.  Since 0 <= credit < `AGEING_S` = 2 s, a turn is never overtaken by one that became ready 2 s or
-more after it: that is the bound on starvation.  Two seconds are a few turns' worth of queueing and small against a step.
+**Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.  The credit is `AGEING_S` = 300 s for the
+first sibling of a group (the probe: the sooner it runs, the sooner the group is known); for others r / (r + m) of the same, r being expected left tokens
+and m the mean total, longest first; turns after the first get at least half, because their cache is warm.  As 0 <= credit <= `AGEING_S`, no turn is
+overtaken by one that became ready `AGEING_S` or more after it: that is the bound on starvation.
 
-With one TP class there is one level, and this is load-aware routing with prefix affinity.
+**Keeping caches.**  `keep_s` follows from the measured durations of the trajectory's last tool (`ttl`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from math import inf
 
-from libra_hpc.sched.buckets import Bucket, buckets
-from libra_hpc.sched.protocol import Decision, EngineView, Finished, TurnView
-from libra_hpc.sched.tree import CausalTree, Remaining
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, Finished, TurnView
+from libra_hpc.sched.seats import Resident, Seat, Seats
+from libra_hpc.sched.tree import CausalTree, Cursor
+from libra_hpc.sched.ttl import KeepTimes
 
-MOVE_MARGIN = 1.5
-MIN_SAVING = 0.1
-MIN_SIBLINGS = 0.5
-AGEING_S = 2.0
+MOVE_MARGIN = 3.0
+OWN = 0.02
+AGEING_S = 300.0
+WARM = 0.5
+"""Part of `AGEING_S` that turns after the first have for certain."""
 PRIORITIES_PER_S = 10
 """Grain of the engine's integer priority: 0.1 s of virtual time."""
 MAX_TRACKED = 65_536
-"""Trajectories remembered at once (some 30 MB); more than any gate lets be open, so only abandoned ones are ever forgotten."""
+"""Trajectories remembered at once; more than any gate lets be open, so only abandoned ones are ever forgotten."""
+TOOLS_LEARNED = 4
+"""Tool durations learned from a finished trajectory, its last ones."""
+
+STARTS = "start: {engine} then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
+STAYS = "stay: with it {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected of this one"
+MOVES = "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again; {remaining:.0f} tokens expected"
+LEAVES = "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected"
+WAITS_HOME = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
+WAITS = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 
 
-class _Tracked:
-    """What is remembered of a running trajectory: the estimate of its present turn, and where it last ran."""
+class _Tracked(Resident):
+    """A running trajectory."""
 
-    __slots__ = ("credit", "left", "tp", "turns", "version")
+    __slots__ = ("credit", "cursor", "version")
 
-    def __init__(self) -> None:
-        self.turns = -1
-        self.left = Remaining(0.0, 0.0, 0.0, 0.0, 0.0)
+    def __init__(self, cursor: Cursor) -> None:
+        super().__init__()
+        self.cursor = cursor
         self.credit = 0.0
-        self.tp = 0
         self.version = -1
-
-
-class _Offer:
-    """An engine priced for one turn."""
-
-    __slots__ = ("bucket", "decode_s", "engine", "prefill_s", "total_s")
-
-    def __init__(self, engine: EngineView, bucket: Bucket, prefill_s: float, decode_s: float) -> None:
-        self.engine = engine
-        self.bucket = bucket
-        self.prefill_s = prefill_s
-        self.decode_s = decode_s
-        self.total_s = prefill_s + decode_s
+        """Weights of the engine of its last turn, when it was sent there."""
 
 
 class CausalMlfq:
-    """See the module."""
+    """See the module.  ``tree`` may be one that has learned already (warm start)."""
 
     name = "cmlfq"
 
-    def __init__(self) -> None:
-        self.tree = CausalTree()
+    def __init__(self, tree: CausalTree | None = None) -> None:
+        self.tree = tree if tree is not None else CausalTree()
+        self.keep = KeepTimes()
+        self._seats = Seats()
         self._tracked: OrderedDict[str, _Tracked] = OrderedDict()
-        self._origin: float | None = None
 
-    def route(self, turn: TurnView, engines: Sequence[EngineView], now: float) -> Decision:
-        """Choose the engine on which the trajectory is expected to end soonest, under the rules of the module, or wait."""
-        tracked = self._track(turn)
-        if self._origin is None:
-            self._origin = now
-        priority = round((now - turn.waited_s - tracked.credit - self._origin) * PRIORITIES_PER_S)
-        classes = buckets(engines)
-        home = _home(tracked.tp, classes)
-        stay, move = self._offers(turn, tracked, engines, classes, home)
-        left = tracked.left
-        numbers = {"remaining": left.mean, "p50": left.p50, "p90": left.p90, "own": left.own, "seen": left.seen}
-        if stay is None and move is None:
-            level = classes[home].level if classes else 0
-            return Decision("", priority, level, f"wait: none of {len(engines)} engines has a free slot", numbers)
-        chosen, reason = _choose(turn, left, stay, move, numbers)
-        numbers["cost_s"] = chosen.total_s
-        tracked.tp = chosen.engine.tp
-        tracked.version = chosen.engine.version
-        return Decision(chosen.engine.engine, priority, chosen.bucket.level, reason, numbers)
+    def key(self, turn: TurnView, now: float) -> float:
+        """Virtual time: when it became ready, less its credit."""
+        tracked = self._tracked.get(turn.trajectory) or self._track(turn)
+        left = self.tree.advance(tracked.cursor, turn.signals, turn.attained_tokens)
+        share = left / (left + self.tree.everything.tables[0].rest[0])
+        # The probe of a group is the first turn of its first sibling.
+        first = share if turn.sample else 1.0
+        credit = AGEING_S * (WARM + (1.0 - WARM) * share if turn.turns else first)
+        tracked.credit = credit
+        return turn.ready_at - credit
 
-    def order(self, turns: Sequence[TurnView], now: float) -> list[int]:
-        """Earliest virtual time first."""
-        keys = [-turn.waited_s - self._track(turn).credit for turn in turns]
-        return sorted(range(len(turns)), key=keys.__getitem__)
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        """Choose the engine at which the trajectory adds least to the late finish, or wait for the one that has its context cached."""
+        tracked = self._tracked.get(turn.trajectory)
+        if tracked is None:
+            self.key(turn, now)
+            tracked = self._tracked[turn.trajectory]
+        seats, cursor, context, signals = self._seats, tracked.cursor, turn.context_tokens, turn.signals
+        if board.generation != seats.generation:
+            seats.follow(board)
+        left = cursor.left
+        # What tools will add, and the mean context from here on.
+        future = cursor.payload / len(signals) * (cursor.turns_left - 1.0) if signals else 0.0
+        work = left * (context + 0.5 * (left + future))
+        before = tracked.seat
+        if before is not None:
+            before.leave(tracked)
+            tracked.seat = None
+        # The engine of the last turn.
+        home = seats.get(turn.engine)
+        home_add = home_finish = inf
+        kept = 0.0
+        if home is not None:
+            view = home.view
+            if view.open and view.version == tracked.version and view.kv_capacity >= context:
+                kept = future + signals[-1].payload_tokens if signals else future
+                home_finish = home.finish_with(left, work, kept)
+                home_add = _added(home.finish, home_finish)
+            else:
+                home = None
+        best: Seat | None = None
+        best_add = best_finish = inf
+        fresh = context + future
+        crowded = home is not None and home.view.inflight >= home.view.cap
+        for members in board.classes:
+            seat = seats.lightest(members)
+            if seat is not None and seat is not home and (seat.kv_capacity >= context or not self._fits(board, context)):
+                finish = seat.finish_with(left, work, fresh)
+                add = _added(seat.finish, finish) + OWN * (finish - seat.finish)
+                if add < best_add:
+                    best, best_add, best_finish = seat, add, finish
+        priority = int((turn.ready_at - tracked.credit) * PRIORITIES_PER_S)
+        stays = home is not None and home_add <= MOVE_MARGIN * best_add
+        if stays and crowded and now - turn.ready_at < AGEING_S:
+            return self._wait(tracked, before, priority, home)
+        if home is not None and stays and not crowded:
+            seat, finish, template, prefill = home, home_finish, STAYS, kept
+        elif best is not None:
+            seat, finish, prefill = best, best_finish, fresh
+            template = STARTS if not turn.engine else LEAVES if home is None or crowded else MOVES
+        else:
+            return self._wait(tracked, before, priority, None)
+        view = seat.view
+        seat.sit(tracked, left, work, prefill, finish)
+        if before is not None:
+            seats.changed(before)
+        tracked.version = view.version
+        numbers: dict[str, float | str] = {
+            "remaining": left, "own": cursor.prompt.finished, "finish_s": finish, "engine": view.engine,
+            "ratio": home_add / best_add if best_add < inf else 0.0,
+        }  # fmt: skip
+        members = view.home
+        keep_s = self.keep.keep_s(cursor.state.last[0], members.tp, members.prefill_s, view.kv_capacity)
+        return Decision(view.engine, priority, view.level, template, numbers, keep_s)
 
     def finished(self, record: Finished, now: float) -> None:
         """Teach the tree, forget the trajectory."""
-        self.tree.insert(record)
-        self._tracked.pop(record.trajectory, None)
+        tracked = self._tracked.pop(record.trajectory, None)
+        if tracked is None:
+            self.tree.insert(record)
+        else:
+            self._stand_up(tracked)
+            self.tree.finish(tracked.cursor, record)
+        for signal in record.signals[-TOOLS_LEARNED:]:
+            self.keep.learn(signal.tool, signal.seconds)
+
+    def forget(self, trajectory: str) -> None:
+        """A trajectory was given up: its place is free."""
+        tracked = self._tracked.pop(trajectory, None)
+        if tracked is not None:
+            self._stand_up(tracked)
+            self.tree.drop(tracked.cursor)
 
     def _track(self, turn: TurnView) -> _Tracked:
-        tracked = self._tracked.get(turn.trajectory)
-        if tracked is None:
-            tracked = self._tracked[turn.trajectory] = _Tracked()
-            if len(self._tracked) > MAX_TRACKED:
-                self._tracked.popitem(last=False)
-        if tracked.turns != turn.turns:
-            tracked.turns = turn.turns
-            tracked.left = self.tree.estimate(turn.prompt_id, turn.signals, turn.attained_tokens)
-            tracked.credit = AGEING_S * tracked.left.mean / (tracked.left.mean + max(1.0, self.tree.mean_total))
+        tracked = self._tracked[turn.trajectory] = _Tracked(self.tree.cursor(turn.prompt_id, turn.task))
+        if len(self._tracked) > MAX_TRACKED:
+            self.forget(next(iter(self._tracked)))
         return tracked
 
-    def _offers(
-        self, turn: TurnView, tracked: _Tracked, engines: Sequence[EngineView], classes: dict[int, Bucket], home: int
-    ) -> tuple[_Offer | None, _Offer | None]:
-        """The cheapest free engine of the home class and the cheapest of all others."""
-        context, remaining = turn.context_tokens, tracked.left.mean
-        fresh = min(context, max(1, turn.signals[-1].payload_tokens)) if turn.signals else context
-        stay: _Offer | None = None
-        move: _Offer | None = None
-        # A context no engine can hold is for the engine to refuse: waiting for a slot would be for ever.
-        need = context if any(engine.kv_capacity >= context for engine in engines) else 0
-        for engine in engines:
-            if engine.inflight >= engine.max_inflight or engine.kv_capacity < need:
-                continue
-            bucket = classes[engine.tp]
-            cached = engine.engine == turn.engine and tracked.version in (-1, engine.version)
-            offer = _Offer(engine, bucket, (fresh if cached else context) * bucket.prefill_s, remaining * bucket.decode_cost(engine, context))
-            if engine.tp == home:
-                if stay is None or offer.total_s < stay.total_s:
-                    stay = offer
-            elif move is None or offer.total_s < move.total_s:
-                move = offer
-        return stay, move
+    def _stand_up(self, tracked: _Tracked) -> None:
+        seat = tracked.seat
+        if seat is not None:
+            seat.leave(tracked)
+            self._seats.changed(seat)
+            tracked.seat = None
+
+    def _wait(self, tracked: _Tracked, before: Seat | None, priority: int, wanted: Seat | None) -> Decision:
+        """It keeps its seat while it waits."""
+        left = tracked.cursor.left
+        if before is not None:
+            before.sit(tracked, tracked.left, tracked.work, tracked.prefill, before.finish_with(tracked.left, tracked.work, tracked.prefill))
+        if wanted is None:
+            return Decision("", priority, 0, WAITS, {"remaining": left})
+        name = wanted.view.engine
+        return Decision("", priority, wanted.view.level, WAITS_HOME, {"remaining": left, "wanted": name}, 0.0, "engine", name)
+
+    @staticmethod
+    def _fits(board: Board, context: int) -> bool:
+        """Whether any engine can hold a context; one that none can hold is for the engine to refuse: waiting would be for ever."""
+        return any(view.kv_capacity >= context for view in board.engines.values())
 
 
-def _home(tp: int, classes: dict[int, Bucket]) -> int:
-    """The class a trajectory is in: where it last ran, the nearest class when that one is gone, the lowest for a new one (``tp`` = 0)."""
-    if tp in classes or not classes:
-        return tp
-    return min(classes, key=lambda c: max(c / tp, tp / c)) if tp else min(classes)
-
-
-def _choose(turn: TurnView, left: Remaining, stay: _Offer | None, move: _Offer | None, numbers: dict[str, float]) -> tuple[_Offer, str]:
-    """Stay in the home class or move, and why."""
-    if move is None:
-        assert stay is not None
-        return stay, f"{stay.engine.engine} ends it soonest: {stay.total_s:.2f} s"
-    if stay is None:
-        return move, f"no free slot in its level; {move.engine.engine} ends it soonest: {move.total_s:.2f} s"
-    if turn.turns == 0 and left.own < MIN_SIBLINGS:
-        return stay, f"starts low: no sibling has finished; {stay.engine.engine} ends it soonest: {stay.total_s:.2f} s"
-    saving, cost = stay.decode_s - move.decode_s, max(0.0, move.prefill_s - stay.prefill_s)
-    numbers["saving_s"], numbers["move_s"] = saving, cost
-    verdict = f"move to TP {move.bucket.tp} costs {cost:.2f} s, saves {saving:.2f} s of {stay.total_s:.2f} s"
-    if saving > MOVE_MARGIN * cost and saving > MIN_SAVING * stay.total_s:
-        return move, f"move: {verdict}"
-    return stay, f"stay: {verdict}"
+def _added(before: float, after: float) -> float:
+    """after ** 4 - before ** 4."""
+    a, b = after * after, before * before
+    return a * a - b * b

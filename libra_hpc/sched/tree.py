@@ -1,243 +1,320 @@
 """The causal tree: how much work a trajectory has left, given its prompt and what its tools answered so far.
 
-A *path* is the sequence of signals (tool, outcome, payload class) a trajectory has received.  There is one tree per prompt and one global tree
-over all prompts.  When a trajectory ends, the node of each of its paths, in both trees, receives what it still had to generate from there; the
-root (the empty path) receives the total.  A signal after which nothing more was generated teaches nothing: no decision is ever asked for there.
+The estimate goes from coarse to fine:
 
-The estimate for a running trajectory goes from coarse to fine, each stage pulling the one before by its evidence, weight n / (n + k):
+1. *attained service* (`survival`): what is left after so many tokens, from all trajectories of the task that got as far; a task with fewer than
+   `TASK_ENDS` = 16 finished ones takes the table of all tasks.  This is the fallback: it needs no signal and is all there is while nothing else pays.
+2. *prompt* (`groups`): its history and the siblings of its group stretch that table by a factor.
+3. *signals* (`signals`, `context`): how many tests failed when they last ran; the last symbol, then the last two, then the last symbol within this prompt.
+   Sequences are read newest first, because paths from the first signal on are almost all unique and would fill the tree with nodes seen once.
+4. *blend* (`blend`): a regression on held-out predictions says how far each of these moves the estimate.  Signals are used only while they lower the
+   held-out quantile loss.
 
-    totals of all trajectories that got this far -> global node of the path -> this prompt's totals that got this far -> this prompt's node of the path
+A running trajectory holds a `Cursor`; a turn costs one step of it (three dictionary lookups), whatever the number of turns before.  The cursor also notes
+what was known at each signal.  When the trajectory ends, `finish` learns from at most `LEARNED` = 3 of those moments, spread over its turns and
+shifted from one trajectory to the next: the turns of one trajectory are too much alike for more to be worth their time.
 
-"Totals that got this far" is attained service, the fallback when a path was never seen: the mean excess T - a over recent totals T > a.  With
-none beyond a, the excess is taken to be a itself, the answer of a heavy tail (the longer it ran, the longer it will); with no data at all,
-`PRIOR_TOKENS`.
-
-n / (n + k) is the credibility weight (Buhlmann), whose k is the variance within a class over the variance between classes:
-
-* `K_PROMPT` = 1: on tau-bench the prompt explains 0.59 of the variance of lengths, so within/between = 0.7; one finished sibling already counts a half.
-* `K_SIGNAL` = 8: tool signals correlate with what remains by at most 0.3 (0.09 of the variance, within/between = 10); a path needs some eight visits before
-  it outweighs what is known without it.
-
-Evidence fades as the policy changes: with each weight version it loses half its weight per `HALF_LIFE` = 16 versions, so that a node forgets
-within an epoch of small data sets but keeps its siblings, which finish within a few versions.  Quantiles come from the last `SAMPLES` = 16
-values of a node (two groups of eight), totals from the last `TOTALS` = 256 of the global root.
-
-Bounds: paths deeper than `MAX_DEPTH` = 16 are not followed (they are almost all unique and would fill the tree with nodes seen once; attained
-service answers there), and at most `MAX_NODES` = 20,000 nodes (some 20 MB) are kept, the least recently updated leaf going first.
+Bounds: `MAX_PROMPTS` = 8,192 prompts with `MAX_OWN` = 8 contexts each, and per task 1,023 single contexts and `MAX_PAIRS` = 8,192 pairs, the least recently
+learned going first.  Before more than one task is known, the statistics of all tasks are those of the only one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
+from copy import deepcopy
+from math import exp, log
 from typing import NamedTuple
 
 from libra_hpc.protocol.env import Signal
+from libra_hpc.sched.blend import CENTRE
+from libra_hpc.sched.context import Context
+from libra_hpc.sched.groups import Prompt, TaskStats
 from libra_hpc.sched.protocol import Finished
+from libra_hpc.sched.signals import SignalState, Vocabulary
+from libra_hpc.sched.survival import Survival, cell_of
 
-K_PROMPT = 1.0
-K_SIGNAL = 8.0
-HALF_LIFE = 16.0
-SAMPLES = 16
-TOTALS = 256
-MAX_DEPTH = 16
-MAX_NODES = 20_000
-PRIOR_TOKENS = 512.0
-"""Tokens left of a trajectory when nothing has finished yet: the order of a few agentic turns."""
-SMALL_PAYLOAD, LARGE_PAYLOAD = 128, 1024
-"""Tokens: borders of the payload classes small, medium, large (about 500 and 4,000 characters)."""
-
-Symbol = tuple[str, str, int]
-
-
-def symbol(signal: Signal) -> Symbol:
-    """What the tree keeps of a signal: tool, outcome, payload class 0..2."""
-    size = signal.payload_tokens
-    return (signal.tool, signal.outcome, 0 if size <= SMALL_PAYLOAD else 1 if size <= LARGE_PAYLOAD else 2)
+LEARNED = 3
+MAX_PROMPTS = 8192
+MAX_OWN = 8
+MAX_PAIRS = 8192
+TASK_ENDS = 16
+RUNNING = 0.25
+"""A running sibling against a finished one: its imputed total is a guess, and the trajectory itself is among those that are counted."""
+_SHIFT = 10
 
 
 class Remaining(NamedTuple):
-    """Estimate of the tokens a trajectory will still generate."""
+    """Estimate of the work of a running trajectory that is still to come."""
 
     mean: float
+    """Tokens to generate."""
     p50: float
     p90: float
+    turns: float
     own: float
-    """Evidence from the same prompt: effective number of finished trajectories behind the estimate."""
-    seen: float
-    """Evidence from the global node of the same path."""
+    """Evidence from the same prompt: decayed number of finished trajectories."""
 
 
-class Sketch:
-    """Decayed count and mean, and the last few values for quantiles, of one node."""
+class Cursor:
+    """Where a running trajectory stands in the tree."""
 
-    __slots__ = ("_count", "_next", "_size", "_sorted", "_suffix", "_values", "_version", "mean")
+    __slots__ = ("cell", "effect", "left", "payload", "prompt", "start", "state", "symbol", "task", "trail", "turns_left", "weight", "weighted")
 
-    def __init__(self, size: int) -> None:
-        self.mean = 0.0
-        self._count = 0.0
-        self._version = 0
-        self._size = size
-        self._next = 0
-        self._values: list[float] = []
-        self._sorted: list[float] | None = None
-        self._suffix: list[float] = []
-
-    def add(self, value: float, version: int) -> None:
-        """Learn one value sampled under a weight version; older versions than the newest seen count for less."""
-        weight = 1.0
-        if version > self._version:
-            self._count *= 0.5 ** ((version - self._version) / HALF_LIFE)
-            self._version = version
-        elif version < self._version:
-            weight = 0.5 ** ((self._version - version) / HALF_LIFE)
-        self._count += weight
-        self.mean += (value - self.mean) * weight / self._count
-        if len(self._values) < self._size:
-            self._values.append(value)
-        else:
-            self._values[self._next] = value
-            self._next = (self._next + 1) % self._size
-        self._sorted = None
-
-    def evidence(self, version: int) -> float:
-        """Effective number of values as of a weight version."""
-        age = version - self._version
-        return self._count if age <= 0 else self._count * 0.5 ** (age / HALF_LIFE)
-
-    def quantile(self, q: float) -> float:
-        """Quantile ``q`` of the last values (nearest rank); there must be one."""
-        values = self._order()
-        return values[min(len(values) - 1, int(q * len(values)))]
-
-    def excess(self, attained: float) -> tuple[float, float, float, float] | None:
-        """(mean, p50, p90) of value - attained over the kept values above ``attained``, and the share of values above it; None without any."""
-        values = self._order()
-        first = bisect_right(values, attained)
-        beyond = len(values) - first
-        if not beyond:
-            return None
-        p50, p90 = values[first + beyond // 2], values[first + min(beyond - 1, int(0.9 * beyond))]
-        return self._suffix[first] / beyond - attained, p50 - attained, p90 - attained, beyond / len(values)
-
-    def _order(self) -> list[float]:
-        values = self._sorted
-        if values is None:
-            values = self._sorted = sorted(self._values)
-            total = 0.0
-            self._suffix = [0.0] * len(values)
-            for i in range(len(values) - 1, -1, -1):
-                total += values[i]
-                self._suffix[i] = total
-        return values
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.task = prompt.task
+        self.state = SignalState()
+        self.symbol = 0
+        self.effect = 0.0
+        """Of its contexts, on the logarithm."""
+        self.left = 0.0
+        """Expected tokens to generate, as of the last `CausalTree.advance`."""
+        self.turns_left = 0.0
+        """Expected turns to come, the present one included."""
+        self.payload = 0
+        """Tokens its tools added so far."""
+        self.cell = 0
+        """Where it is in the task's survival table."""
+        self.weight = self.weighted = 0.0
+        """What it adds to its prompt's running sums."""
+        self.start = (0.0, 0.0)
+        """Log of what was left by attained service and prompt at its first turn, and log scale of the prompt then."""
+        self.trail: list[Moment] = []
 
 
-class _Node:
-    __slots__ = ("children", "key", "parent", "sketch")
-
-    def __init__(self, parent: _Node | None, key: Symbol | str, size: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.sketch = Sketch(size)
-        self.children: dict[Symbol, _Node] = {}
+Moment = tuple[int, int, float, float, int | None]
+"""A signal's symbol, the one before, log of what was left by attained service and prompt, log scale of the prompt, failing tests when they last ran."""
 
 
 class CausalTree:
     """Learns from finished trajectories, estimates what a running one has left; see the module."""
 
-    def __init__(self, max_nodes: int = MAX_NODES) -> None:
-        self._global = _Node(None, "", TOTALS)
-        self._prompts: dict[str, _Node] = {}
-        self._lru: OrderedDict[_Node, None] = OrderedDict()
-        self._max_nodes = max_nodes
-        self._version = 0
+    def __init__(self, max_prompts: int = MAX_PROMPTS, max_pairs: int = MAX_PAIRS) -> None:
+        self.vocabulary = Vocabulary()
+        self.everything = TaskStats()
+        """Statistics of all tasks."""
+        self.learned = 0
+        """Trajectories, ever."""
+        self._max_prompts, self._max_pairs = max_prompts, max_pairs
+        self._tasks: dict[str, TaskStats] = {}
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._lru)
+        """Nodes: prompts and contexts."""
+        stats = {id(s): s for s in (self.everything, *self._tasks.values())}
+        return sum(1 + len(p.contexts) for p in self._prompts.values()) + sum(len(s.singles) + len(s.pairs) for s in stats.values())
 
     @property
     def mean_total(self) -> float:
-        """Mean tokens generated by a trajectory; the prior before any finished."""
-        totals = self._global.sketch
-        return totals.mean if totals.evidence(self._version) > 0.0 else PRIOR_TOKENS
+        """Expected tokens generated by a trajectory of which nothing is known."""
+        return self.everything.mean_total
+
+    def cursor(self, prompt_id: str, task: str) -> Cursor:
+        """The start of a trajectory."""
+        prompt = self._prompts.get(prompt_id)
+        if prompt is None:
+            prompt = self._prompts[prompt_id] = Prompt(self._task(task))
+            if len(self._prompts) > self._max_prompts:
+                self._prompts.popitem(last=False)
+        return Cursor(prompt)
+
+    def advance(self, cursor: Cursor, signals: Sequence[Signal], attained: int) -> float:
+        """Take in the signals that are new; returns the expected tokens left (also ``cursor.left``) after ``attained`` generated ones."""
+        stats, prompt, trail = cursor.task, cursor.prompt, cursor.trail
+        cell = cell_of(attained)
+        if cell > cursor.cell:
+            self._pass(cursor, cell)
+        if stats.tables[0].ends < TASK_ENDS:
+            stats = self.everything
+        log_rest = stats.tables[1 if prompt.finished and stats.tables[1].ends >= TASK_ENDS else 0].log_rest
+        log_scale = prompt.log_scale
+        base = log_rest[cell] if log_scale == 0.0 else log_scale + log_rest[cell_of(attained / prompt.scale)]
+        seen = len(trail)
+        if seen < len(signals):
+            for signal in signals[seen:] if seen + 1 < len(signals) else signals[-1:]:
+                before = cursor.symbol
+                cursor.symbol = symbol = self.vocabulary.number(cursor.state.read(signal))
+                cursor.payload += signal.payload_tokens
+                trail.append((symbol, before, base, log_scale, cursor.state.failed))
+            seen = len(trail)
+            cursor.effect = _effect(stats, prompt, symbol, before)
+        if seen and stats.gate.open:
+            blend = stats.full
+            w = blend.weights
+            failed = cursor.state.failed
+            log_left = base + w[0] + w[1] * (base - CENTRE) + w[2] * log_scale + w[6] * cursor.effect
+            if failed is not None:
+                log_left += w[4] + w[5] * log(failed) if failed else w[3]
+        else:
+            if not attained:
+                cursor.start = (base, log_scale)
+            blend = stats.plain
+            w = blend.weights
+            log_left = base + w[0] + w[1] * (base - CENTRE) + w[2] * log_scale
+        cursor.left = left = blend.smear * exp(log_left)
+        # Two turns of the task's mean stand in for a trajectory's own pace.
+        cursor.turns_left = 1.0 + left * (seen + 2) / (attained + 2.0 * stats.tokens_per_turn)
+        return left
+
+    def remaining(self, cursor: Cursor, attained: int) -> Remaining:
+        """The whole estimate, for people and reports; `advance` first."""
+        prompt = cursor.prompt
+        table, scale = self._table(cursor.task, prompt), prompt.scale
+        cell = cell_of(attained / scale)
+        stretch = cursor.left / table.rest[cell]
+        return Remaining(cursor.left, stretch * table.quantile(cell, 0.5), stretch * table.quantile(cell, 0.9), cursor.turns_left, prompt.finished)
 
     def insert(self, record: Finished) -> None:
-        """Learn from a completed trajectory."""
-        self._version = max(self._version, record.version)
-        root = self._prompts.get(record.prompt_id)
-        if root is None:
-            root = self._prompts[record.prompt_id] = _Node(None, record.prompt_id, SAMPLES)
-        total = float(record.generated_tokens)
-        path = [(symbol(s), total - at) for s, at in zip(record.signals[:MAX_DEPTH], record.at_signal, strict=False) if at < total]
-        self._learn(self._global, total, path, record.version)
-        self._learn(root, total, path, record.version)
-        while len(self._lru) > self._max_nodes:
-            self._evict()
+        """Learn from a completed trajectory that had no cursor (warm start, another leader's)."""
+        cursor = self.cursor(record.prompt_id, record.task)
+        self.advance(cursor, (), 0)
+        for count, at in enumerate(record.at_signal[: len(record.signals)]):
+            self.advance(cursor, record.signals[: count + 1], at)
+        self.finish(cursor, record)
 
-    def estimate(self, prompt_id: str, signals: tuple[Signal, ...], attained: int) -> Remaining:
-        """What a trajectory of ``prompt_id`` that received ``signals`` and generated ``attained`` tokens still has to generate."""
-        symbols = [symbol(s) for s in signals] if len(signals) <= MAX_DEPTH else None
-        version = self._version
-        known = self._global.sketch.excess(attained) if self._global.sketch.evidence(version) > 0.0 else None
-        if known is not None:
-            mean, p50, p90, _ = known
+    def finish(self, cursor: Cursor, record: Finished) -> None:
+        """Learn from a completed trajectory; its predictions were made before."""
+        self.learned += 1
+        total = float(max(1, record.generated_tokens))
+        self._learn_moments(cursor, record, total)
+        self._learn_total(cursor, total, record.version)
+        if record.prompt_id in self._prompts:
+            self._prompts.move_to_end(record.prompt_id)
+        stats = cursor.task
+        stats.tokens_per_turn += 0.05 * (total / max(1, record.turns) - stats.tokens_per_turn)
+
+    def drop(self, cursor: Cursor) -> None:
+        """A trajectory was given up: it no longer counts among the running of its prompt."""
+        prompt = cursor.prompt
+        prompt.running = max(0.0, prompt.running - cursor.weight)
+        prompt.running_sum = prompt.running_sum - cursor.weighted if prompt.running > 1e-9 else 0.0
+        cursor.weight = cursor.weighted = 0.0
+
+    def _table(self, task: TaskStats, prompt: Prompt) -> Survival:
+        known = 1 if prompt.finished else 0
+        table = task.tables[known]
+        return table if table.ends >= TASK_ENDS else self.everything.tables[known]
+
+    def _pass(self, cursor: Cursor, cell: int) -> None:
+        """A running trajectory reached another cell of the survival table."""
+        task, prompt = cursor.task, cursor.prompt
+        task.tables[0].passed(cursor.cell, cell)
+        cursor.cell = cell
+        table = task.tables[0]
+        weight = RUNNING * table.below[cell]
+        weighted = weight * (table.log_total[cell] - table.log_total[0])
+        prompt.running += weight - cursor.weight
+        prompt.running_sum += weighted - cursor.weighted
+        cursor.weight, cursor.weighted = weight, weighted
+        prompt.rescale()
+
+    def _learn_total(self, cursor: Cursor, total: float, version: int) -> None:
+        prompt, task, log_total = cursor.prompt, cursor.task, log(total)
+        self.drop(cursor)
+        gap, count = prompt.gap()
+        everything = self.everything
+        if count:
+            task.judge(log_total, gap, count)
+        prompt.rescale()
+        cell = cell_of(total)
+        task.tables[0].passed(cursor.cell, cell)
+        task.tables[0].ended(cell, version)
+        if prompt.finished:
+            scaled = cell_of(total / prompt.scale)
+            task.tables[1].passed(0, scaled)
+            task.tables[1].ended(scaled, version)
+        if task is not everything:
+            everything.tables[0].passed(0, cell)
+            everything.tables[0].ended(cell, version)
+        prompt.learn(log_total, version)
+
+    def _learn_moments(self, cursor: Cursor, record: Finished, total: float) -> None:
+        """Judge and learn the estimates at some of its signals, and at its start."""
+        trail, at_signal, version, prompt = cursor.trail, record.at_signal, record.version, cursor.prompt
+        count = min(len(trail), len(at_signal))
+        stride = -(-count // LEARNED) if count else 1
+        everything, task = self.everything, cursor.task
+        for stats in (task,) if task is everything else (everything, task):
+            weight = stats.tables[0].weight[cell_of(total)]
+            base, log_scale = cursor.start
+            if base:
+                x, target = (1.0, base - CENTRE, log_scale), log(total) - base
+                stats.plain.learn(x, target, target - stats.plain.predict(x), weight)
+            # One moment stands for all those that are passed over.
+            weight *= stride
+            for i in range(self.learned % stride, count, stride):
+                rest = total - at_signal[i]
+                # After the last token there is nothing to decide, so nothing to learn.
+                if rest > 0.0:
+                    self._learn_moment(stats, prompt, trail[i], rest, count - i, weight, version)
+
+    def _learn_moment(self, stats: TaskStats, prompt: Prompt, moment: Moment, rest: float, turns: int, weight: float, version: int) -> None:
+        symbol, before, base, log_scale, failed = moment
+        plain, full = stats.plain, stats.full
+        target = log(rest) - base
+        effect = _effect(stats, prompt, symbol, before)
+        x = (1.0, base - CENTRE, log_scale, *_tests(failed), effect)
+        without, within = plain.predict(x), full.predict(x)
+        below, above = target - within, target - without
+        stats.gate.learn(full.loss(below), plain.loss(above))
+        plain.learn(x, target, above, weight)
+        full.learn(x, target, below, weight)
+        beyond = below + full.weights[-1] * effect
+        node = stats.singles.get(symbol)
+        if node is None:
+            node = stats.singles[symbol] = Context()
+        node.learn(rest, turns, beyond, version)
+        beyond -= node.effect
+        key = symbol << _SHIFT | before
+        node = stats.pairs.get(key)
+        if node is None:
+            node = stats.pairs[key] = Context()
+            if len(stats.pairs) > self._max_pairs:
+                stats.pairs.popitem(last=False)
         else:
-            mean = p50 = p90 = float(attained) if attained else PRIOR_TOKENS
-        seen = own = 0.0
-        node = _walk(self._global, symbols) if symbols else None
+            stats.pairs.move_to_end(key)
+        node.learn(rest, turns, beyond, version)
+        if stats is prompt.task:
+            beyond -= node.effect
+            node = prompt.contexts.get(symbol)
+            if node is None:
+                if len(prompt.contexts) >= MAX_OWN:
+                    return
+                node = prompt.contexts[symbol] = Context()
+            node.learn(rest, turns, beyond, version)
+
+    def _task(self, name: str) -> TaskStats:
+        stats = self._tasks.get(name)
+        if stats is None:
+            if not self._tasks:
+                stats = self.everything
+            else:
+                if len(self._tasks) == 1:
+                    # From the second task on, what is known of all tasks goes its own way.
+                    self.everything = deepcopy(self.everything)
+                stats = TaskStats()
+            self._tasks[name] = stats
+        return stats
+
+
+def _effect(stats: TaskStats, prompt: Prompt, symbol: int, before: int) -> float:
+    """Sum of the effects of the contexts of a symbol."""
+    node = stats.singles.get(symbol)
+    if node is None:
+        return 0.0
+    effect = node.effect
+    node = stats.pairs.get(symbol << _SHIFT | before)
+    if node is not None:
+        effect += node.effect
+        node = prompt.contexts.get(symbol)
         if node is not None:
-            seen = node.sketch.evidence(version)
-            mean, p50, p90 = _pull(mean, p50, p90, node.sketch, seen / (seen + K_SIGNAL))
-        root = self._prompts.get(prompt_id)
-        if root is not None:
-            excess = root.sketch.excess(attained)
-            if excess is not None:
-                own = root.sketch.evidence(version) * excess[3]
-                weight = own / (own + K_PROMPT)
-                mean += weight * (excess[0] - mean)
-                p50 += weight * (excess[1] - p50)
-                p90 += weight * (excess[2] - p90)
-            node = _walk(root, symbols) if symbols else None
-            if node is not None:
-                count = node.sketch.evidence(version)
-                mean, p50, p90 = _pull(mean, p50, p90, node.sketch, count / (count + K_SIGNAL))
-        return Remaining(mean, p50, p90, own, seen)
-
-    def _learn(self, root: _Node, total: float, path: list[tuple[Symbol, float]], version: int) -> None:
-        root.sketch.add(total, version)
-        visited = [root]
-        for key, remaining in path:
-            child = visited[-1].children.get(key)
-            if child is None:
-                child = visited[-1].children[key] = _Node(visited[-1], key, SAMPLES)
-            child.sketch.add(remaining, version)
-            visited.append(child)
-        # A parent is refreshed after its children, so the least recently updated node is always a leaf.
-        for node in reversed(visited):
-            self._lru[node] = None
-            self._lru.move_to_end(node)
-
-    def _evict(self) -> None:
-        node = next(iter(self._lru))
-        if node is self._global:
-            self._lru.move_to_end(node)
-            return
-        del self._lru[node]
-        if node.parent is not None and not isinstance(node.key, str):
-            del node.parent.children[node.key]
-        elif isinstance(node.key, str):
-            del self._prompts[node.key]
+            effect += node.effect
+    return effect
 
 
-def _walk(root: _Node, symbols: list[Symbol]) -> _Node | None:
-    node = root
-    for key in symbols:
-        child = node.children.get(key)
-        if child is None:
-            return None
-        node = child
-    return node
-
-
-def _pull(mean: float, p50: float, p90: float, sketch: Sketch, weight: float) -> tuple[float, float, float]:
-    return mean + weight * (sketch.mean - mean), p50 + weight * (sketch.quantile(0.5) - p50), p90 + weight * (sketch.quantile(0.9) - p90)
+def _tests(failed: int | None) -> tuple[float, float, float]:
+    """Features of the last test run: green, failing, log of how many."""
+    if failed is None:
+        return 0.0, 0.0, 0.0
+    return (0.0, 1.0, log(failed)) if failed else (1.0, 0.0, 0.0)

@@ -46,7 +46,8 @@ def start(
     start_attempt(run, attempt)
     logs = run.logs(attempt)
     command = [python, *(agent_arguments(run, attempt) if arguments is None else arguments)]
-    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(ranks), "--logs", str(logs), "--begun", str(run.met(attempt)), "--begun", str(run.result), "--", *command]
+    begun = [option for path in (run.met(attempt), run.result) for option in ("--begun", str(path))]
+    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(ranks), "--logs", str(logs), *begun, "--", *command]
     env = {**clean_environment(os.environ), **(environment or {}), **agent_environment(config)}
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -26,6 +26,7 @@ from typing import Any
 from libra_hpc.errors import UserError, invalid
 
 from .base import Episode, Signal, Task, TaskTokenizer, ToolResult, Tools, Turn
+from .outcome import signal_of
 
 TAGS = ("<calc>", "</calc>", "<python>", "</python>", "<result>", "</result>", "<answer>", "</answer>")
 """Tags that a tokenizer made for this task has as single tokens."""
@@ -121,7 +122,7 @@ class ArithmeticEpisode(Episode):
         answer = self._task.tokenizer.encode(f"<result>{text}</result>\n")
         if found is not None:
             self._failed += result.outcome != "ok"
-            signal = Signal(found[1], result.outcome, len(answer), result.seconds)
+            signal = signal_of(found[1], result, len(answer))
         if self._turns >= self._task.max_turns:
             return self._end(0.0, signal)
         return Turn(answer, signal)

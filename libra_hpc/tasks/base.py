@@ -31,6 +31,8 @@ class ToolResult(msgspec.Struct, frozen=True):
     """What the tool returned (plain msgpack values) when ``ok``, else text that says what happened."""
     seconds: float
     """From the call to the answer, the wait for a free tool process included."""
+    exit_code: int | None = None
+    """Of the model-written program, -n when signal n ended it; None for a declared tool, and for a program that was cut off."""
 
 
 class Tools(Protocol):
@@ -53,7 +55,7 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     """What is appended to the context; ignored when done."""
     signal: Signal | None = None
-    """What the tool call says about the work that remains; None when no tool was called."""
+    """What the tool call says about the work that remains (`outcome.signal_of` makes one); None when no tool was called."""
     done: bool = False
     reward: float = 0.0
     """Read only when done."""

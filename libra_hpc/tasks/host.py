@@ -34,7 +34,7 @@ from libra_hpc.protocol.env import (
     to_host,
 )
 
-from .base import Episode, Task
+from .base import Episode, Task, Tools
 from .contain import hide_memory
 from .registry import build_task
 from .sandbox import Sandbox
@@ -48,7 +48,7 @@ ERROR_CHARS = 500
 class Host(asyncio.Protocol):
     """One connection, one task, many episodes.  ``closed`` gets the exit code."""
 
-    def __init__(self, name: str, task: Task, tools: Sandbox) -> None:
+    def __init__(self, name: str, task: Task, tools: Tools) -> None:
         self._name, self._task, self._tools = name, task, tools
         self._episodes: dict[str, Episode] = {}
         self._steps: dict[str, asyncio.Task[None]] = {}

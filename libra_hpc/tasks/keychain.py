@@ -28,6 +28,7 @@ from typing import Any
 from libra_hpc.errors import invalid
 
 from .base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
+from .outcome import signal_of
 
 KEYS, VALUES = 64, 32
 """Size of the two alphabets; a chain of 12 hops uses 24 keys."""
@@ -202,7 +203,7 @@ class KeyChainEpisode(Episode):
         right = key == self._guide.key
         result = await tools.call("get", self._world.hops, self._world.value, key, self._asked.get(key, 0))
         if result.outcome != "ok":  # the sandbox's failure, not the policy's: it costs a turn and nothing else
-            return Turn(self._words.answer(["err"]), Signal("get", result.outcome, 2, result.seconds))
+            return Turn(self._words.answer(["err"]), signal_of("get", result, 2))
         self._asked[key] = self._asked.get(key, 0) + 1
         self._waste += not right
         outcome = str(result.value[0])

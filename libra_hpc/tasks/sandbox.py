@@ -269,7 +269,7 @@ class Sandbox:
     async def _result(self, pool: _Pool, frame: bytes) -> ToolResult:
         begin = time.perf_counter()
         done = await pool.submit(frame)
-        return ToolResult(done.outcome, done.value, time.perf_counter() - begin)
+        return ToolResult(done.outcome, done.value, time.perf_counter() - begin, done.exit_code)
 
     @property
     def network_off(self) -> bool:

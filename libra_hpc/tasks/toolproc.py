@@ -83,6 +83,8 @@ class ToolDone(msgspec.Struct, tag=True, frozen=True):
 
     outcome: str
     value: Any
+    exit_code: int | None = None
+    """See `libra_hpc.tasks.base.ToolResult`."""
 
 
 to_tool: Codec[Setup | Call | Run] = Codec(Union[Setup, Call, Run])
@@ -152,9 +154,10 @@ def run_code(code: str, setup: Setup) -> ToolDone:
         return ToolDone("timeout", text)
     if not ended:
         return ToolDone("error", text)
-    if os.WIFSIGNALED(status):
-        return ToolDone("error", cut(f"{text}killed by {signal.Signals(os.WTERMSIG(status)).name}", setup.output_bytes))
-    return ToolDone("ok" if os.WEXITSTATUS(status) == 0 else "error", text)
+    exit_code = os.waitstatus_to_exitcode(status)
+    if exit_code < 0:
+        text = cut(f"{text}killed by {signal.Signals(-exit_code).name}", setup.output_bytes)
+    return ToolDone("error" if exit_code else "ok", text, exit_code)
 
 
 def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
@@ -176,7 +179,7 @@ def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
         exec(program, {"__name__": "__main__"})  # the one place that runs a model's text, under the filter just installed
         status = 0
     except SystemExit as end:
-        status = 0 if end.code in (None, 0) else 1
+        status = end.code & 0xFF if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException as error:
         # The traceback without this module's own frame: the model reads it.
         trace = error.__traceback__.tb_next if error.__traceback__ else None

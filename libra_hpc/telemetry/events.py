@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ class LineLog:
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
         self._handle.write(self._encoder.encode(record) + b"\n")
+
+    def write_all(self, records: Iterable[dict[str, Any]]) -> None:
+        """Append several records in one `write`."""
+        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
+        if lines:
+            self._handle.write(lines)
 
     def close(self) -> None:
         """Close the file."""

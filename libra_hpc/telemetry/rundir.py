@@ -2,6 +2,7 @@
 
 ```
 run.toml config.json job.sbatch job.json     what was asked, resolved, queued
+plan.json                                    why it was split so, where the planner chose the split
 events.jsonl metrics.jsonl status.json       written while running, by rank 0
 trajectories.jsonl decisions.jsonl           written while running, by the rollout leader
 logs/attempt-N/*.log                         one file per process
@@ -96,6 +97,11 @@ class RunDir:
     def config(self) -> Path:
         """The resolved configuration (JSON of `RunConfig`)."""
         return self.path / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        """The planner's choice of the split, and what it was chosen from; only where the run file left it open."""
+        return self.path / "plan.json"
 
     @property
     def script(self) -> Path:

@@ -18,6 +18,8 @@ Record = Mapping[str, Any]
 
 MOVING = {"train": "to_train", "rollout": "to_rollout"}
 """Role of a node on its way to another."""
+TOGETHER_S = 0.5
+"""Moves of one decision start within milliseconds; two decisions are an interval of the planner apart."""
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -32,6 +34,10 @@ class Move(msgspec.Struct, frozen=True):
     """None while the move is under way, or when the job ended in it."""
     seconds: float
     """As measured by the node where it says so, else ``end - start``; NaN while open."""
+    predicted_gain_s: float
+    """Seconds per global batch the planner expected of it; NaN when not said."""
+    realised_gain_s: float
+    """What the first complete measurement after it found; NaN until then, and when the workload changed meanwhile."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -92,7 +98,10 @@ def generated(trajectory: Record) -> tuple[float, float]:
 
 
 def moves(log: Sequence[Record]) -> list[Move]:
-    """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank."""
+    """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank and the ``move_judged`` of its direction.
+
+    Several nodes that moved by one decision were judged together: each of them carries the gain of all.
+    """
     found: list[Move] = []
     open_moves: dict[int, int] = {}
     for event in log:
@@ -102,13 +111,26 @@ def moves(log: Sequence[Record]) -> list[Move]:
         if event["kind"] == "move_started":
             open_moves[rank] = len(found)
             reason = str(event.get("reason", ""))
-            found.append(Move(rank=rank, to=_stage(event.get("to")), reason=reason, start=event["t"], end=None, seconds=math.nan))
+            gain = number(event, "predicted_gain_s")
+            found.append(Move(rank, _stage(event.get("to")), reason, event["t"], None, math.nan, gain, math.nan))
         elif event["kind"] == "move_done" and rank in open_moves:
             index = open_moves.pop(rank)
             start = found[index].start
             seconds = number(event, "seconds", event["t"] - start)
             found[index] = msgspec.structs.replace(found[index], end=event["t"], seconds=seconds)
+        elif event["kind"] == "move_judged":
+            _judge(found, event)
     return found
+
+
+def _judge(found: list[Move], event: Record) -> None:
+    """Give the measured gain to the last decision's move of that rank and direction, and to those that started with it."""
+    to, rank = _stage(event.get("to")), event.get("rank")
+    started = next((move.start for move in reversed(found) if (move.rank, move.to) == (rank, to)), None)
+    for index, move in enumerate(found):
+        if started is not None and move.to == to and abs(move.start - started) < TOGETHER_S:
+            gains = {"predicted_gain_s": number(event, "predicted_gain_s"), "realised_gain_s": number(event, "realised_gain_s")}
+            found[index] = msgspec.structs.replace(move, **gains)
 
 
 def roles(log: Sequence[Record], *, end: float, hybrid_start: str = "rollout") -> dict[int, list[Interval]]:

@@ -47,16 +47,64 @@ class BucketStatus(msgspec.Struct, frozen=True):
     kv_use: float
 
 
+class CandidateStatus(msgspec.Struct, frozen=True):
+    """A split the planner considered; seconds per global batch, gain and need over the planner's horizon."""
+
+    train: int
+    rollout: int
+    train_s: float
+    rollout_s: float
+    batch_s: float
+    gain_s: float
+    needed_s: float
+    layout: str = ""
+    blocked: str = ""
+
+
 class DecisionStatus(msgspec.Struct, frozen=True):
     """The planner's last decision."""
 
     at: float
     action: str
-    """``hold`` | ``to_train`` | ``to_rollout``"""
+    """``hold`` | ``to_train`` | ``to_rollout`` | ``repartition`` (advice)"""
     node: int
-    """Rank that moves, -1 for hold."""
+    """Rank that moves first, -1 for hold and repartition."""
     reason: str
     numbers: dict[str, float]
+    nodes: list[int] = []
+    triggers: list[str] = []
+    candidates: list[CandidateStatus] = []
+    """The best five, best first."""
+    layout: str = ""
+    looks: int = 1
+    """Looks in a row that ended so, for the same reason."""
+
+
+class StepForecastStatus(msgspec.Struct, frozen=True):
+    """One step, predicted before it and measured after it; None where too little was known for a prediction."""
+
+    step: int
+    predicted_s: float | None
+    """From the commit before to this one."""
+    measured_s: float
+    predicted_train_s: float | None
+    """Training alone, predicted when the batch was complete."""
+    measured_train_s: float
+
+
+class ForecastStatus(msgspec.Struct, frozen=True):
+    """Predicted against measured step times; errors are medians of |predicted / measured - 1| over the last steps."""
+
+    steps: list[StepForecastStatus]
+    """The last few, oldest first."""
+    error: float | None
+    window_error: float | None
+    """Of sums over `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
+    train_error: float | None
+    next_s: float | None
+    """Predicted for the step that runs."""
+    factors: dict[str, float]
+    """Measured over nominal seconds, by term."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -94,6 +142,7 @@ class Status(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     decision: DecisionStatus | None
     message: str
+    forecast: ForecastStatus | None = None
 
 
 _decoder = msgspec.json.Decoder(Status)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import series
+from .accuracy import WINDOW, median_error, window_error
 from .rundir import RunDir, read_lines
 
 FIRST_AND_LAST = 0.2
@@ -44,6 +45,22 @@ class MoveSummary(msgspec.Struct, frozen=True):
     """Optimizer steps committed while the node moved."""
     tokens_meanwhile: int
     """Generated tokens of trajectories that finished while the node moved."""
+    predicted_gain_s: float | None
+    """Seconds per global batch, as predicted before and as measured after; None: not known (yet)."""
+    realised_gain_s: float | None
+
+
+class ForecastSummary(msgspec.Struct, frozen=True):
+    """How good the predictions of step times were: medians of |predicted / measured - 1|; None: nothing was predicted."""
+
+    steps: int
+    """Predicted ones."""
+    error: float | None
+    """Of single steps."""
+    window_error: float | None
+    """Of `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
+    train_error: float | None
+    """Of training alone."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -64,6 +81,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Generated tokens trained on."""
     train_tokens_per_s: float | None
     rollout_tokens_per_s: float | None
+    forecast: ForecastSummary
     moves: list[MoveSummary]
     staleness_mean: float | None
     staleness_max: int
@@ -101,6 +119,7 @@ def summarise(run: RunDir) -> Summary:
         loss_tokens=_total(rows, "loss_tokens"),
         train_tokens_per_s=_known(series.mean(series.column(rows, "train_tokens_per_s"))),
         rollout_tokens_per_s=_known(series.mean(series.column(rows, "rollout_tokens_per_s"))),
+        forecast=_forecast(rows),
         moves=_moves(run, rows, log, start),
         staleness_mean=_known(series.mean(series.column(rows, "staleness_mean"))),
         staleness_max=int(max(staleness, default=0)),
@@ -157,9 +176,20 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
                 seconds=_known(move.seconds),
                 steps_meanwhile=sum(move.start <= t <= end for t, _ in trained),
                 tokens_meanwhile=int(sum(tokens for t, tokens in generated if move.start <= t <= end)),
+                predicted_gain_s=_known(move.predicted_gain_s),
+                realised_gain_s=_known(move.realised_gain_s),
             )
         )
     return out
+
+
+def _forecast(rows: Sequence[series.Record]) -> ForecastSummary:
+    pairs = {}
+    for predicted, measured in (("predicted_s", "step_s"), ("predicted_train_s", "train_wall_s")):
+        pairs[predicted] = [(_known(series.number(row, predicted)), series.number(row, measured, 0.0)) for row in rows]
+    whole = pairs["predicted_s"]
+    known = sum(predicted is not None for predicted, _ in whole)
+    return ForecastSummary(known, median_error(whole), window_error(whole), median_error(pairs["predicted_train_s"]))
 
 
 def _total(rows: Sequence[series.Record], key: str) -> int:
@@ -184,6 +214,7 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("speed", f"train {_rate(summary.train_tokens_per_s)}   rollout {_rate(summary.rollout_tokens_per_s)}")
     stale = "-" if summary.staleness_mean is None else f"{summary.staleness_mean:.2f} mean, {summary.staleness_max} max (weight versions)"
     facts.add_row("staleness", stale)
+    facts.add_row("forecast", _said(summary.forecast))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
     if summary.checkpoints:
@@ -201,16 +232,29 @@ def render_summary(summary: Summary) -> RenderableType:
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
 
 
-def _moves_table(moves: Sequence[MoveSummary]) -> Table:
+def _said(forecast: ForecastSummary) -> str:
+    if forecast.error is None:
+        return "no step was predicted"
+    parts = [f"{forecast.error:.1%} off (median of {forecast.steps} steps)"]
+    parts += [f"{forecast.window_error:.1%} over {WINDOW} steps in a row"] if forecast.window_error is not None else []
+    parts += [f"training alone {forecast.train_error:.1%}"] if forecast.train_error is not None else []
+    return ", ".join(parts)
+
+
+def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, title="moves of nodes", title_justify="left", title_style="dim", pad_edge=False, expand=True)
-    for name in ("at", "node", "to", "took", "meanwhile"):
+    for name in ("at", "node", "to", "took", "meanwhile", "gain a batch: predicted", "realised"):
         table.add_column(name, no_wrap=True)
-    table.add_column("reason", overflow="fold", ratio=1)
+    reasons = Table.grid(padding=(0, 2))
+    reasons.add_column(style="dim", no_wrap=True)
+    reasons.add_column(overflow="fold")
     for move in moves:
         took = "unfinished" if move.seconds is None else f"{move.seconds:.1f} s"
         meanwhile = f"{move.steps_meanwhile} steps, {move.tokens_meanwhile:,} tokens"
-        table.add_row(duration(move.at_s), str(move.rank), move.to, took, meanwhile, move.reason)
-    return table
+        gains = ("-" if gain is None else f"{gain:.2f} s" for gain in (move.predicted_gain_s, move.realised_gain_s))
+        table.add_row(duration(move.at_s), str(move.rank), move.to, took, meanwhile, *gains)
+        reasons.add_row(f"node {move.rank}", move.reason)
+    return Group(table, reasons)
 
 
 def _change(first: float | None, last: float | None) -> Text:

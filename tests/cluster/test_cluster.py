@@ -54,7 +54,7 @@ def submit_sleep(info: ClusterInfo, marker: Path) -> str:
 
 def test_partitions_of_the_suites_cluster(slurm_env: dict[str, str]) -> None:
     found = {partition.name: partition for partition in partitions(slurm_env)}
-    assert {name: partition.nodes for name, partition in found.items()} == {"a800": 4, "spot": 4, "cpu": 2}
+    assert {name: partition.nodes for name, partition in found.items()} == {"a800": 6, "spot": 6, "cpu": 2}
     assert found["a800"].default
     assert found["a800"].gpus == {"a800": 8}
     assert found["cpu"].gpus == {}
@@ -80,7 +80,7 @@ def test_down_ends_jobs_and_daemons_and_up_goes_on_counting(own: Cluster, tmp_pa
     info = own.up()
     first = submit_sleep(info, tmp_path / "job")
     stopped = own.down()
-    assert len(stopped) == len(info.pids) == 8
+    assert len(stopped) == len(info.pids) == 10
     assert running(info) == []
     assert [pid for pid in (tmp_path / "job").read_text().split() if command_line(int(pid))] == []
     assert own.info() is None
@@ -105,7 +105,7 @@ def test_up_repairs_what_was_killed_and_jobs_live_on(own: Cluster, tmp_path: Pat
         os.kill(info.pids[name], signal.SIGKILL)
     messages: list[str] = []
     repaired = own.up(messages.append)
-    assert messages == ["starting 3 of 8 daemons of the embedded Slurm"]
+    assert messages == ["starting 3 of 10 daemons of the embedded Slurm"]
     assert {name for name in info.pids if info.pids[name] != repaired.pids[name]} == set(victims)
     assert job(environment(repaired), job_id).state is JobState.RUNNING
     assert own.up(messages.append) == repaired

@@ -128,7 +128,7 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
 @pytest.mark.parametrize(
     ("section", "field", "change"),
     [
-        ("components", "train.nodes = 5", {"train": {"nodes": 5}}),
+        ("components", "train.nodes = 7", {"train": {"nodes": 7}}),
         ("components", "train.partition = 'gpu'", {"train": {"partition": "gpu"}}),
         ("components", "train.gpu_type = 'h100'", {"train": {"gpus": 1, "gpu_type": "h100"}}),
         ("slurm", "time_limit = 'soon'", {"time_limit": "soon"}),

@@ -40,6 +40,7 @@ def test_the_default_configuration_has_no_problem() -> None:
         ({"components": {"train": {"nodes": 0}}}, "components.train.nodes = 0"),
         ({"components": {"rollout": {"nodes": 0}}}, "components.rollout.nodes = 0"),
         ({"rollout": {"policy": "cmlqf"}}, "(did you mean 'cmlfq'?)"),
+        ({"rollout": {"policy": "oracle"}}, "rollout.policy = 'oracle': this policy runs in the simulator only"),
         ({"algorithm": {"prompts_per_step": 2, "group_size": 2, "minibatches": 5}}, "algorithm.minibatches = 5: a global batch has 4 trajectories"),
         ({"slurm": {"time_limit": "1h"}}, "slurm.time_limit = '1h': malformed"),
         ({"slurm": {"time_limit": "0"}}, "slurm.time_limit = '0': no time at all"),
@@ -47,6 +48,19 @@ def test_the_default_configuration_has_no_problem() -> None:
         ({"train": {"tp": 8}}, "train.tp = 8: does not divide the model's num_key_value_heads = 4"),
         ({"train": {"pp": 4}}, "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
         ({"rollout": {"tp": 3}}, "rollout.tp = 3: does not divide"),
+        ({"rollout": {"tp": [1, 3]}}, "rollout.tp = 3: does not divide"),
+        (
+            {"rollout": {"tp": [1, 2, 4]}, "components": {"hybrid": {"nodes": 1}}},
+            "rollout.tp = [1, 2, 4]: a list has one entry for each of the 1 hybrid and 1 rollout nodes, in this order, and this one has 3;",
+        ),
+        ({"rollout": {"engines_per_node": []}}, "rollout.engines_per_node = []: a list has one entry for each"),
+        (
+            {
+                "slurm": {"device": "cuda"}, "rollout": {"tp": [1, 2, 8]},
+                "components": {"train": {"gpus": 1}, "hybrid": {"nodes": 1, "gpus": 2}, "rollout": {"nodes": 2, "gpus": 4}},
+            },
+            "rollout.tp = 8: rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rollout has 4 per node",
+        ),
         ({"rollout": {"max_model_len": 9000}}, "rollout.max_model_len = 9000: the model's max_position_embeddings is 8192"),
         (
             {"slurm": {"device": "cuda"}, "rollout": {"tp": 2, "engines_per_node": 4}, "components": {n: {"gpus": g} for n, g in GPUS.items()}},
@@ -60,6 +74,13 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
     assert found
     assert any(sentence in message for message in found), found
     assert all(message.endswith(".") for message in found)
+
+
+def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:
+    gpus = {"train": {"gpus": 1}, "hybrid": {"nodes": 1, "gpus": 2}, "rollout": {"nodes": 2, "gpus": 4}}
+    assert messages(configured(slurm={"device": "cuda"}, rollout={"tp": [2, 1, 2], "engines_per_node": [1, 4, 2]}, components=gpus)) == []
+    swapped = messages(configured(slurm={"device": "cuda"}, rollout={"tp": [4, 1, 1], "engines_per_node": 1}, components=gpus))
+    assert swapped == ["rollout.tp = 4: rollout.tp * rollout.engines_per_node needs 4 GPUs and components.hybrid has 2 per node; valid: a product <= 2."]
 
 
 def test_more_processes_than_cpus_is_no_problem() -> None:
@@ -104,3 +125,9 @@ def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.dir = .*file is not a folder"):
         check.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))
+
+
+def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = configured(run={"dir": str(tmp_path)}, rollout={"warm_start": str(tmp_path / "absent")}, model={"path": model_folder(tmp_path)})
+    with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
+        check.check_run(config)

@@ -75,6 +75,10 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
         ("[optimizer]\nlr = inf\n", "optimizer.lr = inf: not a finite number."),
         ("[run]\nname = 'a b'\n", "run.name = 'a b': malformed; valid: a string matching"),
         ("[components]\ntrain = 3\n", "components.train = 3: wrong type; valid: a table."),
+        ("[rollout]\ntp = 0\n", "rollout.tp = 0: out of range; valid: an integer >= 1, or a list of them with one for each hybrid and rollout node."),
+        ("[rollout]\ntp = [1, 0]\n", "rollout.tp.1 = 0: out of range"),
+        ("[rollout]\nengines_per_node = ['1']\n", "rollout.engines_per_node.0 = '1': wrong type"),
+        ("[rollout]\ntp = 'both'\n", "rollout.tp = 'both': wrong type; valid: an integer >= 1, or a list"),
         # The misspelt key is reported although another field is wrong too.
         ("[algorithm]\neta = -1\nclp = 0.2\n", "algorithm.clp = 0.2: unknown key"),
     ],

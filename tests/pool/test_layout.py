@@ -15,6 +15,11 @@ def test_leaders_are_the_lowest_ranks_of_their_component() -> None:
     assert len(layout.components) == 8
 
 
+def test_entries_of_lists_count_through_hybrid_and_rollout_nodes() -> None:
+    layout = Layout.parse("planner:1,train:2,hybrid:2,rollout:2")
+    assert [layout.engine_node(rank) for rank in range(3, 7)] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("text", ["", "planner:1", "train:1,rollout:1", "train:1,planner:1,rollout:1", "planner:1,train:x,rollout:1", "planner:1,gpu:1"])
 def test_a_malformed_layout_is_one_sentence(text: str) -> None:
     with pytest.raises(OperationError) as caught:

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reas
 PRELUDE = """
 import asyncio, json, os, resource, signal, sys, time
 from pathlib import Path
-from libra_hpc.pool.mesh import MPI, Mesh, TAG_FRAME
+from libra_hpc.pool.mesh import MPI, Mesh, TAG_FRAME, meet
 from libra_hpc.protocol import mesh as wire
 out = Path(sys.argv[1])
-comm = MPI.COMM_WORLD
+comm = meet()
 got = []
 def handler(source, message, blob):
     got.append((source, message, blob))
@@ -136,3 +136,19 @@ async def script(mesh):
 """,
     )
     assert sum(fact["share"] for fact in facts.values()) < 0.03, "the agents' own polling, together, as a share of one core"
+
+
+def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        "from libra_hpc.pool import mesh\n"
+        "mesh.MEET_S = 3\n"
+        "if os.environ['PMI_RANK'] == '1':\n"
+        "    os._exit(15)\n"
+        "mesh.meet()\n"
+        "os._exit(0)\n"
+    )
+    command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "3", "--logs", str(tmp_path), "--", sys.executable, str(program)]
+    told = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert told.stdout == "exit codes by rank: -14 15 -14\n"

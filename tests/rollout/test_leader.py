@@ -10,19 +10,69 @@ from typing import Any
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
-from libra_hpc.protocol.rollout import EngineReady, Generate, Generated
+from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Generated
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
-from libra_hpc.sched.registry import make_policy
+from libra_hpc.rollout.record import decision_line, trace_line
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
 
 STOP = 9
 TRAIN_LEADER = 1
+
+
+class Emptiest:
+    """First come, first served, to the engine with the fewest tokens in flight."""
+
+    name = "emptiest"
+
+    def __init__(self) -> None:
+        self.learned: list[Finished] = []
+        self.given_up: list[str] = []
+
+    def key(self, turn: TurnView, now: float) -> float:
+        return turn.ready_at
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        free = [engine for bucket in board.classes if (engine := bucket.least())]
+        if not free:
+            return Decision("", 0, 0, "all full", {})
+        best = min(free, key=lambda engine: engine.inflight_tokens)
+        return Decision(best.engine, 3, best.level, "{tokens:.0f} tokens at {engine}", {"tokens": best.inflight_tokens, "engine": best.engine}, 1.5)
+
+    def finished(self, record: Finished, now: float) -> None:
+        self.learned.append(record)
+
+    def forget(self, trajectory: str) -> None:
+        self.given_up.append(trajectory)
+
+
+class Probing(Emptiest):
+    """The first sample of a prompt to ask goes ahead; its siblings wait until it has finished or is given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probes: dict[str, str] = {}
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        if self.probes.setdefault(turn.prompt_id, turn.trajectory) not in ("", turn.trajectory):
+            return Decision("", 0, 0, "a sibling probes", {}, wait="sibling")
+        return super().route(turn, board, now)
+
+    def finished(self, record: Finished, now: float) -> None:
+        super().finished(record, now)
+        self.probes[record.prompt_id] = ""
+
+    def forget(self, trajectory: str) -> None:
+        super().forget(trajectory)
+        self.probes = {prompt: probe for prompt, probe in self.probes.items() if probe != trajectory}
 
 
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
 
     def __init__(
-        self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False
+        self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
@@ -31,12 +81,14 @@ class Plant:
         self.sent: list[Any] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[dict[str, Any]] = []
+        self.decisions: list[dict[str, Any]] = []
         self.turns, self.version = turns, 0
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
         settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2, in_order)
         self.leader = RolloutLeader(
-            settings, make_policy("least_loaded"), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m), self.lines.append,
+            settings, policy or Emptiest(), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m),
+            lambda ended: self.lines.append(trace_line(ended)), lambda routed: self.decisions.append(decision_line(routed)),
             lambda kind, **fields: self.events.append((kind, fields)),
         )  # fmt: skip
         self.start_engines = engines
@@ -48,9 +100,9 @@ class Plant:
         for i in range(self.start_engines):
             self.up(f"e{i}", rank=3 + i)
 
-    def up(self, name: str, rank: int) -> None:
+    def up(self, name: str, rank: int, tp: int = 1) -> None:
         self.engines[name] = self.version
-        self.leader.on_engine_up(EngineUp(rank, name, EngineReady(self.version, 1, 1000, 10000, 0.0)))
+        self.leader.on_engine_up(EngineUp(rank, name, EngineReady(self.version, tp, 1000, 10000, 0.0)))
 
     def down(self, name: str) -> None:
         del self.engines[name]
@@ -64,6 +116,11 @@ class Plant:
         elif isinstance(message, Batch):
             assert rank == TRAIN_LEADER
             self.batches.append(message)
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            self.environment()
+            await asyncio.sleep(0)
 
     def serve(self, count: int = 1000, pick: random.Random | None = None) -> None:
         for _ in range(min(count, len(self.inbox))):
@@ -83,7 +140,7 @@ class Plant:
                     self.steps_of[episode] += 1
                     done = self.steps_of[episode] >= self.turns
                     reward = float(int(episode.split(".")[1]) % 2 == 0)
-                    signal = Signal("tool", "ok", 1, 0.01)
+                    signal = Signal("tool", "ok", 1, 0.01, exit_code=1, passed=None if done else 3)
                     self.leader.on_host(0, EpisodeStepped(episode, b"" if done else pack_i32([5]), signal, done, reward, {"solved": reward} if done else {}))
                     if done:
                         self.finished.append(episode)
@@ -136,6 +193,8 @@ def test_samples_carry_masks_logprobs_and_normalised_advantages() -> None:
         line = next(line for line in plant.lines if line["index"] == group.index and line["sample"] == 0)
         assert line["prompt_tokens"] == 3
         assert [(t["new_tokens"], t["gen_tokens"], t["tool"], t["outcome"]) for t in line["turns"]] == [(0, 3, "tool", "ok"), (1, 3, "tool", "ok")]
+        assert [(t["exit_code"], t.get("passed", "absent"), "failed" in t) for t in line["turns"]] == [(1, 3, False), (1, "absent", False)]
+        assert line["started_at"] <= line["finished_at"]
 
     asyncio.run(main())
 
@@ -277,5 +336,102 @@ def test_a_resumed_run_skips_what_is_trained() -> None:
         await plant.run(lambda: plant.batches)
         assert plant.batches[0].step == 3
         assert sorted(g.index for g in plant.batches[0].groups) == [2, 5]
+
+    asyncio.run(main())
+
+
+def test_every_turn_sent_is_a_decision_with_reason_and_numbers() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, engines=1)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        first = plant.inbox[0][1]
+        assert (first.priority, first.keep_s) == (3, 1.5)
+        await plant.run(lambda: plant.batches)
+        assert [(d["trajectory"], d["turn"]) for d in plant.decisions[:4]] == [("0.0.0", 0), ("0.1.0", 0), ("1.0.0", 0), ("1.1.0", 0)]
+        second = plant.decisions[1]
+        assert (second["engine"], second["level"], second["priority"], second["keep_s"], second["from"]) == ("e0", 0, 3, 1.5, "")
+        assert (second["reason"], second["numbers"]) == ("3 tokens at e0", {"tokens": 3, "engine": "e0"})
+        assert sorted((d["trajectory"], d["turn"]) for d in plant.decisions) == [(f"{i}.{s}.0", t) for i in (0, 1) for s in (0, 1) for t in (0, 1)]
+        assert all(d["from"] == "e0" and d["context_tokens"] == 7 for d in plant.decisions if d["turn"] == 1)
+
+    asyncio.run(main())
+
+
+def test_the_board_counts_what_is_in_flight_and_only_that() -> None:
+    async def main() -> None:
+        plant = Plant(eta=1, engines=0)
+        plant.start()
+        plant.up("low", rank=3, tp=1)
+        plant.up("high", rank=4, tp=2)
+        await plant.run(lambda: len(plant.inbox) == 8)
+        assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.0))
+        plant.leader.on_engine_load("high", EngineStats(0, 4, 0, 0.25, 0, 0, 0, 0, 1, 0.1))
+        plant.leader.on_host_down(0, "killed")
+        assert plant.leader.report().buckets == ((1, 1, 0, 0, 0.0), (2, 1, 0, 0, 0.25)), "what starts anew is not in flight"
+        plant.serve()
+        plant.leader.on_host(0, HostReady("toy"))
+        await plant.run(lambda: len(plant.inbox) == 8)
+        plant.down("high")
+        assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0),)
+        assert (plant.leader.report().waiting_turns, plant.leader.report().inflight) == (4, 4)
+        await plant.run(lambda: len(plant.batches) == 2)
+        assert plant.leader.report().buckets == ((1, 1, 0, 0, 0.0),)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_comes_up_again_unannounced_loses_no_turn() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, engines=1)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        held = len(plant.inbox)
+        plant.inbox.clear()
+        plant.up("e0", rank=3)
+        await plant.run(lambda: plant.batches)
+        assert plant.leader.resubmitted == held
+
+    asyncio.run(main())
+
+
+def test_an_engine_behind_in_weights_gets_no_turns_until_it_caught_up() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, steps=2)
+        plant.start()
+        await plant.run(lambda: plant.batches)
+        plant.commit(plant.batches[0])
+        plant.version = 0
+        plant.up("late", rank=9)
+        await plant.run(lambda: plant.inbox)
+        await plant.settle()
+        assert "late" not in {engine for engine, _ in plant.inbox}
+        plant.serve(1)
+        plant.leader.on_engine_version("late", 1)
+        plant.engines["late"] = 1
+        await plant.settle()
+        assert "late" in {engine for engine, _ in plant.inbox}
+
+    asyncio.run(main())
+
+
+def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> None:
+    async def main() -> None:
+        policy = Probing()
+        plant = Plant(eta=0, policy=policy)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        await plant.settle()
+        assert [request.rid.split(":")[0] for _, request in plant.inbox] == ["0.0.0", "1.0.0"]
+        assert plant.leader.report().waiting_turns == 2
+        for attempt in range(3):
+            plant.leader.on_host(0, EpisodeFailed(f"0.0.{attempt}", "KeyError"))
+            await plant.settle()
+        assert "0.1.0" in {request.rid.split(":")[0] for _, request in plant.inbox}
+        await plant.run(lambda: plant.batches)
+        assert policy.given_up == ["0.0.0", "0.0.1", "0.0.2"]
+        assert sorted(record.trajectory for record in policy.learned) == ["0.1.0", "1.0.0", "1.1.0"]
+        learned = next(record for record in policy.learned if record.trajectory == "1.1.0")
+        assert (learned.generated_tokens, learned.turns, learned.at_signal, learned.context_tokens) == (6, 2, (3, 6), 10)
 
     asyncio.run(main())

@@ -39,24 +39,6 @@ class GateMachine(RuleBasedStateMachine):
         self.gate.finish(name)
         self.running.remove(name)
 
-    @precondition(lambda self: self.admitted)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.admitted)))
-        self.gate.drop(name)
-        del self.admitted[name]
-        self.running.discard(name)
-
-    @precondition(lambda self: self.admitted)
-    @rule(data=st.data())
-    def resubmit(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.admitted)))
-        before = self.gate.outstanding
-        assert self.gate.resubmit(name) == self.version
-        assert self.gate.outstanding == before
-        self.admitted[name] = self.version
-        self.running.add(name)
-
     @precondition(lambda self: self.gate.batch())
     @rule()
     def train(self) -> None:
@@ -66,7 +48,7 @@ class GateMachine(RuleBasedStateMachine):
         assert self.gate.consume(groups) == worst <= self.eta
         for group in groups:
             assert group not in self.running
-            assert not self.gate.too_stale(self.admitted.pop(group), self.consumed)
+            del self.admitted[group]
         self.consumed += 1
 
     @precondition(lambda self: self.version < self.consumed)
@@ -150,7 +132,7 @@ def test_breaking_the_protocol_is_refused() -> None:
     gate.admit("a")
     for wrong in (
         lambda: gate.admit("a"), lambda: gate.admit("b"), lambda: gate.finish("x"), lambda: gate.consume(("a",)), lambda: gate.consume(()),
-        lambda: gate.publish(1), lambda: gate.drop("x"), lambda: gate.resubmit("x"), lambda: StalenessGate(-1, 1, 1), lambda: StalenessGate(0, 0, 1),
+        lambda: gate.publish(1), lambda: StalenessGate(-1, 1, 1), lambda: StalenessGate(0, 0, 1),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"."):
             wrong()

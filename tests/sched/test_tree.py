@@ -1,128 +1,257 @@
-"""What the causal tree learns, how it backs off, forgets and stays bounded."""
+"""Signals, survival, groups, contexts, and what the causal tree makes of them."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.tree import HALF_LIFE, K_SIGNAL, MAX_DEPTH, PRIOR_TOKENS, SAMPLES, CausalTree, Sketch, symbol
-from tests.sched.views import MISS, OK, finished
+from libra_hpc.sched.blend import PRIOR, SOLVE_EVERY, Blend
+from libra_hpc.sched.context import TRIALS, Context, Gate
+from libra_hpc.sched.signals import MAX_SYMBOLS, SignalState, Vocabulary
+from libra_hpc.sched.survival import PRIOR_TOKENS, Survival, cell_of
+from libra_hpc.sched.tree import MAX_OWN, CausalTree
+from tests.sched.views import OK, finished
 
 
-def test_nothing_known_is_the_prior_then_attained_service() -> None:
+def read(*signals: Signal) -> list[tuple[str, str]]:
+    state = SignalState()
+    return [state.read(s)[1:3] for s in signals]
+
+
+def test_outcomes_are_facts_not_words() -> None:
+    assert read(Signal("sh", "ok", 1, 0.0, 1)) == [("error", "")], "ok with exit code 1 is an error"
+    assert read(Signal("sh", "ok", 1, 0.0, 0)) == [("ok", "")]
+    assert read(Signal("sh", "timeout", 1, 0.0, 124)) == [("timeout", "")]
+    assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "no substring is looked at"
+
+
+def test_test_counts_become_classes_with_their_trend() -> None:
+    runs = [Signal("t", "ok", 1, 0.0, None, p, f) for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))]
+    assert [tests for _, tests in read(*runs)] == ["none", "some-", "some=", "all"]
+
+
+def test_payload_and_repeat_classes() -> None:
+    state = SignalState()
+    assert [state.read(Signal("t", "ok", n, 0.0))[3] for n in (128, 129, 1024, 1025)] == [0, 1, 1, 2]
+    state = SignalState()
+    assert [state.read(OK)[4] for _ in range(4)] == [0, 1, 2, 2]
+
+
+def test_the_vocabulary_is_bounded() -> None:
+    words = Vocabulary()
+    numbers = [words.number((f"t{i}", "ok", "", 0, 0)) for i in range(MAX_SYMBOLS + 5)]
+    assert numbers[:3] == [1, 2, 3]
+    assert numbers[-5:] == [0] * 5
+    assert words.number(("t1", "ok", "", 0, 0)) == 2
+
+
+def test_survival_knows_only_heavy_tails_at_first() -> None:
+    table = Survival()
+    for tokens in (1000, 8000, 64_000):
+        assert table.rest[cell_of(tokens)] == pytest.approx(tokens, rel=0.35), "as long again"
+    assert PRIOR_TOKENS / 2 < table.rest[0] < 4 * PRIOR_TOKENS
+
+
+def test_survival_recovers_an_exponential() -> None:
+    rng, table = random.Random(0), Survival()
+    for _ in range(4000):
+        cell = cell_of(rng.expovariate(1 / 3000))
+        table.passed(0, cell)
+        table.ended(cell, 0)
+    for attained in (100, 1000, 5000):
+        assert table.rest[cell_of(attained)] == pytest.approx(3000, rel=0.2)
+    assert table.quantile(0, 0.5) == pytest.approx(0.69 * 3000, rel=0.15)
+
+
+def test_those_that_still_run_count() -> None:
+    cold, aware = Survival(), Survival()
+    for table in (cold, aware):
+        for _ in range(20):
+            table.passed(0, cell_of(300))
+            table.ended(cell_of(300), 0)
+    for _ in range(200):
+        aware.passed(0, cell_of(5000))
+    aware.ended(cell_of(300), 0)
+    for _ in range(15):
+        aware.ended(cell_of(300), 0)
+    assert aware.rest[0] > 5 * cold.rest[0]
+
+
+def test_a_context_keeps_what_is_beyond_the_expectation_and_shrinks_it_by_evidence() -> None:
+    node = Context()
+    node.learn(400.0, 2.0, 1.0, 0)
+    assert node.effect == pytest.approx(1.0 / 9.0), "one value of weight 1 / (1 + 8)"
+    for _ in range(79):
+        node.learn(400.0, 2.0, 1.0, 0)
+    assert node.effect == pytest.approx(80.0 / 88.0)
+    assert node.tokens == node.token_quantile(0.5) == pytest.approx(400.0)
+    assert node.turns == node.turn_quantile(0.9) == pytest.approx(2.0)
+    node.learn(400.0, 2.0, -1.0, 16)
+    assert node.count == pytest.approx(41.0), "evidence halves in 16 versions"
+
+
+def test_a_blend_finds_the_weights_behind_the_data() -> None:
+    rng, blend = random.Random(2), Blend()
+    true = (0.3, -0.8, 0.5, -1.0, 0.4, 0.7, 0.9)
+    for _ in range(3000):
+        failed = rng.choice((None, 0, 3, 12))
+        tests = (0.0, 0.0, 0.0) if failed is None else (0.0, 1.0, float(failed)) if failed else (1.0, 0.0, 0.0)
+        x = (1.0, rng.gauss(0, 1), rng.gauss(0, 0.5), *tests, rng.gauss(0, 1))
+        target = sum(w * v for w, v in zip(true, x, strict=True)) + rng.gauss(0, 1.0)
+        blend.learn(x, target, target - blend.predict(x), 1.0)
+    assert blend.weights == pytest.approx(true, abs=0.15)
+    # The mean of exp of a standard normal is exp(1 / 2); the robust ratio stays below.
+    assert 1.0 < blend.smear < 1.7
+
+
+def test_a_blend_stays_with_its_prior_until_the_data_say_otherwise() -> None:
+    blend = Blend()
+    assert blend.weights == list(PRIOR)
+    for i in range(SOLVE_EVERY):
+        blend.learn((1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 1.0 - blend.weights[0], 1.0)
+        assert 0.0 <= blend.weights[0] <= 1.0, i
+    assert blend.weights[0] == pytest.approx(SOLVE_EVERY / (SOLVE_EVERY + 20.0), rel=0.05)
+    assert blend.weights[1:] == pytest.approx(PRIOR[1:])
+
+
+def test_quantile_offsets_follow_the_errors() -> None:
+    rng, blend = random.Random(4), Blend()
+    for _ in range(5000):
+        blend.loss(rng.gauss(0.0, 1.0))
+    assert blend.p50 == pytest.approx(0.0, abs=0.3)
+    assert blend.p90 == pytest.approx(1.28, abs=0.4)
+
+
+def test_early_ends_are_weighted_against_those_that_still_run() -> None:
+    table = Survival()
+    for _ in range(100):
+        table.passed(0, cell_of(3000))
+    for _ in range(48):
+        table.passed(0, cell_of(300))
+        table.ended(cell_of(300), 0)
+    for _ in range(16):
+        table.ended(cell_of(3000), 0)
+    short, long = table.weight[cell_of(300)], table.weight[cell_of(3000)]
+    assert long > 1.2 * short, "of those who reached 3,000 tokens most still run"
+    done = Survival()
+    for _ in range(64):
+        done.passed(0, cell_of(300))
+        done.ended(cell_of(300), 0)
+    assert done.weight[cell_of(300)] == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_gate_stays_shut_before_enough_trials_and_shuts_again() -> None:
+    gate = Gate()
+    for i in range(TRIALS):
+        assert not gate.open, i
+        gate.learn(0.5, 1.0)
+    assert gate.open
+    for _ in range(60):
+        gate.learn(2.0, 1.0)
+    assert not gate.open
+
+
+def taught(useful: bool, groups: int = 60, seed: int = 0) -> CausalTree:
+    """Two kinds of prompts, 400 and 6,000 tokens; ``useful``: kinds belong to prompts, else to nothing."""
+    rng, tree = random.Random(seed), CausalTree()
+    for g in range(groups):
+        for k in range(8):
+            long = g % 2 == 0 if useful else rng.random() < 0.5
+            total = int((6000 if long else 400) * rng.lognormvariate(0.0, 0.2))
+            tree.insert(finished(total, f"p{g}", f"t{g}-{k}"))
+    return tree
+
+
+def left(tree: CausalTree, prompt: str, attained: int = 0, signals: tuple[Signal, ...] = ()) -> float:
+    return tree.advance(tree.cursor(prompt, "task"), signals, attained)
+
+
+def test_siblings_decide_where_prompts_matter_and_are_ignored_where_they_do_not() -> None:
+    tree = taught(useful=True)
+    assert left(tree, "p0") > 5 * left(tree, "p1")
+    assert tree.everything.k <= 2.0
+    noise = taught(useful=False)
+    assert noise.everything.k >= 8.0
+    assert 0.5 < left(noise, "p0") / left(noise, "p1") < 2.0
+
+
+def test_a_running_sibling_that_outlives_the_others_lengthens_its_group() -> None:
+    tree = taught(useful=True)
+    before = left(tree, "new")
+    tree.advance(tree.cursor("new", "task"), (), 20_000)
+    after = left(tree, "new")
+    assert after > before
+
+
+def test_a_running_trajectory_given_up_no_longer_counts() -> None:
+    tree = taught(useful=True)
+    before = left(tree, "new")
+    cursor = tree.cursor("new", "task")
+    tree.advance(cursor, (), 20_000)
+    tree.drop(cursor)
+    assert tree.cursor("new", "task").prompt.gap() == (0.0, 0.0)
+    assert before > 0.0
+
+
+def outcomes(informative: bool, seed: int = 3) -> CausalTree:
+    rng, tree = random.Random(seed), CausalTree()
+    for i in range(600):
+        long = rng.random() < 0.5
+        said = long if informative else rng.random() < 0.5
+        total = 200 + int((5000 if long else 200) * rng.lognormvariate(0.0, 0.3))
+        tree.insert(finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if said else "ok", 5, 0.1),), at=(200,)))
+    return tree
+
+
+def test_signals_move_the_estimate_where_they_inform_and_not_where_they_do_not() -> None:
+    good, bad = (Signal("run", o, 5, 0.1) for o in ("ok", "error"))
+    tree = outcomes(True)
+    assert left(tree, "new", 200, (bad,)) > 2.0 * left(tree, "new", 200, (good,))
+    noise = outcomes(False)
+    assert left(noise, "new", 200, (bad,)) < 1.6 * left(noise, "new", 200, (good,))
+    assert tree.everything.gate.open
+    assert not noise.everything.gate.open
+
+
+def test_a_cursor_says_the_same_as_a_walk_from_the_start() -> None:
+    tree = outcomes(True)
+    signals = tuple(Signal("run", o, 5, 0.1) for o in ("ok", "error", "error", "ok"))
+    stepwise = tree.cursor("new", "task")
+    for i in range(1, 5):
+        tree.advance(stepwise, signals[:i], 100 * i)
+    assert stepwise.left == pytest.approx(left(outcomes(True), "new", 400, signals))
+    rest = tree.remaining(stepwise, 400)
+    assert 0.0 < rest.p50 < rest.p90
+    assert rest.turns >= 1.0
+
+
+def test_evidence_halves_with_weight_versions() -> None:
     tree = CausalTree()
-    assert tree.estimate("p", (), 0).mean == PRIOR_TOKENS
-    assert tree.estimate("p", (), 300).mean == 300.0
-    assert tree.mean_total == PRIOR_TOKENS
+    for i in range(4):
+        tree.insert(finished(500, "p", f"t{i}"))
+    assert tree.cursor("p", "task").prompt.finished == pytest.approx(4.0)
+    tree.insert(finished(500, "p", "later", version=16))
+    assert tree.cursor("p", "task").prompt.finished == pytest.approx(3.0)
 
 
-def test_attained_service_is_the_mean_excess_of_longer_ones() -> None:
+def test_nodes_are_bounded() -> None:
+    tree, rng = CausalTree(max_prompts=20, max_pairs=30), random.Random(0)
+    for i in range(300):
+        signals = tuple(Signal(f"tool{rng.randrange(20)}", "ok", 5, 0.1) for _ in range(8))
+        tree.insert(finished(900, f"p{i}", f"t{i}", signals=signals, at=tuple(range(100, 900, 100))))
+    singles = 20 * 3
+    assert len(tree) <= 20 * (1 + MAX_OWN) + 30 + singles
+
+
+def test_a_second_task_starts_from_what_all_tasks_know_then_goes_its_own_way() -> None:
     tree = CausalTree()
-    for total in (100, 200, 600, 1000):
-        tree.insert(finished(total, f"other-{total}"))
-    assert tree.estimate("new", (), 0).mean == 475.0
-    assert tree.estimate("new", (), 150).mean == pytest.approx(450.0)
-    assert tree.estimate("new", (), 700).mean == 300.0
-    assert tree.estimate("new", (), 5000).mean == 5000.0, "beyond everything seen: as long again"
-
-
-def test_siblings_outweigh_the_rest_soon() -> None:
-    tree = CausalTree()
-    for i in range(50):
-        tree.insert(finished(100, f"q{i}"))
-    assert tree.estimate("p", (), 0).mean == 100.0
-    tree.insert(finished(900, "p"))
-    one = tree.estimate("p", (), 0)
-    assert one.own == pytest.approx(1.0)
-    assert one.mean == pytest.approx((tree.mean_total + 900) / 2, rel=0.05)
-    for _ in range(7):
-        tree.insert(finished(900, "p"))
-    assert tree.estimate("p", (), 0).mean > 800.0
-
-
-def test_a_signal_moves_the_estimate_by_its_evidence_only() -> None:
-    tree = CausalTree()
-    for i in range(8):
-        tree.insert(finished(100, f"ok{i}", signals=(OK,), at=(50,)))
-        tree.insert(finished(1050, f"miss{i}", signals=(MISS,), at=(50,)))
-    base = tree.estimate("new", (Signal("other", "ok", 5, 0.0),), 50).mean
-    good, bad = tree.estimate("new", (OK,), 50), tree.estimate("new", (MISS,), 50)
-    assert good.seen == pytest.approx(8.0)
-    weight = 8 / (8 + K_SIGNAL)
-    assert good.mean == pytest.approx(base + weight * (50 - base))
-    assert bad.mean == pytest.approx(base + weight * (1000 - base))
-    assert good.mean < base < bad.mean
-    assert good.p90 < bad.p90
-
-
-def test_a_last_signal_teaches_nothing() -> None:
-    tree = CausalTree()
-    tree.insert(finished(100, signals=(OK, MISS), at=(50, 100)))
-    assert tree.estimate("x", (OK,), 50).seen == 1.0
-    assert tree.estimate("x", (OK, MISS), 100).seen == 0.0
-
-
-def test_evidence_halves_per_half_life_of_versions() -> None:
-    sketch = Sketch(SAMPLES)
-    for _ in range(4):
-        sketch.add(10.0, 0)
-    assert sketch.evidence(0) == 4.0
-    assert sketch.evidence(int(HALF_LIFE)) == pytest.approx(2.0)
-    sketch.add(70.0, int(HALF_LIFE))
-    assert sketch.mean == pytest.approx((2 * 10 + 70) / 3)
-    sketch.add(70.0, 0)
-    assert sketch.evidence(int(HALF_LIFE)) == pytest.approx(3.5), "an old sample counts as old"
-
-
-def test_symbols_carry_tool_outcome_and_size_class() -> None:
-    sizes = [symbol(Signal("t", "ok", n, 9.0))[2] for n in (0, 128, 129, 1024, 1025)]
-    assert sizes == [0, 0, 1, 1, 2]
-    assert symbol(Signal("t", "ok", 1, 0.0)) == symbol(Signal("t", "ok", 100, 5.0)) != symbol(Signal("t", "error", 1, 0.0))
-
-
-def test_nodes_are_bounded_and_the_least_recently_updated_go_first() -> None:
-    tree = CausalTree(max_nodes=50)
-    for i in range(200):
-        signals = tuple(Signal(f"tool{(i + j) % 7}", "ok", 1, 0.0) for j in range(5))
-        tree.insert(finished(600, f"p{i}", signals=signals, at=(100, 200, 300, 400, 500)))
-        assert len(tree) <= 50
-    assert tree.estimate("p199", (), 0).own == 1.0
-    assert tree.estimate("p0", (), 0).own == 0.0
-
-
-def test_a_leaf_goes_before_its_parent() -> None:
-    tree = CausalTree(max_nodes=8)
-    signals = tuple(Signal(f"tool{i}", "ok", 1, 0.0) for i in range(5))
-    tree.insert(finished(600, signals=signals, at=(100, 200, 300, 400, 500)))
-    # Six global nodes and six of the prompt; the four deepest global ones are gone.
-    assert [tree.estimate("x", signals[:depth], 100 * depth).seen for depth in range(1, 6)] == [1.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_paths_beyond_the_depth_are_not_followed() -> None:
-    tree = CausalTree()
-    signals = (OK,) * 40
-    tree.insert(finished(410, signals=signals, at=tuple(range(10, 410, 10))))
-    assert len(tree) == 2 * (1 + MAX_DEPTH)
-    assert tree.estimate("x", signals[:MAX_DEPTH], 160).seen == 1.0
-    assert tree.estimate("x", signals[: MAX_DEPTH + 1], 170) == pytest.approx((240.0, 240.0, 240.0, 0.0, 0.0))
-
-
-outcomes = st.lists(st.sampled_from(["ok", "miss", "error"]), max_size=6)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 3), outcomes, st.integers(0, 40)), max_size=40), outcomes, st.integers(0, 6000))
-def test_estimates_stay_within_what_was_seen(records: list[tuple[int, int, list[str], int]], asked: list[str], attained: int) -> None:
-    tree = CausalTree(max_nodes=30)
-    for total, prompt, path, version in records:
-        signals = tuple(Signal("t", o, 1, 0.0) for o in path)
-        tree.insert(finished(total, str(prompt), signals=signals, at=tuple(total * (i + 1) // (len(path) + 1) for i in range(len(path))), version=version))
-        assert len(tree) <= 30
-    left = tree.estimate("0", tuple(Signal("t", o, 1, 0.0) for o in asked), attained)
-    longest = max([total for total, *_ in records] + [attained, int(PRIOR_TOKENS)])
-    assert 0.0 < left.mean <= longest
-    assert 0.0 < left.p50 <= left.p90 <= longest
-    assert left.own >= 0.0
-    assert left.seen >= 0.0
+    for i in range(100):
+        tree.insert(finished(4000, f"a{i}", f"t{i}", task="long"))
+    start = tree.advance(tree.cursor("b0", "short"), (), 0)
+    assert start == pytest.approx(tree.advance(tree.cursor("x", "long"), (), 0), rel=0.2)
+    for i in range(100):
+        tree.insert(finished(100, f"b{i}", f"s{i}", task="short"))
+    assert tree.advance(tree.cursor("new", "short"), (), 0) < start / 5
+    assert tree.advance(tree.cursor("new2", "long"), (), 0) > start / 2

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.protocol import EngineView, Finished, TurnView
+from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Finished, TurnView
 
 OK, MISS = Signal("get", "ok", 5, 0.1), Signal("get", "miss", 5, 0.1)
 
 
-def engine(
-    name: str, tp: int = 1, inflight: int = 0, tokens: int = 0, *, kv: int = 100_000, most: int = 64, version: int = 0,
-    decode: float = 0.0, prefill: float = 0.0,
-) -> EngineView:  # fmt: skip
-    """An engine, idle unless told otherwise."""
-    return EngineView(name, tp, kv, inflight, tokens, most, 0.0, version, decode, prefill)
+def board(*engines: tuple[str, int], cap: int = 64, kv: int = 100_000) -> Board:
+    """A board of idle engines (name, TP) with constant caps."""
+    made = Board(cap, adaptive=False)
+    for name, tp in engines:
+        made.up(name, tp, kv, 0)
+    return made
 
 
 def turn(
-    name: str = "t", prompt: str = "p", *, at: str = "", turns: int = 0, context: int = 500, attained: int = 0, waited: float = 0.0,
+    name: str = "t", prompt: str = "p", *, sample: int = 1, at: str = "", turns: int = 0, context: int = 500, attained: int = 0, ready: float = 0.0,
     signals: tuple[Signal, ...] = (),
 ) -> TurnView:  # fmt: skip
     """A turn of trajectory ``name``."""
-    return TurnView(name, prompt, 0, "task", context, attained, turns, waited, at, signals)
+    return TurnView(name, prompt, sample, "task", context, attained, turns, ready, at, signals)
 
 
 def finished(
-    total: int, prompt: str = "p", name: str = "done", *, version: int = 0, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = ()
+    total: int, prompt: str = "p", name: str = "done", *, version: int = 0, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), task: str = "task"
 ) -> Finished:
     """A completed trajectory."""
-    return Finished(name, prompt, 0, "task", total, len(signals) + 1, at, signals, version)
+    return Finished(name, prompt, 0, task, total, len(signals) + 1, at, signals, version)
+
+
+def stats(steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 0, waiting: int = 0, preemptions: int = 0) -> EngineStats:
+    """Counters of an engine."""
+    return EngineStats(0, 1, waiting, kv, steps, prefill, 0, preemptions, steps, busy)

@@ -27,10 +27,10 @@ def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
         "NodeName=a800-3 NodeHostname=host NodeAddr=127.0.1.1 Port=104 Boards=1 Sockets=2 CoresPerSocket=32 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:a800:8"
         in text
     )
-    assert "NodeName=cpu-1 NodeHostname=host NodeAddr=127.0.1.1 Port=106 " in text
+    assert "NodeName=cpu-1 NodeHostname=host NodeAddr=127.0.1.1 Port=108 " in text
     assert "NoInAddrAny,NoCtldInAddrAny" in text
     assert "FirstJobId=4242\n" in text
-    assert gres_conf(Path("/h")) == "NodeName=a800-[0-3] Name=gpu Type=a800 File=/h/fakedev/nvidia[0-7]\n"
+    assert gres_conf(Path("/h")) == "NodeName=a800-[0-5] Name=gpu Type=a800 File=/h/fakedev/nvidia[0-7]\n"
 
 
 def test_a_host_name_that_does_not_resolve() -> None:

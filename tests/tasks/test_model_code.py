@@ -16,11 +16,11 @@ from .conftest import InSandbox
 LIMITS = {"tool_timeout_s": 1.0, "tool_memory_mb": 256, "tool_output_bytes": 2000}
 
 
-def run_all(in_sandbox: InSandbox, codes: list[str]) -> list[ToolResult]:
+def run_all(in_sandbox: InSandbox, codes: list[str], timeout_s: float = 30.0) -> list[ToolResult]:
     async def body(box: Sandbox) -> list[ToolResult]:
         return [await box.python(code) for code in codes]
 
-    results: list[ToolResult] = in_sandbox(body, **LIMITS)
+    results: list[ToolResult] = in_sandbox(body, **{**LIMITS, "tool_timeout_s": timeout_s})
     return results
 
 
@@ -29,6 +29,16 @@ def test_prints_are_the_value(in_sandbox: InSandbox) -> None:
     codes = ["print(2 + 3)", modules, "x = 1", "import sys; print('a'); sys.exit()"]
     results = run_all(in_sandbox, codes)
     assert [(r.outcome, r.value) for r in results] == [("ok", "5\n"), ("ok", "10 3/2\n"), ("ok", ""), ("ok", "a\n")]
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [
+    ("pass", 0), ("import sys; sys.exit(3)", 3), ("import sys; sys.exit('text')", 1), ("import sys; sys.exit(256)", 0), ("1 / 0", 1),
+    ("import ctypes; ctypes.string_at(0)", -11), ("while True: pass", None), ("while True: print('spam')", None),
+])  # fmt: skip
+def test_exit_code_of_the_program(in_sandbox: InSandbox, code: str, exit_code: int | None) -> None:
+    result = run_all(in_sandbox, [code], 1.0 if exit_code is None else 30.0)[0]
+    assert result.exit_code == exit_code
+    assert (result.outcome == "ok") == (exit_code == 0)
 
 
 def test_calls_share_no_state(in_sandbox: InSandbox) -> None:
@@ -65,7 +75,7 @@ def test_calls_share_no_state(in_sandbox: InSandbox) -> None:
     ],
 )
 def test_everything_else_fails_as_a_value(in_sandbox: InSandbox, code: str, outcome: str, text: str) -> None:
-    bad, good = run_all(in_sandbox, [code, "print('next')"])
+    bad, good = run_all(in_sandbox, [code, "print('next')"], 1.0 if outcome == "timeout" else 30.0)
     assert (bad.outcome, text in bad.value) == (outcome, True), bad
     assert len(bad.value.encode()) <= LIMITS["tool_output_bytes"]
     assert (good.outcome, good.value) == ("ok", "next\n")

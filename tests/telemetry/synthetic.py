@@ -9,7 +9,16 @@ from pathlib import Path
 from libra_hpc.config.run import RunConfig
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
-from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
+from libra_hpc.telemetry.status import (
+    BucketStatus,
+    DecisionStatus,
+    ForecastStatus,
+    NodeStatus,
+    StageStatus,
+    Status,
+    StepForecastStatus,
+    encode_status,
+)
 
 START = 1_700_000_000.0
 STEPS = 60
@@ -36,7 +45,8 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
                 "loss": 0.01, "grad_norm": 0.5, "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0), "rollout_s": 2.0 + rng.random() * 0.3,
                 "wait_s": 0.3, "generation": 2 if drifted else 1, "replicas": 2 if drifted else 1, "rollout_nodes": 1 if drifted else 2,
                 "staleness_mean": 0.5, "staleness_max": 1, "phase": "long" if drifted else "short", "train_tokens_per_s": 900.0,
-                "rollout_tokens_per_s": 350.0, "version": step,
+                "rollout_tokens_per_s": 350.0, "version": step, "step_s": STEP_S, "predicted_s": None if step < 4 else 1.1 * STEP_S,
+                "train_wall_s": 1.0, "predicted_train_s": 0.95,
             }
         )  # fmt: skip
     metrics.close()
@@ -46,6 +56,7 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
         log.write({"t": START + 1, "kind": "agent_joined", "rank": rank, "component": component, "host": f"node{rank}"})
     log.write({"t": MOVE[0], "kind": "move_started", "rank": 2, "to": "train", "reason": "training takes 2.3 s a batch, rollout 2.1 s"})
     log.write({"t": MOVE[1], "kind": "move_done", "rank": 2, "role": "train", "seconds": 9.5})
+    log.write({"t": MOVE[1] + 20, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.42, "realised_gain_s": 0.31})
     log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
     log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
@@ -76,5 +87,11 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         decision=DecisionStatus(
             START + STEP_S * step - 12, "to_train", 2, REASON, {"gain_s": 31.0}
         ),
-        message="",
+        message="", forecast=forecast(step),
     )  # fmt: skip
+
+
+def forecast(step: int) -> ForecastStatus:
+    """What the screen shows of predictions; the first of them is not known."""
+    steps = [StepForecastStatus(n, None if n == step - 5 else 3.31, STEP_S, 0.95, 1.0) for n in range(step - 5, step + 1)]
+    return ForecastStatus(steps, 0.1, 0.07, 0.05, 3.2, {"train": 1.02, "latency": 0.97})

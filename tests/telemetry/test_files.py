@@ -93,6 +93,21 @@ def test_the_phase_of_a_step(record: dict[str, object], name: str) -> None:
     assert series.phase(record) == name
 
 
+def test_nodes_that_moved_by_one_decision_share_its_verdict_and_an_older_move_keeps_its_own() -> None:
+    log: list[dict[str, object]] = [
+        {"t": 1.0, "kind": "move_started", "rank": 2, "to": "train", "predicted_gain_s": 0.9},
+        {"t": 5.0, "kind": "move_done", "rank": 2, "role": "train"},
+        {"t": 6.0, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.9, "realised_gain_s": -0.1},
+        {"t": 20.0, "kind": "move_started", "rank": 2, "to": "train", "predicted_gain_s": 0.5},
+        {"t": 20.01, "kind": "move_started", "rank": 3, "to": "train", "predicted_gain_s": 0.5},
+        {"t": 21.0, "kind": "move_started", "rank": 4, "to": "rollout"},
+        {"t": 40.0, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.6, "realised_gain_s": 0.4},
+    ]
+    gains = [(move.rank, move.predicted_gain_s, move.realised_gain_s) for move in series.moves(log)]
+    assert gains[:3] == [(2, 0.9, -0.1), (2, 0.6, 0.4), (3, 0.6, 0.4)]
+    assert all(math.isnan(gain) for gain in gains[3][1:])
+
+
 def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     got = summary.summarise(run)
     assert (got.run, got.state, got.steps, got.attempts) == ("quick-001", "completed", synthetic.STEPS, 1)
@@ -106,6 +121,9 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     (move,) = got.moves
     # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end in it, at 100 .. 109 s.
     assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (2, "train", 100.0, 9.5, 3, 500)
+    assert (move.predicted_gain_s, move.realised_gain_s) == (0.42, 0.31)
+    assert got.forecast.steps == synthetic.STEPS - 3
+    assert (got.forecast.error, got.forecast.window_error, got.forecast.train_error) == pytest.approx((0.1, 0.1, 0.05))
     assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
     assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
 
@@ -121,6 +139,9 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     text = text_of(summary.render_summary(summary.summarise(run)))
     assert "3 steps, 500 tokens" in text
     assert "training takes 2.3 s a batch" in text
+    assert "0.42 s" in text
+    assert "0.31 s" in text
+    assert "10.0% off (median of 57 steps)" in text
     assert str(run.path) in text.replace("\n", "")
 
 
@@ -130,7 +151,8 @@ def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: st
     text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=[0.1, 0.2, 0.4]), width=200)
     assert max(len(line) for line in text.splitlines()) <= view.WIDTH
     assert "…" not in text
-    for fact in ("41 / 60", "0.310 → 0.710", "a800-03", "→ train", "t2.0 starting, v2.0 standby", "2,346", "TP 2", "57 open", "moving node 2"):
+    node, forecast = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2"), ("3.31", "10% of a step, 7% of 8")
+    for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *node, *forecast):
         assert fact in text, fact
 
 

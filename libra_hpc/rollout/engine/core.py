@@ -17,15 +17,16 @@ from functools import lru_cache
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Generated, UpdateWeights, WeightsApplied
 
+from .pinning import PinningScheduler
 from .settings import EngineConfig, engine_arguments
 from .stats import Counters
+from .steplog import StepLog, StepLogHeader
 from .turns import Rejected, Turn, read_prompt, refusal
 from .weightfile import WeightFileError, check_weight_file, file_crc32, folder_shapes
 
@@ -58,7 +59,7 @@ class RolloutEngine:
         self._vocab_size = model.get_vocab_size()
         self._client = InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure)
         scheduler = self._client.engine_core.scheduler
-        assert isinstance(scheduler, Scheduler)
+        assert isinstance(scheduler, PinningScheduler)
         self._scheduler = scheduler
         self._max_model_len = model.max_model_len
         self._turns: dict[str, Turn] = {}
@@ -78,6 +79,22 @@ class RolloutEngine:
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
             start_s=time.monotonic() - started,
         )
+        limits = vllm_config.scheduler_config
+        self.step_log = (
+            StepLog(
+                config.step_log,
+                StepLogHeader(
+                    tp=config.tp,
+                    kv_tokens=self.ready.kv_tokens,
+                    block_size=config.block_size,
+                    max_num_seqs=config.max_num_seqs,
+                    max_num_batched_tokens=limits.max_num_batched_tokens,
+                ),
+                scheduler,
+            )
+            if config.step_log
+            else None
+        )
 
     @property
     def busy(self) -> bool:
@@ -88,6 +105,11 @@ class RolloutEngine:
     def version(self) -> int:
         """Weight version the next token is sampled under."""
         return self._version
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the first pinned prefix is given up, in seconds of ``time.monotonic``; None without any."""
+        return self._scheduler.pins.next_expiry
 
     def submit(self, request: Generate) -> Generated | None:
         """Accept a request (None), or answer it at once with finish reason ``error``.
@@ -119,6 +141,8 @@ class RolloutEngine:
                 priority=request.priority,
             )
         )
+        if request.keep_s > 0.0:
+            self._scheduler.keep(key, request.keep_s)
         self._turns[key] = Turn(request.rid, time.monotonic())
         self._ids[request.rid] = key
         return None
@@ -134,6 +158,7 @@ class RolloutEngine:
     def step(self) -> list[Generated]:
         """Run one batch and return the requests it finished."""
         started = time.monotonic()
+        self._scheduler.pins.expire(started)
         outputs = self._client.get_output()
         finished = [] if outputs.weight_version is None else self._collect(outputs.outputs, int(outputs.weight_version))
         self._counters.steps += 1
@@ -153,6 +178,8 @@ class RolloutEngine:
         if self._client.is_sleeping():
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
         started = time.monotonic()
+        for request in self._scheduler.running:
+            self._turns[request.request_id].recomputed += 1
         self._client.reset_prefix_cache(reset_running_requests=True)
         self._load(update.path, update.version)
         self._refuses = ""
@@ -180,11 +207,14 @@ class RolloutEngine:
 
     def stats(self) -> EngineStats:
         """The present load and the totals since start."""
+        self._scheduler.pins.expire(time.monotonic())
         running, waiting = self._scheduler.get_request_counts()
-        return self._counters.message(self._version, running, waiting, self._scheduler.kv_cache_manager.usage)
+        return self._counters.message(self._version, running, waiting, *self._scheduler.pins.shares())
 
     def close(self) -> None:
         """Free the device and end the worker processes."""
+        if self.step_log is not None:
+            self.step_log.close()
         self._client.shutdown()
 
     def _collect(self, outputs: list[EngineCoreOutput], version: int) -> list[Generated]:
@@ -197,7 +227,8 @@ class RolloutEngine:
                 if event.type == EngineCoreEventType.SCHEDULED:
                     turn.scheduled = min(turn.scheduled, event.timestamp)
                 elif event.type == EngineCoreEventType.PREEMPTED:
-                    self._counters.preemptions += 1
+                    self._counters.preemptions += not turn.recomputed
+                    turn.recomputed = max(0, turn.recomputed - 1)
             if output.prefill_stats is not None:
                 turn.cached_tokens = output.prefill_stats.num_cached_tokens
                 self._counters.prefilled(output.prefill_stats)

@@ -92,11 +92,14 @@ class _Loop:
                 self._engine.close()
 
     def _turn_over(self, engine: RolloutEngine) -> bool:
+        started = time.monotonic()
         while (message := self._socket.receive(timeout=0)) is not None:
             if isinstance(message, Shutdown):
                 return False
             self._handle(engine, message)
-        self._apply_checked(engine)
+        if self._apply_checked(engine):
+            # A weight update is no part of the step after it.
+            started = time.monotonic()
         if self._worker_died.is_set():
             raise _WorkerDied("a vLLM worker process died.")
         work = engine.busy
@@ -104,8 +107,12 @@ class _Loop:
         if self._pacer.due(time.monotonic(), work, engine.busy):
             replies.append(engine.stats())
         self._socket.send_many(replies)
+        if work and engine.step_log is not None:
+            engine.step_log.ended(time.monotonic() - started)
         if not engine.busy:
-            self._wait()
+            if engine.step_log is not None:
+                engine.step_log.flush()
+            self._wait(engine)
         return True
 
     def _handle(self, engine: RolloutEngine, message: ToEngine) -> None:
@@ -128,7 +135,8 @@ class _Loop:
         elif isinstance(message, Wake):
             engine.wake()
 
-    def _apply_checked(self, engine: RolloutEngine) -> None:
+    def _apply_checked(self, engine: RolloutEngine) -> bool:
+        due = bool(self._updates) and self._updates[0][1].done()
         while self._updates and self._updates[0][1].done():
             update, checked = self._updates.popleft()
             try:
@@ -136,9 +144,14 @@ class _Loop:
                 self._socket.send(engine.apply(update))
             except WeightFileError as error:
                 self._socket.send(EngineError(what=str(error), fatal=False))
+        return due
 
-    def _wait(self) -> None:
-        select.select([self._socket.fileno(), self._wake_read], [], [])
+    def _wait(self, engine: RolloutEngine) -> None:
+        expiry = engine.next_expiry
+        timeout = None if expiry is None else max(0.0, expiry - time.monotonic())
+        if not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout)):
+            # Nothing else will tell the agent that the room is free again.
+            self._socket.send(engine.stats())
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 

@@ -27,6 +27,7 @@ from libra_hpc.errors import UserError, invalid
 
 TRANSFER_BACKEND = "libra_file"
 """Name under which our weight-transfer engine is registered in every vLLM worker."""
+SCHEDULER = "libra_hpc.rollout.engine.pinning.PinningScheduler"
 WORKER_EXTENSION = "libra_hpc.rollout.engine.transfer.WorkerExtension"
 MIB = 1 << 20
 
@@ -54,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: Literal["cpu", "cuda"] = "cpu"
     version: Natural = 0
     """Weight version of the weights the engine starts with."""
+    step_log: str = ""
+    """Note every step with its duration in this file (`libra_hpc.rollout.engine.steplog`); empty: nowhere."""
     weights: str = ""
     """Start from this HF-named safetensors file instead of the folder's weights."""
 
@@ -128,6 +131,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "async_scheduling": False,
         "scheduling_policy": "priority",
+        "scheduler_cls": SCHEDULER,
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if config.weights else "safetensors",
         "use_tqdm_on_load": False,

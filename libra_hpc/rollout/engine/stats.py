@@ -1,7 +1,8 @@
 """The engine's figures: totals since start, read off vLLM's own per-request events, and how often they are sent.
 
 ``prefill_tokens`` and ``cached_tokens`` split the prompts of requests at their first token into computed and found in the prefix cache; recomputation after
-a preemption is not counted again.  ``preemptions`` counts every request put back into the queue, by a lack of KV blocks or by a weight update.
+a preemption is not counted again.  ``preemptions`` counts every request put back into the queue for lack of KV blocks; those that a weight update puts back
+are not a sign of load and do not count.
 ``busy_s`` is the time inside engine steps and weight updates.
 """
 
@@ -31,7 +32,7 @@ class Counters:
         self.prefill_tokens += stats.num_computed_tokens
         self.cached_tokens += stats.num_cached_tokens
 
-    def message(self, version: int, running: int, waiting: int, kv_use: float) -> EngineStats:
+    def message(self, version: int, running: int, waiting: int, kv_use: float, kv_pinned: float) -> EngineStats:
         """The report as it goes to the agent."""
         return EngineStats(
             version=version,
@@ -44,6 +45,7 @@ class Counters:
             preemptions=self.preemptions,
             steps=self.steps,
             busy_s=self.busy_s,
+            kv_pinned=kv_pinned,
         )
 
 

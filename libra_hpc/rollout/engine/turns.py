@@ -51,13 +51,15 @@ def refusal(rid: str, why: str) -> Generated:
 class Turn:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
-    __slots__ = ("_spans", "arrived", "cached_tokens", "logprobs", "rid", "scheduled", "tokens")
+    __slots__ = ("_spans", "arrived", "cached_tokens", "logprobs", "recomputed", "rid", "scheduled", "tokens")
 
     def __init__(self, rid: str, arrived: float) -> None:
         self.rid = rid
         self.arrived = arrived
         self.scheduled = math.inf
         self.cached_tokens = 0
+        self.recomputed = 0
+        """Times a weight update has put it back into the queue, as far as vLLM has not reported them yet."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self._spans: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The embedded cluster: a real Slurm of six virtual nodes on this machine, for one user, without root.
+"""The embedded cluster: a real Slurm of eight virtual nodes on this machine, for one user, without root.
 
 `Cluster.up` is idempotent and repairs: it starts what is missing, restarts everything when the configuration changed (host renamed, ports taken
 over by others), and returns once every node has registered.  `Cluster.down` cancels the jobs, stops the daemons and leaves the state, so job ids go on
@@ -186,9 +186,10 @@ class Cluster:
         # The ports of a running cluster are bound by itself; those of a stopped one may have been taken by others.
         running = any(daemon.pid() for daemon in self._daemons(tools))
         address = _host_address()
-        if record is None or not (running or _all_free(record.ports.values(), address)):
+        names = ("slurmctld", *files.NODES)
+        if record is None or record.ports.keys() != set(names) or not (running or _all_free(record.ports.values(), address)):
             first = record.first_job_id if record else int(time.time()) % 50_000_000 + 1000
-            record = Record(str(tools.root), _free_ports(("slurmctld", *files.NODES), address), first)
+            record = Record(str(tools.root), _free_ports(names, address), first)
         else:
             record = msgspec.structs.replace(record, root=str(tools.root))
         site = files.Site(self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id)

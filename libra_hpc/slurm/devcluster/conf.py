@@ -38,7 +38,7 @@ class NodeGroup:
         return f"{self.prefix}-[0-{self.count - 1}]"
 
 
-GPU_NODES = NodeGroup("a800", 4, sockets=2, cores=32, memory_mb=1_000_000, gpus=8, gpu_type="a800")
+GPU_NODES = NodeGroup("a800", 6, sockets=2, cores=32, memory_mb=1_000_000, gpus=8, gpu_type="a800")
 CPU_NODES = NodeGroup("cpu", 2, sockets=2, cores=32, memory_mb=256_000)
 GROUPS = (GPU_NODES, CPU_NODES)
 NODES = tuple(name for group in GROUPS for name in group.names)

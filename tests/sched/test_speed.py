@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.rollout.speed import SpeedEstimate
+from libra_hpc.sched.speed import SpeedEstimate
 
 
 def stats(steps: int, prefill: int, busy: float) -> EngineStats:

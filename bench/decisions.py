@@ -1,0 +1,131 @@
+"""What one scheduling decision costs: C-MLFQ at 10,000 turns in flight over 64 engines of three TP classes.
+
+One decision = `Policy.key` (the step in the causal tree and the estimate) + `Policy.route` + the board's `sent` and `answered`.  The policy is warm: 4,000
+trajectories of groups of eight have finished.  Each trajectory makes its next turn in random order, so caches see what a leader's do.  Times are of single
+calls, less the cost of reading the clock: wall time, which is what a turn waits, and the thread's CPU time, which leaves out what other processes of a
+shared machine take.  Each quantile is the median over the passes.
+
+    python -m bench.decisions [--passes 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.harness import median, report
+from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.cmlfq import CausalMlfq
+from libra_hpc.sched.protocol import Finished, TurnView
+
+INFLIGHT = 10_000
+LAYOUT = (1,) * 36 + (2,) * 18 + (4,) * 10
+WARM = 4_000
+FINISHED = 2_000
+PASSES = 5
+
+
+def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
+    """Results of random tools."""
+    return tuple(
+        Signal(rng.choice(("bash", "edit", "search")), rng.choice(("ok", "ok", "error")), rng.randrange(2000), rng.expovariate(1.0), rng.choice((0, 0, 1)))
+        for _ in range(count)
+    )  # fmt: skip
+
+
+def record(rng: random.Random, name: str, prompt: str) -> Finished:
+    """A trajectory of 20 turns."""
+    made = signals(rng, 19)
+    total = int(rng.lognormvariate(7.5, 1.0)) + 20
+    at = tuple(total * (i + 1) // 20 for i in range(19))
+    return Finished(name, prompt, 0, "task", total, 20, at, made, 0)
+
+
+def busy_board() -> Board:
+    """64 engines that have reported."""
+    board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
+    for i, tp in enumerate(LAYOUT):
+        board.up(f"engine-{i}", tp, 300_000 * tp, 0)
+        for n in range(3):
+            board.report(f"engine-{i}", EngineStats(0, 100, 0, 0.5, 5000 * n, 20_000 * n, 0, 0, 50 * n, 0.5 * n))
+    return board
+
+
+def views(rng: random.Random, count: int, at: dict[str, str]) -> list[TurnView]:
+    """The next turns of ``count`` trajectories that have done six."""
+    return [
+        TurnView(f"t{i}", f"p{i // 8}", i % 8, "task", rng.randrange(2000, 40_000), rng.randrange(200, 6000), 6, 100.0, at.get(f"t{i}", ""), signals(rng, 6))
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
+    """Microseconds of single calls."""
+    rng = random.Random(seed)
+    policy, board = CausalMlfq(), busy_board()
+    for i in range(WARM):
+        policy.finished(record(rng, f"w{i}", f"p{i // 8}"), 0.0)
+    at: dict[str, str] = {}
+    turns = views(rng, INFLIGHT, at)
+    for turn in turns:
+        policy.key(turn, 100.0)
+        decision = policy.route(turn, board, 100.0)
+        at[turn.trajectory] = decision.engine
+        board.sent(decision.engine, turn.context_tokens)
+    extra = signals(rng, 1)
+    nexts = [
+        TurnView(t.trajectory, t.prompt_id, t.sample, t.task, t.context_tokens + 600, t.attained_tokens + 150, 7, 101.0, at[t.trajectory], t.signals + extra)
+        for t in turns
+    ]
+    order = list(range(INFLIGHT))
+    rng.shuffle(order)
+    empty = median([-clock() + clock() for _ in range(1000)])
+    decisions, ends = [], []
+    gc.collect()
+    gc.freeze()
+    for i in order:
+        turn, before = nexts[i], turns[i]
+        start = clock()
+        board.answered(turn.engine, before.context_tokens)
+        policy.key(turn, 101.0)
+        decision = policy.route(turn, board, 101.0)
+        board.sent(decision.engine, turn.context_tokens)
+        decisions.append((clock() - start - empty) / 1000)
+    for i in order[:FINISHED]:
+        done = record(rng, f"t{i}", f"p{i // 8}")
+        done = Finished(done.trajectory, done.prompt_id, i % 8, "task", done.generated_tokens + 6000, 8, done.at_signal[:7], nexts[i].signals, 0)
+        start = clock()
+        policy.finished(done, 102.0)
+        ends.append((clock() - start - empty) / 1000)
+    gc.unfreeze()
+    return {"decision": sorted(decisions), "finished": sorted(ends)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--passes", type=int, default=PASSES)
+    seeds = range(parser.parse_args().passes)
+    rows: list[tuple[Any, ...]] = []
+    raw: dict[str, dict[str, list[float]]] = {}
+    for name, clock in (("wall", time.perf_counter_ns), ("CPU", time.thread_time_ns)):
+        passes = [one_pass(seed, clock) for seed in seeds]
+        for what, bounds in (("decision", "5 / 20"), ("finished", "50")):
+            quantiles = {q: [p[what][int(q * len(p[what]))] for p in passes] for q in (0.5, 0.9, 0.99)}
+            rows.append((f"{what}, {name}", *(median(quantiles[q]) for q in (0.5, 0.9, 0.99)), bounds))
+            raw[f"{what}, {name}"] = {str(q): values for q, values in quantiles.items()}
+    notes = (
+        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; medians over {len(seeds)} passes.",
+        "A decision is answered + key + route + sent; finished is of trajectories with seven signals.",
+    )
+    report("decisions", "Cost of scheduling, microseconds", ("what", "p50", "p90", "p99", "aim p50 / p99"), rows, notes, raw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Every scheduling policy on the same simulated engines and the same work: makespan against the clairvoyant oracle and against C-MLFQ.
+
+Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not), in one batch of 512 trajectories, and any trace file
+given with ``--trace`` (a sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4.  Per seed, all policies play the
+same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval (Student's t over seeds).  Step times are operator
+tables; queueing, batching, caching and preemption are the simulator's.
+
+    python -m bench.policies [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...] [--jobs 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.harness import report
+from libra_hpc.sched.registry import policy_names
+from libra_hpc.sim.compare import compare, parse_policies
+from libra_hpc.sim.fleet import build_fleet
+from libra_hpc.sim.settings import SimSettings
+from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.traces.read import read_trace
+from libra_hpc.sim.workload import TrajectorySpec
+
+GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
+WORK: dict[str, tuple[str, dict[str, float]]] = {
+    "r2e, outcomes tell": ("r2e", {"outcome": 1.0}),
+    "r2e, siblings alone tell": ("r2e", {"outcome": 0.0}),
+    "r2e, nothing tells": ("r2e", {"outcome": 0.0, "sibling": 0.0}),
+    "search, outcomes tell": ("search", {"outcome": 1.0}),
+    "search, nothing tells": ("search", {"outcome": 0.0, "sibling": 0.0}),
+    "math, siblings tell": ("math", {}),
+    "math, nothing tells": ("math", {"sibling": 0.0}),
+}
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""Student's t for a two-sided 95 % interval, by number of seeds."""
+
+Row = dict[str, dict[str, float]]
+
+
+def work_of(name: str, seed: int, trajectories: int) -> list[TrajectorySpec]:
+    """The work of one seed: generated, or groups drawn from a trace until there are enough trajectories."""
+    if name in WORK:
+        preset, dials = WORK[name]
+        return generate(preset, Dials(trajectories=trajectories, seed=seed, **dials))
+    groups: dict[str, list[TrajectorySpec]] = {}
+    for spec in read_trace(Path(name)).trajectories:
+        groups.setdefault(spec.prompt_id, []).append(spec)
+    order = sorted(groups)
+    random.Random(seed).shuffle(order)
+    drawn: list[TrajectorySpec] = []
+    for prompt in order:
+        if len(drawn) < trajectories:
+            drawn += groups[prompt]
+    return drawn
+
+
+def play(job: tuple[str, int, int, list[str]]) -> Row:
+    """All policies on the work of one seed."""
+    name, seed, trajectories, policies = job
+    fleet = build_fleet(BUCKETS, GPUS, DEVICE, MODEL)
+    done = compare(work_of(name, seed, trajectories), fleet.engines, policies, SimSettings())
+    return {
+        policy: {
+            "makespan_s": one.result.makespan_s,
+            "p50_s": one.result.completion.p50,
+            "p95_s": one.result.completion.p95,
+            "moves": one.result.moves,
+            "reprefilled": one.result.reprefilled_tokens / max(1, one.result.prefilled_tokens),
+            "idle": one.result.idle_share,
+            "computed_s": one.computed_s,
+        }
+        for policy, one in done.items()
+    }
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and half the width of its 95 % interval."""
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    half = T_95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.fmean(values):.3f} ±{half:.3f}"
+
+
+def rows_of(rows: Sequence[Row], policies: Sequence[str]) -> list[list[Any]]:
+    """One line per policy, the shortest makespan first."""
+    lines = []
+    for policy in sorted(policies, key=lambda p: statistics.fmean(row[p]["makespan_s"] for row in rows)):
+        mean = {key: statistics.fmean(row[policy][key] for row in rows) for key in rows[0][policy]}
+        against = {
+            other: interval([row[policy]["makespan_s"] / row[other]["makespan_s"] for row in rows]) if other in policies else "-"
+            for other in ("oracle", "cmlfq")
+        }
+        lines.append(
+            [policy, f"{mean['makespan_s']:,.0f}", against["oracle"], against["cmlfq"], f"{mean['p50_s']:,.0f}", f"{mean['p95_s']:,.0f}",
+             f"{mean['moves']:,.0f}", f"{mean['reprefilled']:.0%}", f"{mean['idle']:.0%}"]
+        )  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--trajectories", type=int, default=512)
+    parser.add_argument("--work", default="|".join(WORK), help="names separated by |, or '' for traces alone")
+    parser.add_argument("--policy", default=",".join(policy_names(live=False)))
+    parser.add_argument("--trace", action="append", default=[])
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    policies = parse_policies(options.policy)
+    names = [name for name in options.work.split("|") if name] + options.trace
+    jobs = [(name, seed, options.trajectories, policies) for name in names for seed in range(options.seeds)]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        found: dict[str, list[Row]] = {name: [] for name in names}
+        for job, row in zip(jobs, pool.map(play, jobs), strict=True):
+            found[job[0]].append(row)
+            print(f"{job[0]}, seed {job[1]}: " + ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items()), file=sys.stderr, flush=True)
+    columns = ("policy", "makespan s", "x oracle", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
+    for name, rows in found.items():
+        label = Path(name).name.split(".")[0] if name in options.trace else name
+        notes = [f"{options.seeds} seeds, {options.trajectories} trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"]
+        slug = "".join(c if c.isalnum() else "_" for c in label)
+        report(f"policies_{slug}", label, columns, rows_of(rows, policies), notes, rows)
+
+
+if __name__ == "__main__":
+    main()

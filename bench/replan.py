@@ -1,0 +1,128 @@
+"""Planning against the simulator: drifting workloads on 48 A800, the live planner beside static splits, verl's rule and a clairvoyant.
+
+Three workloads (`libra_hpc.sim.replan_work`), five seeds; every rule plays the same trajectories and pays for its moves.  The planner starts from an even split
+and sees what a live run would show it.  ``x static``: against the best static split *in hindsight* of all that come near; ``x verl``: against verl's rule at
+the better of two numbers of training nodes, that split and one more; ``x clairvoyant``: against the better of two played schedules made from the static
+runs.  The last line is the case without drift.
+
+    python -m bench.replan [--seeds 5] [--steps 72] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from bench.harness import report
+from libra_hpc.sim.replan import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
+from libra_hpc.sim.replan_pool import Site
+from libra_hpc.sim.replan_verl import VerlLike
+from libra_hpc.sim.replan_work import SHAPES, drifting, steady
+
+SITE = Site()
+WORSE = 1.25
+"""Static splits are played outwards from the even one until two in a row take this much longer than the best: neither the best nor a clairvoyant uses those."""
+SWITCH_S = 40.0
+"""What a change of split costs the clairvoyant's plan, in seconds of the loop: a node is away for some 75 s, and a twelfth to a third of a stage with it."""
+Job = tuple[str, int, int]
+
+
+def statics(run: Any) -> dict[int, Played]:
+    """Static splits by number of training nodes."""
+    middle = SITE.nodes // 2
+    runs = {middle: run(Static(), middle)}
+    for direction in (-1, 1):
+        worse, train = 0, middle + direction
+        while 1 <= train < SITE.nodes and worse < 2:
+            runs[train] = run(Static(), train)
+            worse = worse + 1 if runs[train].seconds > WORSE * min(r.seconds for r in runs.values()) else 0
+            train += direction
+    return runs
+
+
+def compare(job: Job) -> dict[str, Any]:
+    """All rules on one workload and seed."""
+    name, seed, steps = job
+    work = drifting(SHAPES[name], steps, SITE.prompts, SITE.group, seed)
+
+    def run(rule: Rule, train: int) -> Played:
+        return play(SITE, work, rule, train, seed)
+
+    fixed = statics(run)
+    best = min(fixed, key=lambda n: fixed[n].seconds)
+    verl = min((run(VerlLike(), n) for n in (best, best + 1) if n < SITE.nodes), key=lambda p: p.seconds)
+    ideal = clairvoyant(run, fixed, SWITCH_S)
+    ours = run(Live(SETTINGS, SITE), SITE.nodes // 2)
+    return {
+        "best_split": best,
+        "tokens_s": ours.tokens_s,
+        "static": fixed[best].seconds / ours.seconds,
+        "even": fixed[SITE.nodes // 2].seconds / ours.seconds,
+        "verl": verl.seconds / ours.seconds,
+        "clairvoyant": ideal.seconds / ours.seconds,
+        "clairvoyant_static": fixed[best].seconds / ideal.seconds,
+        "moves": ours.moves,
+        "clairvoyant_moves": ideal.moves,
+        "switching": ours.switching_s / (SITE.nodes * ours.seconds),
+        "seconds": ours.seconds,
+        "decisions": [d.reason for d in ours.decisions],
+        "outcomes": [(o.predicted, o.realised) for o in ours.outcomes],
+    }
+
+
+def idle(job: Job) -> dict[str, Any]:
+    """No drift, from the split that is best for it: how often does the planner move?"""
+    _, seed, steps = job
+    probe = drifting(steady, 24, SITE.prompts, SITE.group, seed + 500)
+    best = min(range(2, SITE.nodes - 1), key=lambda n: play(SITE, probe, Static(), n, seed).seconds)
+    rule = Live(SETTINGS, SITE)
+    done = play(SITE, drifting(steady, steps, SITE.prompts, SITE.group, seed), rule, best, seed)
+    return {
+        "split": best, "steps": steps, "looks": rule.looks, "moves": done.moves, "hours": done.seconds / 3600.0,
+        "decisions": [d.reason for d in done.decisions],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=72)
+    parser.add_argument("--work", default="|".join(SHAPES), help="names separated by |")
+    parser.add_argument("--idle-steps", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    names = [name for name in options.work.split("|") if name]
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    jobs = [(name, seed, options.steps) for name in names for seed in seeds]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with ProcessPoolExecutor(options.jobs) as pool:
+        still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
+        for job, row in zip(jobs, pool.map(compare, jobs), strict=True):
+            found[job[0]].append(row)
+            words = ", ".join(f"{k} {row[k]:.3f}" for k in ("static", "verl", "clairvoyant"))
+            print(f"{job[0]}, seed {job[1]}: {words}, {row['moves']} moves", file=sys.stderr, flush=True)
+        quiet = still.result() if still else None
+    lines = []
+    for name, rows in found.items():
+        mean = {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if isinstance(rows[0][key], int | float)}
+        low = min(row["static"] for row in rows)
+        lines.append(
+            [name, f"{mean['static']:.3f}", f"{low:.3f}", f"{mean['verl']:.3f}", f"{mean['clairvoyant']:.3f}", f"{mean['clairvoyant_static']:.3f}",
+             f"{mean['moves']:.1f}", f"{mean['switching']:.1%}"]
+        )  # fmt: skip
+    notes = [f"{options.seeds} seeds, {options.steps} steps, 12 nodes of 4 A800; goals: x static 1.15, x verl 1.10, x clairvoyant 0.95"]
+    notes.append("clairv. / static: what re-planning can bring at all; lost: node time between order and work in the new role")
+    if quiet:
+        still_words = f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} looks), {quiet['split']} nodes train"
+        notes.append(f"no drift: {quiet['moves']} moves in {still_words}")
+    columns = ("work", "x static", "least", "x verl", "x clairv.", "clairv./static", "moves", "lost")
+    report("replan", "The live planner against the simulator", columns, lines, notes, {"work": found, "no drift": quiet})
+
+
+if __name__ == "__main__":
+    main()

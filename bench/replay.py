@@ -1,0 +1,254 @@
+"""Real engines that replay workloads: production leader, agent half, engine processes and environment host in one process tree, without MPI.
+
+The engines live as long as `Replayer`; every `play` has a leader, a policy and an environment host of its own.  Two things are not production code: messages
+cross the `LocalMesh`, and on the way to the engine a turn's ``max_tokens`` becomes what the workload says (turns have no stop ids, so they end there).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.harness import LocalMesh
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
+from libra_hpc.hardware.measured import StepPoint
+from libra_hpc.pool.context import Context, make_folders
+from libra_hpc.pool.layout import Layout
+from libra_hpc.pool.rollout_lead import RolloutLead
+from libra_hpc.pool.rollout_node import RolloutNode
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
+from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.telemetry.rundir import RunDir, read_lines
+
+LAYOUT = Layout.parse("planner:1,train:1,rollout:1")
+TRAINER, NODE = 1, 2
+PATIENCE_S = 240.0
+"""Longest play: some twenty times the usual one."""
+SETTLE_S = 0.3
+"""After the last answer, for the engines' last reports."""
+
+
+class TurnTimes(msgspec.Struct, frozen=True):
+    """One turn of a real run; seconds, the first three of ``time.time``."""
+
+    ready: float
+    sent: float
+    answered: float
+    queue_s: float
+    """In the engine, before its first step."""
+    run_s: float
+    """In the engine, from there to the last token."""
+    cached: int
+    """Tokens found in the prefix cache."""
+    engine: str
+    env_s: float = 0.0
+    """From the answer to the readiness of the next turn, beyond what the tool took; of the last turn 0."""
+
+    @property
+    def latency_s(self) -> float:
+        """As the simulator counts it."""
+        return self.answered - self.ready
+
+
+class Played(msgspec.Struct, frozen=True):
+    """What a real run says, in the simulator's terms."""
+
+    makespan_s: float
+    turns: list[TurnTimes]
+    steps: list[StepPoint]
+    """Of all engines."""
+    header: StepLogHeader
+    stats: dict[str, tuple[EngineStats, EngineStats]]
+    """Each engine's counters before and after."""
+    load: float
+    """Load average of the machine at the start: above 0.5 somebody else uses it."""
+
+    def total(self, counter: str) -> float:
+        """Growth of a counter of `EngineStats`, all engines."""
+        return float(sum(getattr(after, counter) - getattr(before, counter) for before, after in self.stats.values()))
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines."""
+
+    model: Path
+    engines: int = 2
+    max_model_len: int = 4096
+    max_num_seqs: int = 32
+    max_inflight: int = 48
+    kv_cache_mb: int = 64
+
+    def config(self, work: Path, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0) -> RunConfig:
+        """The run file of a play."""
+        task = f"{Path(__file__).with_name('replay_task.py')}:Replay"
+        return RunConfig.model_validate(
+            {
+                "run": {"steps": 1, "seed": seed},
+                "model": {"path": str(self.model), "dtype": "float32"},
+                "task": {"name": task, "options": {"work": str(work), "group_size": group_size}},
+                "algorithm": {"eta": 0, "prompts_per_step": groups, "group_size": group_size},
+                "rollout": {
+                    "engines_per_node": self.engines, "policy": policy, "max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs,
+                    "max_inflight": self.max_inflight, "kv_cache_mb": self.kv_cache_mb, "max_trajectories": open_groups * group_size, "record_steps": True,
+                },
+            }
+        )  # fmt: skip
+
+
+class Replayer:
+    """Construct, `start`, `play` any number of times one after the other, `stop`."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        self.setup = setup
+        self._folder = folder
+        self._mesh = LocalMesh()
+        self._mesh.handlers = {TRAINER: self._trainer, NODE: self._agent}
+        self._folders = make_folders()
+        run = RunDir.create(folder, "engines")
+        self._context = self._make_context(setup.config(folder / "none", 1, 2, 1, "least_loaded"), run)
+        self._node = RolloutNode(self._context)
+        self._lead: RolloutLead | None = None
+        self._up: dict[str, wire.EngineUp] = {}
+        self._stats: dict[str, EngineStats] = {}
+        self._seen: dict[str, int] = {}
+        self._work: list[TrajectorySpec] = []
+        self._group_size = 1
+        self._asked: dict[str, int] = {}
+        self._answers: dict[str, list[tuple[float, float, float, int]]] = {}
+        self._done = asyncio.Event()
+        self._plays = 0
+
+    async def start(self) -> None:
+        """Start the engines; returns when they accept turns."""
+        await self._node.start()
+        began = time.monotonic()
+        while len(self._up) < self.setup.engines:
+            if time.monotonic() - began > PATIENCE_S:
+                raise OperationError(f"the engines did not start in {PATIENCE_S:.0f} s; see {self._context.logs}")
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """End the engines."""
+        await self._node.stop()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def play(self, work: list[TrajectorySpec], policy: str, open_groups: int) -> Played:
+        """Run a workload, at most ``open_groups`` of its groups at once.  Its groups are equally large and stand together, in order."""
+        self._plays += 1
+        groups = len({spec.prompt_id for spec in work})
+        self._work, self._group_size = work, len(work) // groups
+        run = RunDir.create(self._folder, "play")
+        path = run.path / "work.json"
+        path.write_bytes(msgspec.json.encode(work))
+        # A seed of its own: nothing of an earlier play is in the prefix caches.
+        config = self.setup.config(path, groups, self._group_size, open_groups, policy, self._plays)
+        self._asked, self._answers, self._done = {}, {}, asyncio.Event()
+        before, load = dict(self._stats), os.getloadavg()[0]
+        self._mark_steps()
+        self._lead = RolloutLead(self._make_context(config, run))
+        for up in self._up.values():
+            self._lead.on_message(up)
+        reports = asyncio.create_task(self._lead.run())
+        try:
+            await asyncio.wait_for(self._done.wait(), PATIENCE_S)
+            await asyncio.sleep(SETTLE_S)
+        except TimeoutError as error:
+            raise OperationError(f"a play of {len(work)} trajectories did not end in {PATIENCE_S:.0f} s; see {run.path}") from error
+        finally:
+            reports.cancel()
+            await self._lead.stop()
+            self._lead = None
+        header, steps = self._new_steps()
+        turns, makespan = self._match(run)
+        idle = EngineStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+        stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
+        return Played(makespan, turns, steps, header, stats, load)
+
+    # --- messages ---------------------------------------------------------------------------------------------------------------------------
+
+    def _trainer(self, message: Any, blob: bytes) -> None:
+        if isinstance(message, wire.WeightsWanted):
+            self._mesh.send(NODE, wire.WeightsCurrent(message.have))
+        elif isinstance(message, wire.Batch):
+            self._done.set()
+
+    def _agent(self, message: Any, blob: bytes) -> None:
+        match message:
+            case wire.Turns(items=items):
+                self._node.on_turns(wire.Turns(tuple((name, self._imposed(request)) for name, request in items)))
+                return
+            case wire.WeightsCurrent():
+                self._node.on_current(message)
+                return
+            case wire.TurnsDone(items=items):
+                now = time.time()
+                for _, answer in items:
+                    episode = answer.rid.partition(":")[0]
+                    self._answers.setdefault(episode, []).append((now, answer.queue_s, answer.run_s, answer.cached_tokens))
+            case wire.EngineLoad(engine=engine, stats=stats):
+                self._stats[engine] = stats
+            case wire.EngineUp(engine=engine):
+                self._up[engine] = message
+        if self._lead is not None:
+            self._lead.on_message(message)
+
+    def _imposed(self, request: Any) -> Any:
+        episode = request.rid.partition(":")[0]
+        number = self._asked[episode] = self._asked.get(episode, -1) + 1
+        return msgspec.structs.replace(request, max_tokens=self._spec(episode).turns[number].gen_tokens)
+
+    def _spec(self, episode: str) -> TrajectorySpec:
+        index, sample, attempt = map(int, episode.split("."))
+        if attempt:
+            raise OperationError(f"trajectory {episode} had to be restarted: what was replayed is not the workload any more")
+        return self._work[index * self._group_size + sample]
+
+    # --- what happened ----------------------------------------------------------------------------------------------------------------------
+
+    def _match(self, run: RunDir) -> tuple[list[TurnTimes], float]:
+        """Decisions and answers of each trajectory, which alternate; and the makespan."""
+        decisions: dict[str, list[dict[str, Any]]] = {}
+        for line in read_lines(run.decisions):
+            decisions.setdefault(line["trajectory"], []).append(line)
+        turns = []
+        for episode, routed in decisions.items():
+            spec, answers = self._spec(episode), self._answers[episode]
+            if not len(routed) == len(answers) == len(spec.turns):
+                raise OperationError(f"trajectory {episode}: {len(routed)} decisions and {len(answers)} answers for {len(spec.turns)} turns")
+            for number, (line, (at, queue_s, run_s, cached)) in enumerate(zip(routed, answers, strict=True)):
+                last = number + 1 == len(routed)
+                env_s = 0.0 if last else _ready(routed[number + 1]) - at - spec.turns[number].tool_s
+                turns.append(TurnTimes(_ready(line), line["t"], at, queue_s, run_s, cached, line["engine"], env_s))
+        ends = [line["finished_at"] for line in read_lines(run.trajectories)]
+        if len(ends) != len(self._work):
+            raise OperationError(f"{len(ends)} trajectories ended, {len(self._work)} were to be played")
+        return turns, max(ends) - min(turn.ready for turn in turns)
+
+    def _mark_steps(self) -> None:
+        for name in self._up:
+            self._seen[name] = len(read_steps(self._log(name))[1])
+
+    def _new_steps(self) -> tuple[StepLogHeader, list[StepPoint]]:
+        found = [read_steps(self._log(name), self._seen[name]) for name in self._up]
+        return found[0][0], [point for _, points in found for point in points]
+
+    def _log(self, engine: str) -> Path:
+        return self._context.logs / f"{engine}.steps.jsonl"
+
+    def _make_context(self, config: RunConfig, run: RunDir) -> Context:
+        private, shared = self._folders
+        return Context(NODE, LAYOUT, config, run, 1, self._mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
+
+
+def _ready(decision: dict[str, Any]) -> float:
+    return float(decision["t"] - decision["waited_s"])

@@ -1,0 +1,67 @@
+"""A task that replays a workload: prompts, tool answers and tool times are those of a file, so that a real run does exactly what the simulator is given.
+
+Tokens are random, equal for the prompts of siblings and different elsewhere, so prefix caches find what they would find.  How much the policy generates is
+not the environment's to say: `bench.replay` imposes it on every turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol.env import Signal
+from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
+
+TOKENS = (3, 96)
+"""Range of the random token ids: the vocabulary of any tiny policy has them."""
+
+
+def random_tokens(count: int, *seed: Any) -> list[int]:
+    """``count`` token ids that depend on ``seed`` alone."""
+    return random.Random(":".join(map(str, seed))).choices(range(*TOKENS), k=count)
+
+
+class Replay(Task):
+    """``work`` is a JSON file with a list of `TrajectorySpec`, ``group_size`` for each prompt."""
+
+    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, work: str, group_size: int) -> None:
+        super().__init__(tokenizer, seed=seed)
+        self._work = msgspec.json.decode(Path(work).read_bytes(), type=list[TrajectorySpec])
+        self._group_size = group_size
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        """The trajectory at this place of the file."""
+        return ReplayedEpisode(self._work[index * self._group_size + sample], self.seed)
+
+
+class ReplayedEpisode(Episode):
+    """One trajectory; it ends after its last turn."""
+
+    def __init__(self, spec: TrajectorySpec, seed: int) -> None:
+        self._spec, self._seed, self._turn = spec, seed, 0
+        self.prompt_id = spec.prompt_id
+        self.prompt = random_tokens(spec.prompt_tokens, seed, spec.prompt_id)
+        self.max_tokens = max(turn.gen_tokens for turn in spec.turns)
+        self.stop_ids = ()
+
+    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+        """Take the tool's time and give the tool's answer."""
+        spec = self._spec
+        turn = spec.turns[self._turn]
+        if len(tokens) != turn.gen_tokens:
+            raise ValueError(f"turn {self._turn} of {spec.prompt_id}/{spec.sample} has {len(tokens)} tokens, not {turn.gen_tokens}")
+        self._turn += 1
+        if turn.tool_s:
+            await asyncio.sleep(turn.tool_s)
+        done = self._turn == len(spec.turns)
+        count = 0 if done else spec.turns[self._turn].new_tokens
+        signal = None
+        if turn.tool is not None:
+            signal = Signal(turn.tool, turn.outcome or "ok", count, turn.tool_s, turn.exit_code, turn.passed, turn.failed)
+        added = random_tokens(count, self._seed, spec.prompt_id, spec.sample, self._turn)
+        return Turn(added, signal, done, reward=0.0)

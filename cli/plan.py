@@ -1,0 +1,183 @@
+"""`libra-hpc plan`: before anything is queued, the best split of the nodes, what it is predicted to bring, and why others are out of the question."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from libra_hpc.config.load import load_run_file
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.measured import load
+from libra_hpc.hardware.models import ModelShape
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.planner import picture
+from libra_hpc.planner.initial import initial_plan
+from libra_hpc.planner.request import Assumed, Request, check_gpus, request
+from libra_hpc.planner.search import Result, Search, Steps
+from libra_hpc.planner.sweep import Point, knee, steps, sweep
+
+from . import plan_tables
+from .config_show import OverrideOption, RunFileArgument
+from .output import say, say_json, show
+from .runs import JsonOption
+from .split import show_split
+
+RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
+ASSUMED = Assumed()
+
+GpusOption = Annotated[str, typer.Option("--gpus", metavar="N|A..B", help="GPUs to plan for, or a range to sweep; default: those of the run file.")]
+DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="GPU, e.g. a800; default: gpu_type of the run file.")]
+DevicesFileOption = Annotated[Path | None, typer.Option("--devices", metavar="FILE", help="TOML file with further devices.")]
+ModelOption = Annotated[str, typer.Option("--model", metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder; default: model.path.")]
+TraceOption = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Finished trajectories whose lengths to plan for.")]
+CalibrationOption = Annotated[
+    Path | None, typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has.")
+]
+EvenOption = Annotated[bool, typer.Option("--even", help="Assume that nobody can tell long trajectories from short ones beforehand.")]
+LayoutsOption = Annotated[
+    str, typer.Option("--layouts", metavar="any|node", help="Layouts: any, or what a run file can say: each node one training replica, or engines of one TP.")
+]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Draw the plans, or the scaling curve of a sweep.")]
+
+
+def plan(
+    run_file: RunFileArgument,
+    override: OverrideOption = [],  # noqa: B006
+    gpus: GpusOption = "",
+    device: DeviceOption = "",
+    devices: DevicesFileOption = None,
+    model: ModelOption = "",
+    trace: TraceOption = None,
+    generated: Annotated[
+        float | None, typer.Option(metavar="N", help="Without --trace: mean generated tokens; default: 1/8 of max_model_len.")
+    ] = None,
+    sigma: Annotated[float, typer.Option(metavar="X", help="Shape of their log-normal distribution.")] = ASSUMED.sigma,
+    prompt: Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens; default: 1/16 of max_model_len.")] = None,
+    turns: Annotated[float, typer.Option(metavar="X", help="Mean turns.")] = ASSUMED.turns,
+    new_tokens: Annotated[float | None, typer.Option(metavar="N", help="Tokens a tool returns; default: 1/256 of max_model_len.")] = None,
+    tool_s: Annotated[float, typer.Option("--tool-s", metavar="S", help="Seconds of a tool call.")] = ASSUMED.tool_s,
+    layouts: LayoutsOption = "any",
+    calibration: CalibrationOption = None,
+    even: EvenOption = False,
+    keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
+    explain: ExplainOption = False,
+    json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Show the best plans for a run: split of the nodes, parallelism, stage times, memory; needs no GPU."""
+    if layouts not in ("any", "node"):
+        raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
+    low, high = gpu_range(gpus)
+    config = load_run_file(run_file, override)
+    asked = request(
+        config,
+        model=model,
+        device_name=device,
+        devices_file=devices,
+        gpus=high,
+        trace=trace,
+        assumed=Assumed(generated, sigma, prompt, turns, new_tokens, tool_s),
+        node_layouts=layouts == "node",
+    )
+    node = layouts == "node"
+    search = Search(
+        asked.shape, asked.pools, asked.batch, space=asked.space, options=asked.options, sorted_lengths=not even, whole_nodes=node,
+        steps=lookup if calibration is None else measured_steps(calibration),
+    )  # fmt: skip
+    if low != high:
+        show_sweep(asked, search, low, high, json, plot)
+        return
+    result = search.run(keep)
+    if plot is not None:
+        picture.draw_plans(result.plans, plan_tables.title(asked), plot)
+    if json:
+        say_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
+        return
+    show_plans(asked, result, explain)
+    if config.components.split == "auto":
+        show_split(initial_plan(config))
+
+
+def show_plans(asked: Request, result: Result, explain: bool) -> None:
+    """Print the tables of one search."""
+    plan_tables.header(asked)
+    show(plan_tables.plans(asked, result))
+    plan_tables.remarks(asked, result)
+    if explain:
+        for table in (
+            plan_tables.terms(result),
+            plan_tables.memory(asked, result),
+            plan_tables.segments(asked, result),
+            plan_tables.excluded(result),
+        ):
+            show(table)
+    else:
+        plan_tables.nearest(result)
+
+
+def show_sweep(asked: Request, search: Search, low: int, high: int, json: bool, plot: Path | None) -> None:
+    """Compute, print and draw the scaling curve."""
+    (pool,) = asked.pools
+    check_gpus(low, pool.node_devices)
+    points = sweep(search, pool.node_devices, steps(low // pool.node_devices, high // pool.node_devices))
+    if all(p.plan is None for p in points):
+        raise UserError(points[-1].why)
+    at = knee(points)
+    if plot is not None:
+        picture.draw_sweep(points, plan_tables.title(asked, sized=False), plot)
+    if json:
+        say_json({"request": facts(asked), "points": msgspec.to_builtins(points), "knee": None if at is None else points[at].devices})
+        return
+    plan_tables.header(asked, sized=False)
+    show(plan_tables.curve(points, at))
+    say(knee_words(points, at))
+
+
+def knee_words(points: list[Point], at: int | None) -> str:
+    """What the curve says, in one line."""
+    if at is None:
+        return "no knee: over the whole range throughput grows about as fast as the number of GPUs, or there are too few points"
+    return f"knee at {points[at].devices} GPUs: beyond, a further GPU brings less than the average one of this range"
+
+
+def measured_steps(calibration: Path) -> Steps:
+    """Step times of the degrees in a calibration file, and `lookup`'s of the others; raises `UserError` for a file that cannot be read."""
+    degrees = load(calibration).kv_capacity
+
+    def times(device: Device, shape: ModelShape, tp: int) -> StepTimes:
+        return lookup(device, shape, tp, calibration if tp in degrees else None)
+
+    return times
+
+
+def gpu_range(text: str) -> tuple[int, int]:
+    """``""`` -> (0, 0), ``"48"`` -> (48, 48), ``"16..128"`` -> (16, 128); raises `UserError`."""
+    if not text:
+        return 0, 0
+    match = RANGE.match(text)
+    if match is None:
+        raise invalid("--gpus", text, "malformed", "a number such as 48 or a range such as 16..128")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low > high or low < 1:
+        raise invalid("--gpus", text, "an empty range", "a range from fewer to more GPUs, such as 16..128")
+    return low, high
+
+
+def facts(asked: Request) -> dict[str, object]:
+    """What was asked, for programs."""
+    return {
+        "model": asked.shape.name,
+        "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in asked.pools],
+        "trajectories": asked.batch.trajectories,
+        "eta": asked.batch.eta,
+        "lengths": msgspec.to_builtins(asked.batch.lengths),
+        "lengths_from": asked.lengths,
+        "notes": list(asked.notes),
+    }

@@ -1,0 +1,235 @@
+"""The tables and sentences of `libra-hpc plan`, at most `libra_hpc_cli.output.WIDTH` columns wide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from libra_hpc.planner.memory import USABLE
+from libra_hpc.planner.request import Request, describe
+from libra_hpc.planner.search import Plan, Result
+from libra_hpc.planner.sweep import Point
+from libra_hpc.planner.training import TrainTime
+
+from .output import say, show
+
+NEAREST = 3
+"""Excluded choices that are told without ``--explain``."""
+CLOSE = 0.02
+"""Stages that differ by less are called balanced; so is a rollout within this share of its longest trajectory."""
+TERMS = {
+    "compute": "forward and backward",
+    "bubble": "pipeline fills and drains",
+    "tp": "tensor-parallel all-reduce",
+    "pp": "activations between stages",
+    "cp": "context-parallel ring, not hidden",
+    "ep": "expert exchange",
+    "dp": "gradient reduction, not hidden",
+    "optimizer": "update",
+}
+
+
+def title(asked: Request, *, sized: bool = True) -> str:
+    """Model and devices in a line; ``sized`` says how many."""
+    parts = [
+        f"{p.devices} x {p.device.name} ({p.nodes} nodes of {p.node_devices})" if sized else f"{p.device.name}, nodes of {p.node_devices}"
+        for p in asked.pools
+    ]
+    return f"{asked.shape.name} on {' + '.join(parts)}"
+
+
+def header(asked: Request, *, sized: bool = True) -> None:
+    """What is planned for."""
+    batch = asked.batch
+    stages = "stages take turns" if batch.eta == 0 else "stages overlap"
+    show(Text(f"{title(asked, sized=sized)}; {batch.trajectories:,} trajectories a batch, eta {batch.eta} ({stages})"))
+    show(Text(f"lengths: {asked.lengths}"))
+    show(Text(f"  {describe(batch.lengths)}"))
+    for line in asked.notes:
+        show(Text(f"note: {line}"))
+
+
+def plans(asked: Request, result: Result) -> Table:
+    """One row per number of training nodes, best first."""
+    table = _table(
+        ("nodes", "right"),
+        ("train as", "left"),
+        ("train", "right"),
+        ("rollout as", "left"),
+        ("rollout", "right"),
+        ("batch", "right"),
+        ("tokens/s", "right"),
+        ("GB", "right"),
+    )
+    for plan in result.plans:
+        cells = [
+            f"{_pool(asked, plan.pool)}{plan.nodes}+{sum(p.nodes for p in asked.pools) - plan.nodes}",
+            str(plan.train.layout),
+            _s(plan.train.time.total),
+            classes(asked, plan),
+            _s(plan.rollout.seconds),
+            _s(plan.seconds),
+            f"{plan.tokens_s:,.0f}",
+            f"{plan.train.memory.total / 1e9:.0f}",
+        ]
+        table.add_row(*cells, style="bold" if plan is result.plans[0] else None)
+    return table
+
+
+def remarks(asked: Request, result: Result) -> None:
+    """What the first row means."""
+    best = result.plans[0]
+    layout, train, rollout = best.train.layout, best.train.time.total, best.rollout.seconds
+    if asked.batch.eta == 0:
+        what = "the stages take turns"
+    elif abs(train - rollout) <= CLOSE * max(train, rollout):
+        what = "the stages are balanced"
+    else:
+        what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
+    if rollout <= (1 + CLOSE) * result.straggler:
+        what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
+    show(
+        Text(
+            f"best: {what}; micro-batches of {layout.micro_tokens:,} tokens{', recomputed' if layout.recompute else ''}, MFU {best.train.time.mfu:.2f}"
+        )
+    )
+    if result.alone:
+        alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
+        show(Text(f"rollout of these nodes with one TP alone: {alone}"))
+    show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
+    show(Text("proved optimal for these cost models" if result.gap < 1e-6 else f"proved within {result.gap:.2%} of the optimum of these cost models"))
+    if layout.cp > 1 or layout.ep > 1 or layout.recompute or layout.replica > asked.pools[best.pool].node_devices:
+        show(Text("a run file says TP x PP of whole nodes; --layouts node plans with such layouts only"))
+
+
+def nearest(result: Result) -> None:
+    """The excluded choices that come nearest to being possible."""
+    if not result.excluded:
+        say("nothing was excluded")
+        return
+    say(f"{len(result.excluded)} choices do not fit (--explain for all):")
+    for entry in result.excluded[:NEAREST]:
+        show(Text(f"  {entry.what}: {entry.limit.reason}"))
+
+
+def terms(result: Result) -> Table:
+    """Where the training time of the best plan goes."""
+    time = result.plans[0].train.time
+    table = _table(("training of the best plan", "left"), ("seconds", "right"), ("share", "right"))
+    for name in TrainTime.__struct_fields__:
+        if name in TERMS and getattr(time, name) > 0:
+            table.add_row(TERMS[name], f"{getattr(time, name):.2f}", f"{getattr(time, name) / time.total:.0%}")
+    table.add_row(f"all, {time.micro_batches} micro-batches per replica and update", f"{time.total:.2f}", "100%", style="bold")
+    return table
+
+
+def memory(asked: Request, result: Result) -> Table:
+    """What fills a training device of the best plan."""
+    best = result.plans[0]
+    usable = USABLE * asked.pools[best.pool].device.memory_bytes
+    table = _table(("memory of a training GPU", "left"), ("GB", "right"))
+    for name, size in best.train.memory.terms().items():
+        table.add_row(name, f"{size / 1e9:.1f}")
+    table.add_row(f"all, of {usable / 1e9:.0f} usable", f"{best.train.memory.total / 1e9:.1f}", style="bold")
+    return table
+
+
+def segments(asked: Request, result: Result) -> Table:
+    """Who rolls out what in the best plan."""
+    lengths = asked.batch.lengths
+    table = _table(
+        ("rollout of the best plan", "left"),
+        ("generated tokens", "right"),
+        ("trajectories", "right"),
+        ("share of tokens", "right"),
+        ("seconds", "right"),
+    )
+    for s in result.plans[0].rollout.segments:
+        bins = lengths.bins[s.first : s.last + 1]
+        low = 0.0 if s.first == 0 else lengths.bins[s.first].generated
+        count = sum(b.share for b in bins) * asked.batch.trajectories
+        share = sum(b.share * b.generated for b in bins) / lengths.generated
+        table.add_row(
+            f"{s.replicas} x {_pool(asked, s.pool)}TP{s.tp}",
+            f"{low:,.0f}..{bins[-1].generated:,.0f}",
+            f"{count:,.0f}",
+            f"{share:.0%}",
+            f"{s.seconds:.1f}",
+        )
+    return table
+
+
+def excluded(result: Result) -> Table:
+    """Everything that does not fit, nearest first."""
+    table = _table(("does not fit", "left"), ("because", "left"))
+    for entry in result.excluded:
+        table.add_row(entry.what, entry.limit.reason)
+    return table
+
+
+def curve(points: Sequence[Point], at: int | None) -> Table:
+    """The scaling curve; ``at`` is the index of its knee."""
+    table = _table(
+        ("GPUs", "right"),
+        ("nodes", "right"),
+        ("train as", "left"),
+        ("rollout as", "left"),
+        ("batch", "right"),
+        ("tokens/s", "right"),
+        ("per GPU", "right"),
+        ("", "left"),
+    )
+    best = max(p.plan.tokens_s / p.devices for p in points if p.plan is not None)
+    for i, point in enumerate(points):
+        if point.plan is None:
+            table.add_row(str(point.devices), "-", Text(point.why.split(";")[0].rstrip("."), overflow="fold"), "", "-", "-", "-", "")
+            continue
+        plan = point.plan
+        rollout = point.devices - plan.train.layout.devices
+        node = plan.train.layout.devices // plan.nodes
+        each = plan.tokens_s / point.devices
+        mark = "knee" if i == at else ""
+        counts = " ".join(f"{s.replicas}xTP{s.tp}" for s in plan.rollout.segments)
+        cells = [
+            str(point.devices),
+            f"{plan.nodes}+{rollout // node}",
+            str(plan.train.layout),
+            counts,
+            _s(plan.seconds),
+            f"{plan.tokens_s:,.0f}",
+            f"{each / best:.0%}",
+            mark,
+        ]
+        table.add_row(*cells, style="bold" if i == at else None)
+    return table
+
+
+def classes(asked: Request, plan: Plan) -> str:
+    """Replicas per TP class, from large to small."""
+    return " ".join(f"{s.replicas}x{_pool(asked, s.pool)}TP{s.tp}" for s in plan.rollout.segments)
+
+
+def _pool(asked: Request, pool: int) -> str:
+    """The device's name in front of a number, where there are several kinds."""
+    return f"{asked.pools[pool].device.name}:" if len(asked.pools) > 1 else ""
+
+
+def _s(seconds: float) -> str:
+    """Seconds with a digit after the point, or with two that count."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+
+
+def _source(text: str) -> str:
+    """A source without the degree, which differs from class to class."""
+    return re.sub(r" on \d+ x ", " on ", text)
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, justify in columns:
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    return table

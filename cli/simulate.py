@@ -1,0 +1,111 @@
+"""`libra-hpc simulate`: replay a trace on simulated engines under several scheduling policies and compare them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from libra_hpc.errors import UserError
+from libra_hpc.sched.registry import policy_names
+from libra_hpc.sim.compare import ORACLE, Compared, compare, parse_policies
+from libra_hpc.sim.fleet import build_fleet
+from libra_hpc.sim.settings import SimSettings
+
+from .output import note, say, say_json, show
+from .runs import JsonOption
+from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
+
+DEFAULTS = SimSettings()
+MARKS = {"best": "green", "reference": "dim"}
+
+
+def simulate(
+    file: FileArgument,
+    gpus: Annotated[int, typer.Option(min=0, metavar="N", help="GPUs; the buckets are repeated as often as fits.  0: those of the buckets.")] = 0,
+    device: Annotated[str, typer.Option(metavar="NAME", help="GPU, e.g. a800, h200.")] = "a800",
+    model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder with config.json.")] = "qwen3-14b",
+    buckets: Annotated[str, typer.Option(metavar="LIST", help="Engines by TP degree.")] = "4xTP1,2xTP2,2xTP4",
+    policy: Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(policy_names(live=False))}.")] = "cmlfq,least_loaded,libra",
+    batch_groups: Annotated[int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")] = 0,
+    eta: Annotated[int, typer.Option(min=0, metavar="N", help="Staleness bound, with --batch-groups.")] = 0,
+    train_s: Annotated[float, typer.Option("--train-s", min=0, metavar="S", help="Seconds of a training step.")] = 0.0,
+    sync_s: Annotated[float, typer.Option("--sync-s", min=0, metavar="S", help="Pause of an engine for a weight update.")] = 0.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences an engine runs at once.")] = DEFAULTS.max_num_seqs,
+    max_inflight: Annotated[int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")] = DEFAULTS.max_inflight,
+    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")] = None,
+    devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
+    format: FormatOption = "auto",
+    skip_bad: SkipOption = False,
+    limit: LimitOption = None,
+    no_oracle: Annotated[bool, typer.Option("--no-oracle", help="Leave out the clairvoyant reference.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw completions and engines.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Replay a trace on simulated engines under several scheduling policies."""
+    names = parse_policies(policy)
+    if ORACLE not in names and not no_oracle:
+        names.append(ORACLE)
+    if eta and not batch_groups:
+        raise UserError(f"--eta = {eta}: without --batch-groups there are no training steps to be stale against.")
+    fleet = build_fleet(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
+    work = load(file, format, skip_bad, limit).trajectories
+    settings = SimSettings(
+        max_num_seqs=max_num_seqs, max_inflight=max_inflight, batch_groups=batch_groups, eta=eta, train_s=train_s, sync_s=sync_s, seed=seed,
+        max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs),
+    )  # fmt: skip
+    with Console(stderr=True).status("reading") as status:
+        done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}") if sys.stderr.isatty() else None)
+    if plot is not None:
+        from libra_hpc.sim.picture import draw
+
+        draw({name: one.result for name, one in done.items()}, f"{file.name}: {fleet.gpus} x {device}, {model}", plot)
+    if fleet.empty:
+        note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
+    if json:
+        reference = done[ORACLE].result.makespan_s if ORACLE in done else None
+        rows = {name: {**msgspec.to_builtins(one.result), "computed_s": one.computed_s, "ratio_to_oracle": ratio(one, reference)} for name, one in done.items()}
+        say_json({"trace": str(file), "gpus": fleet.gpus, "device": device, "model": model, "buckets": buckets, "source": fleet.source, "policies": rows})
+        return
+    say(f"{file}: {len(work):,} trajectories, {sum(len(one.turns) for one in work):,} turns, {sum(one.generated for one in work):,} generated tokens")
+    say(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}")
+    show(table(done))
+
+
+def ratio(one: Compared, reference: float | None) -> float | None:
+    """Makespan over the oracle's."""
+    return None if not reference else one.result.makespan_s / reference
+
+
+def table(done: dict[str, Compared]) -> Table:
+    """One row a policy; the best makespan but the oracle's is marked."""
+    reference = done[ORACLE].result.makespan_s if ORACLE in done else None
+    best = min((one.result.makespan_s for name, one in done.items() if name != ORACLE), default=0.0)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    out.add_column("policy")
+    for heading in ("makespan s", "tok/s", "p50 s", "p95 s", "p99 s", "moves", "re-prefill", "idle", "x oracle"):
+        out.add_column(heading, justify="right")
+    for name, one in done.items():
+        result, against = one.result, ratio(one, reference)
+        style = MARKS["reference"] if name == ORACLE else MARKS["best"] if result.makespan_s == best else ""
+        out.add_row(
+            name, f"{result.makespan_s:,.1f}", f"{result.tokens_per_s:,.0f}", *(f"{q:,.1f}" for q in (result.completion.p50, result.completion.p95)),
+            f"{result.completion.p99:,.1f}", f"{result.moves:,}", short(result.reprefilled_tokens), f"{result.idle_share:.0%}",
+            "-" if against is None else f"{against:.3f}", style=style,
+        )  # fmt: skip
+    return out
+
+
+def short(tokens: int) -> str:
+    """A count of tokens in at most five characters."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.1f}{unit}" if tokens < 100 * size else f"{tokens / size:.0f}{unit}"
+    return str(tokens)

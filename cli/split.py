@@ -1,0 +1,39 @@
+"""``components.split = "auto"`` for the verbs: fill it in, and say what was chosen."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.initial import Initial, initial_plan
+
+from . import plan_tables
+from .output import WIDTH, console
+
+
+def resolve(config: RunConfig) -> tuple[RunConfig, Initial | None]:
+    """A run file with its split filled in, and the plan behind it; as it is, and None, where the split is explicit.  Raises `UserError`."""
+    if config.components.split != "auto":
+        return config, None
+    made = initial_plan(config)
+    return made.config, made
+
+
+def show_split(made: Initial, *, stderr: bool = False) -> None:
+    """Print the plans that were compared, best first, and what the first one makes of the run file; ``stderr``: beside a result on stdout."""
+    (Console(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
+
+
+def words(made: Initial) -> str:
+    """The filled-in keys in one line."""
+    return ", ".join(f"{key.removeprefix('components.')} = {value}" for key, value in made.chosen.items())
+
+
+def _screen(made: Initial) -> RenderableType:
+    asked, best = made.asked, made.plan
+    head = f"split = auto: {plan_tables.title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths: {asked.lengths}"
+    tail = f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout {best.rollout.seconds:.1f})"
+    return Group(Text(head), plan_tables.plans(asked, made.result), Text(tail))

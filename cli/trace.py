@@ -1,0 +1,181 @@
+"""`libra-hpc trace`: look at a trace, convert one to the project's own format, or generate one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich import box
+from rich.table import Table
+
+from libra_hpc.sim.traces import profiles, read
+from libra_hpc.sim.traces.describe import TAIL, Description, describe
+from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.traces.predict import Prediction, Residual, predict
+from libra_hpc.sim.traces.stats import Spread
+
+from .output import note, say, say_json, show
+from .runs import JsonOption
+
+app = typer.Typer(help="Traces of trajectories: what a simulation replays.", no_args_is_help=True)
+DEFAULTS = Dials()
+SHOWN_TOOLS, SHOWN_OUTCOMES = 12, 6
+"""Tools of the table, and outcomes of a tool; further tools are summed up in its last row (all are in the JSON)."""
+TRENDS = {
+    "rises": "what remains rises with attained service: who has run long will run longest",
+    "falls": "what remains falls with attained service: who has run long is nearly done",
+    "flat": "what remains stays level with attained service: having run long tells nothing",
+    "too few": "attained service: too few trajectories to tell",
+}
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="File to write; compressed if it ends in .gz.")]
+FormatOption = Annotated[str, typer.Option("--format", metavar="NAME", help=f"One of {', '.join((read.AUTO, *read.READERS))}.")]
+SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Pass over lines that cannot be read, and count them.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N trajectories.")]
+
+
+@app.callback()
+def trace() -> None:
+    """Look at, convert and generate traces."""
+
+
+@app.command("inspect")
+def inspect(file: FileArgument, format: FormatOption = read.AUTO, skip_bad: SkipOption = False, limit: LimitOption = None, json: JsonOption = False) -> None:
+    """Show counts, quantiles, the tail, and what predicts the work that remains."""
+    found = load(file, format, skip_bad, limit)
+    description, prediction = describe(found.trajectories), predict(found.trajectories)
+    if json:
+        facts = {"file": str(file), "format": found.format, "bad_lines": len(found.bad)}
+        say_json({**facts, "description": msgspec.to_builtins(description), "prediction": msgspec.to_builtins(prediction)})
+        return
+    show_description(file, found.format, description)
+    show_prediction(prediction)
+
+
+@app.command("convert")
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="IN", help="Trace of any format, gzip or not.")],
+    out: OutArgument,
+    format: FormatOption = read.AUTO,
+    skip_bad: SkipOption = False,
+    limit: LimitOption = None,
+) -> None:
+    """Write a trace in the project's own format."""
+    found = load(file, format, skip_bad, limit)
+    read.write_trace(out, found.trajectories)
+    say(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
+
+
+@app.command("generate")
+def generate_trace(
+    out: OutArgument,
+    preset: Annotated[str, typer.Option(metavar="NAME", help=f"Kind of work: {', '.join(profiles.PROFILES)}.")] = "r2e",
+    trajectories: Annotated[int, typer.Option(metavar="N", help="A multiple of group * epochs.")] = DEFAULTS.trajectories,
+    group: Annotated[int, typer.Option(metavar="N", help="Samples of a prompt.")] = DEFAULTS.group,
+    turns: Annotated[float | None, typer.Option(metavar="X", help="Mean turns; default: the preset's.")] = DEFAULTS.turns,
+    sibling: Annotated[float, typer.Option(metavar="0..1", help="Share of the variance of the log length that the prompt explains.")] = DEFAULTS.sibling,
+    outcome: Annotated[float, typer.Option(metavar="0..1", help="Correlation of tool outcomes with what remains.")] = DEFAULTS.outcome,
+    drift: Annotated[float, typer.Option(metavar="X", help="Typical length at the end of the trace over that at its start.")] = DEFAULTS.drift,
+    epochs: Annotated[int, typer.Option(metavar="N", help="How often each prompt comes.")] = DEFAULTS.epochs,
+    max_context: Annotated[int, typer.Option(metavar="TOKENS", help="Where a trajectory is cut.")] = DEFAULTS.max_context,
+    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same trace.")] = DEFAULTS.seed,
+) -> None:
+    """Generate a trace with known structure."""
+    dials = Dials(trajectories, group, seed, sibling, outcome, drift, epochs, turns, max_context)
+    made = generate(preset, dials)
+    read.write_trace(out, made)
+    say(f"{out}: {len(made):,} trajectories, {sum(len(one.turns) for one in made):,} turns, {sum(one.generated for one in made):,} generated tokens")
+
+
+def load(file: Path, format: str, skip_bad: bool, limit: int | None) -> read.Trace:
+    """Read a trace, and say on stderr what was passed over."""
+    found = read.read_trace(file, format, skip_bad, limit)
+    if found.bad:
+        note(f"passed over {len(found.bad)} bad lines, the first: {found.bad[0]}")
+    return found
+
+
+def show_description(file: Path, format: str, what: Description) -> None:
+    """Print counts and quantiles."""
+    groups = f"{what.groups:,} with siblings" if what.groups else "no siblings"
+    say(f"{file} ({format})")
+    say(f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}), {what.turns_total:,} turns, {what.generated_total:,} generated tokens")
+    reward = "" if what.mean_reward is None else f"; mean reward {what.mean_reward:.3f}"
+    say(f"the longest {TAIL:.0%} of the trajectories generate {what.tail_share:.0%} of the tokens{reward}")
+    table = _table("per trajectory, turn or tool call", "p50", "p90", "p99", "max", "mean")
+    rows = {
+        "turns": what.turns,
+        "generated tokens": what.generated,
+        "generated tokens of a turn": what.generated_per_turn,
+        "prompt tokens": what.prompt_tokens,
+        "context at the end": what.context,
+        "tokens a tool returns": what.payload,
+        "seconds of a tool call": what.tool_s,
+    }
+    for name, spread in rows.items():
+        table.add_row(name, *_cells(spread))
+    show(table)
+    if not what.tools:
+        return
+    table = _table("tool", "calls", "p50 s", "p90 s", "p99 s")
+    table.add_column("outcomes")
+    for use in what.tools[:SHOWN_TOOLS]:
+        outcomes = ", ".join(f"{name} {count / use.calls:.0%}" for name, count in list(use.outcomes.items())[:SHOWN_OUTCOMES]) or "-"
+        table.add_row(use.tool, f"{use.calls:,}", *(_number(value) for value in (use.seconds.p50, use.seconds.p90, use.seconds.p99)), outcomes)
+    rest = what.tools[SHOWN_TOOLS:]
+    if rest:
+        table.add_row(f"{len(rest)} more", f"{sum(use.calls for use in rest):,}", "", "", "", "")
+    show(table)
+
+
+def show_prediction(what: Prediction) -> None:
+    """Print what predicts the work that remains."""
+    if what.prompt:
+        table = _table("the prompt predicts", "groups", "n", "eta2", "ICC", "r siblings", "r probe")
+        for row in what.prompt:
+            values = (row.anova.eta2, row.anova.icc, row.r_siblings, row.r_probe)
+            table.add_row(row.quantity, f"{row.groups:,}", f"{row.n:,}", *(_share(value) for value in values))
+        show(table)
+    else:
+        say("the prompt predicts: no siblings\n")
+    table = _table("at equal turn, log of what remains", "measure", "value", "share of variance", "n")
+    for signal in what.signals:
+        value = _share(signal.value) if not signal.note else signal.note
+        table.add_row(signal.signal, signal.measure, value, _share(signal.share), f"{signal.n:,}")
+    show(table)
+    table = _table("attained tokens", "n", "mean tokens to come", "mean turns to come")
+    for residual in _thinned(what.residual):
+        table.add_row(f"> {residual.attained:,}", f"{residual.n:,}", f"{residual.mean_tokens:,.0f}", f"{residual.mean_turns:,.1f}")
+    show(table)
+    say(TRENDS[what.trend])
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True, max_width=36)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(spread: Spread | None) -> list[str]:
+    if spread is None:
+        return ["-"] * 5
+    return [_number(value) for value in (spread.p50, spread.p90, spread.p99, spread.most, spread.mean)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    # Adding 0.0 turns the -0.0 of a small negative value into 0.0.
+    return "-" if value is None else f"{round(value, 2) + 0.0:.2f}"
+
+
+def _thinned(rows: list[Residual], most: int = 9) -> list[Residual]:
+    step = -(-len(rows) // most)
+    return rows[::step] if rows else []

@@ -1,0 +1,111 @@
+"""Devices as plain data: what one accelerator computes, stores and sends.
+
+The table is `devices.toml` beside this module; each figure's source stands at its head. A user adds devices with a file of the same form, for example
+one graphics compute die of an MI250X (two per card; the peak is that of the data sheet, halved):
+
+    ["mi250x"]
+    memory_bytes = 68.7e9
+    peak_flops = 191.5e12
+    hbm_bytes_s = 1.6e12
+    intra_bytes_s = 100e9
+    inter_bytes_s = 12.5e9
+    devices_per_node = 8
+
+Fields that are left out take the defaults of `Device`.  A device of the user's file replaces a built-in one of the same name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import invalid
+
+BUILTIN = Path(__file__).with_name("devices.toml")
+POSITIVE = ("memory_bytes", "peak_flops", "hbm_bytes_s", "intra_bytes_s", "inter_bytes_s", "devices_per_node")
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accelerator and its place in a node.  Units: bytes, bytes/s, FLOP/s, seconds."""
+
+    name: str
+    memory_bytes: float
+    peak_flops: float
+    """Dense bf16 peak."""
+    hbm_bytes_s: float
+    """Peak bandwidth of device memory."""
+    intra_bytes_s: float
+    """One direction, to the other devices of the node (half of what data sheets call NVLink bandwidth)."""
+    inter_bytes_s: float
+    """One direction, per device, to other nodes."""
+    devices_per_node: int
+    aliases: tuple[str, ...] = ()
+    tables: str = ""
+    """System of the operator tables whose compute and memory are this device's; empty: none."""
+    flops_efficiency: float = 0.7
+    """Share of the peak that large matrix products reach."""
+    hbm_efficiency: float = 0.8
+    """Share of the memory bandwidth that streaming kernels reach."""
+    kernel_s: float = 3e-6
+    """Fixed device time of one kernel, with launches captured in a graph."""
+    link_efficiency: float = 0.5
+    """Share of the link bandwidth that an all-reduce of activations reaches."""
+    allreduce_s: float = 6e-6
+    """Latency of the smallest all-reduce inside a node."""
+    host_s: float = 1.5e-3
+    """Work of the host per engine step (scheduling, input preparation, output); vLLM overlaps it with the device, so that it is a floor of the
+    step."""
+    host_sequence_s: float = 4e-6
+    """The same per running sequence."""
+    workspace_bytes: float = 3e9
+    """Memory per device that is neither weights nor KV cache: activations of the largest step, graphs, communication buffers."""
+
+
+def device(name: str, path: str | Path | None = None) -> Device:
+    """Return the device called ``name`` (or by one of its aliases, in any case), from the user file ``path`` first.
+
+    Raises `UserError` for a name that neither table has and for a file that cannot be read as devices.
+    """
+    known = {**devices(), **(_read(Path(path)) if path is not None else {})}
+    names = {alias: entry for entry in known.values() for alias in entry.aliases} | known
+    found = names.get(name.lower())
+    if found is None:
+        raise invalid("device", name, "unknown device", sorted(known))
+    return found
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """The built-in devices by name."""
+    return _read(BUILTIN)
+
+
+def _read(path: Path) -> dict[str, Device]:
+    try:
+        raw = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise invalid("device file", str(path), str(error), "a TOML file with one table per device") from error
+    return {name.lower(): _entry(path, name.lower(), fields) for name, fields in raw.items()}
+
+
+def _entry(path: Path, name: str, fields: object) -> Device:
+    if not isinstance(fields, dict):
+        raise invalid("device file", str(path), f"{name!r} is not a table", "one table per device, such as [mi250x]")
+    try:
+        entry = msgspec.convert({**fields, "name": name}, Device)
+    except msgspec.ValidationError as error:
+        raise invalid("device file", str(path), f"device {name!r}: {error}", "the fields of the built-in devices") from error
+    for field in POSITIVE:
+        if not 0 < getattr(entry, field) < inf:
+            raise invalid(f"device {name!r} {field}", getattr(entry, field), "is out of range", "a number > 0")
+    for field in ("kernel_s", "allreduce_s", "host_s", "host_sequence_s", "workspace_bytes"):
+        if not 0 <= getattr(entry, field) < inf:
+            raise invalid(f"device {name!r} {field}", getattr(entry, field), "is out of range", "a number >= 0")
+    for field in ("flops_efficiency", "hbm_efficiency", "link_efficiency"):
+        if not 0 < getattr(entry, field) <= 1:
+            raise invalid(f"device {name!r} {field}", getattr(entry, field), "is no share of the peak", "a number in (0, 1]")
+    return entry

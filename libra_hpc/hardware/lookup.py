@@ -1,0 +1,71 @@
+"""`lookup`: the one way to step times, whatever their source.
+
+A calibration file (real engine steps) wins if one is given; else operator tables, where the device's system and the model have them at that degree;
+else the roofline.  `StepTimes.source` says in words which it was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.hardware.devices import Device, device
+from libra_hpc.hardware.measured import load, measured_times
+from libra_hpc.hardware.models import ModelShape, model_shape, shapes
+from libra_hpc.hardware.roofline import Roofline
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.hardware.tables import TableTimes, available, load_table
+
+SOURCES = ("auto", "tables", "roofline")
+
+
+def lookup(
+    device_name: str | Device,
+    model: str | Path | ModelShape,
+    tp: int,
+    calibration: str | Path | None = None,
+    memory_util: float = 0.9,
+    source: str = "auto",
+    devices_file: str | Path | None = None,
+) -> StepTimes:
+    """Return the step times of ``model`` on one replica of ``tp`` devices.
+
+    ``device_name`` is a name of the device table (or of ``devices_file``), ``model`` a short name or the path of a Hugging Face config; either may be
+    the object itself.  ``memory_util`` is the share of device memory for weights, workspace and KV cache; the capacity is 0 when the weights do not
+    fit.  A calibration file brings its own capacity; device and model then only have to be those it was measured with.
+
+    Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured, ``source="tables"`` where there are none, and a
+    file that cannot be read.
+    """
+    if source not in SOURCES:
+        raise invalid("source", source, "unknown source of step times", SOURCES)
+    if calibration is not None:
+        if source != "auto":
+            raise invalid("source", source, "cannot be combined with a calibration file", "auto")
+        measured = load(calibration)
+        measured.check(_name(device_name), _name(model), calibration)
+        return measured_times(measured, tp)
+    found = device_name if isinstance(device_name, Device) else device(device_name, devices_file)
+    shape = model if isinstance(model, ModelShape) else model_shape(model)
+    if source != "roofline":
+        path = available().get((found.tables, _known(shape)))
+        if path is not None and (source == "tables" or tp in load_table(path).degrees):
+            return TableTimes(load_table(path), found, shape, tp, memory_util)
+        if source == "tables":
+            pairs = [f"{model} on {system}" for system, model in available()]
+            raise invalid("source", source, f"there are no operator tables for {shape.name} on {found.name}", pairs)
+    return Roofline(found, shape, tp, memory_util)
+
+
+def _known(shape: ModelShape) -> str:
+    """Short name of the built-in shape with the same dimensions; empty when there is none."""
+    for name, built_in in shapes().items():
+        if msgspec.structs.replace(shape, name=name) == built_in:
+            return name
+    return ""
+
+
+def _name(thing: str | Path | Device | ModelShape) -> str:
+    return thing.name if isinstance(thing, (Device, ModelShape)) else Path(thing).name

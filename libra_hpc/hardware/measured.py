@@ -1,0 +1,216 @@
+"""Step times fitted to real engine steps: the calibration file and the model behind it.
+
+A calibration file is JSON: what was run (device, model), the KV capacity of each degree's replica, and the steps themselves.  The model of a step is
+
+    seconds = base + per_sequence * decodes + per_kv * kv_tokens + per_prefill * prefill + per_pair * prefill * (context + prefill / 2)
+
+with non-negative coefficients fitted in relative error, robustly (see `fitting`).  An engine on a CPU, or one with captured graphs, takes step times
+that jump between batch sizes: then ``base + per_sequence * decodes`` is replaced by a table over batch sizes (linear between them), if that lowers
+the cross-validated error by `MIN_GAIN`.
+
+Last, all coefficients are scaled so that the fitted total equals the measured total, where a single step counts at most `OUTLIER` times its fitted
+value.  A robust fit follows the typical step; a simulator sums steps, and the sum contains the slow ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.hardware.curves import Curve
+from libra_hpc.hardware.fitting import robust_fit
+from libra_hpc.telemetry.rundir import write_atomic
+
+FORMAT = "libra-hpc calibration 1"
+MAX_POINTS = 4096
+"""Steps a fit uses, spread evenly over those measured: a fit then takes about a second."""
+MIN_POINTS = 8
+"""Steps a degree needs: more than the five coefficients."""
+MIN_BIN = 3
+"""Steps of one batch size that make an entry of the table: their median survives one outlier."""
+FOLDS = 5
+MIN_GAIN = 0.05
+"""Share by which the table must lower the cross-validated error; the simpler model wins otherwise."""
+NEGLIGIBLE = 1e-3
+"""... and by this error: no table to make up for rounding."""
+OUTLIER = 5.0
+"""A step that takes longer than this many times its fitted time counts as so many: one suspended process cannot bend the total."""
+
+
+class StepPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One measured step; arguments as in `StepTimes.step_s`, and its wall time in seconds."""
+
+    tp: int
+    decodes: int
+    kv_tokens: int
+    prefill: int = 0
+    context: int = 0
+    seconds: float
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of a calibration file."""
+
+    device: str
+    model: str
+    kv_capacity: dict[int, int]
+    """Tokens of KV cache of one replica, by tensor-parallel degree."""
+    points: list[StepPoint]
+    format: str = FORMAT
+
+    def check(self, device: str, model: str, path: str | Path) -> None:
+        """Raise `UserError` unless this was measured with ``device`` and ``model`` (in any case)."""
+        for field, asked, measured in (("device", device, self.device), ("model", model, self.model)):
+            if asked.lower() != measured.lower():
+                raise invalid(field, asked, f"the calibration file {path} was measured with another", [measured])
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """The fitted model of one degree, and how good it is."""
+
+    base: float
+    per_sequence: float
+    per_kv: float
+    per_prefill: float
+    per_pair: float
+    batches: tuple[tuple[int, float], ...] = ()
+    """(batch size, seconds) in place of ``base + per_sequence * decodes``; empty when the line is as good."""
+    points: int = 0
+    median_error: float = 0.0
+    """Median of \\|fitted / measured - 1\\|, cross-validated over `FOLDS` folds."""
+    p90_error: float = 0.0
+    """Its 90th percentile."""
+    total: float = 1.0
+    """Fitted total over measured total of all steps, outliers in full."""
+
+    def seconds(self, points: Sequence[StepPoint]) -> list[float]:
+        """Fitted seconds of each step."""
+        step_s = MeasuredTimes(self, 1, 0, "").step_s
+        return [step_s(point.decodes, point.kv_tokens, point.prefill, point.context) for point in points]
+
+
+class MeasuredTimes:
+    """`StepTimes` from a `Fit`."""
+
+    def __init__(self, fit: Fit, tp: int, kv_capacity: int, source: str) -> None:
+        self.tp = tp
+        self.kv_capacity = kv_capacity
+        self.source = source
+        self.fit = fit
+        self._base, self._sequence, self._kv = fit.base, fit.per_sequence, fit.per_kv
+        self._prefill, self._pair = fit.per_prefill, fit.per_pair
+        self._table = _curve(fit.batches)
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        """Seconds of one step; see `StepTimes.step_s`."""
+        base = self._base + self._sequence * decodes if self._table is None else self._table(decodes)
+        if prefill:
+            base += prefill * (self._prefill + self._pair * (context + 0.5 * prefill))
+        return base + self._kv * kv_tokens
+
+
+def save(calibration: Calibration, path: str | Path) -> None:
+    """Write a calibration file; readers see the old file or the new one, never a part."""
+    write_atomic(Path(path), msgspec.json.format(msgspec.json.encode(calibration), indent=1))
+
+
+def load(path: str | Path) -> Calibration:
+    """Read a calibration file; raises `UserError` when it cannot be read, is of another format, or holds a step that cannot be."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise invalid("calibration file", str(path), str(error), f"a JSON file of format {FORMAT!r}") from error
+    if found.format != FORMAT:
+        raise invalid(f"{path}: format", found.format, "unknown format of calibration", [FORMAT])
+    for tp, capacity in found.kv_capacity.items():
+        if tp < 1 or capacity < 1:
+            raise invalid(f"{path}: kv_capacity of tp {tp}", capacity, "is no number of tokens", "degree and tokens >= 1")
+    for number, point in enumerate(found.points):
+        counts = (point.decodes, point.kv_tokens, point.prefill, point.context)
+        if point.tp < 1 or min(counts) < 0 or point.decodes + point.prefill == 0:
+            raise invalid(f"{path}: points[{number}]", counts, "is no step", "tp >= 1, counts >= 0, decodes or prefill positive")
+        if not (isfinite(point.seconds) and point.seconds > 0):
+            raise invalid(f"{path}: points[{number}].seconds", point.seconds, "is no duration", "a number > 0")
+    return found
+
+
+def measured_times(calibration: Calibration, tp: int) -> MeasuredTimes:
+    """Fit the steps of degree ``tp``; raises `UserError` when it was not measured, or in fewer than `MIN_POINTS` steps."""
+    points = [point for point in calibration.points if point.tp == tp]
+    if tp not in calibration.kv_capacity or not points:
+        raise invalid("tp", tp, "the calibration file has no steps of it", [str(n) for n in sorted(calibration.kv_capacity)])
+    if len(points) < MIN_POINTS:
+        raise invalid(f"steps of tp {tp}", len(points), "too few to fit", f"at least {MIN_POINTS}")
+    fit = fit_steps(points)
+    source = f"measured: {fit.points} steps of {calibration.model} on {tp} x {calibration.device}, median error {fit.median_error:.1%}"
+    return MeasuredTimes(fit, tp, calibration.kv_capacity[tp], source)
+
+
+def fit_steps(points: Sequence[StepPoint]) -> Fit:
+    """Fit one degree's steps; the batch table is taken if it predicts held-out steps better."""
+    # Rounded up, so that the stride leaves at most MAX_POINTS.
+    points = points[:: -(-len(points) // MAX_POINTS)]
+    plain, binned = _held_out(points)
+    table = median(binned) < (1 - MIN_GAIN) * median(plain) - NEGLIGIBLE
+    errors = sorted(binned if table else plain)
+    line = _line(points)
+    fit = _scaled(_with_table(line, points) if table else line, points)
+    total = sum(fit.seconds(points)) / sum(point.seconds for point in points)
+    return msgspec.structs.replace(fit, points=len(points), median_error=median(errors), p90_error=errors[int(0.9 * len(errors))], total=total)
+
+
+def _held_out(points: Sequence[StepPoint]) -> tuple[list[float], list[float]]:
+    """Relative errors of the line and of the table on steps that their fit did not see."""
+    errors: tuple[list[float], list[float]] = [], []
+    for fold in range(FOLDS):
+        seen, held = [point for i, point in enumerate(points) if i % FOLDS != fold], points[fold::FOLDS]
+        line = _line(seen)
+        for out, fit in zip(errors, (line, _with_table(line, seen)), strict=True):
+            out += [abs(fitted / point.seconds - 1) for fitted, point in zip(fit.seconds(held), held, strict=True)]
+    return errors
+
+
+def _line(points: Sequence[StepPoint]) -> Fit:
+    rows = [(1.0, p.decodes, p.kv_tokens, p.prefill, p.prefill * (p.context + 0.5 * p.prefill)) for p in points]
+    base, sequence, kv, new, pair = robust_fit(rows, [point.seconds for point in points])
+    return Fit(base=base, per_sequence=sequence, per_kv=kv, per_prefill=new, per_pair=pair)
+
+
+def _with_table(line: Fit, points: Sequence[StepPoint]) -> Fit:
+    bins: dict[int, list[float]] = {}
+    for point, fitted in zip(points, line.seconds(points), strict=True):
+        bins.setdefault(point.decodes, []).append(line.base + line.per_sequence * point.decodes + point.seconds - fitted)
+    # A step never gets shorter by nothing: a negative remainder is the other coefficients' error.
+    entries = [(batch, max(0.0, median(rest))) for batch, rest in sorted(bins.items()) if len(rest) >= MIN_BIN]
+    if not entries:
+        return line
+    # Beyond the largest batch seen the line's slope goes on.
+    largest, seconds = entries[-1]
+    entries.append((2 * largest + 1, seconds + line.per_sequence * (largest + 1)))
+    return msgspec.structs.replace(line, batches=tuple(entries))
+
+
+def _scaled(fit: Fit, points: Sequence[StepPoint]) -> Fit:
+    fitted = fit.seconds(points)
+    scale = sum(min(point.seconds, OUTLIER * own) for point, own in zip(points, fitted, strict=True)) / sum(fitted)
+    return msgspec.structs.replace(
+        fit,
+        base=fit.base * scale,
+        per_sequence=fit.per_sequence * scale,
+        per_kv=fit.per_kv * scale,
+        per_prefill=fit.per_prefill * scale,
+        per_pair=fit.per_pair * scale,
+        batches=tuple((batch, seconds * scale) for batch, seconds in fit.batches),
+    )
+
+
+def _curve(batches: Sequence[tuple[int, float]]) -> Curve | None:
+    if not batches:
+        return None
+    xs, ys = zip(*batches, strict=True)
+    return Curve(xs, ys)

@@ -1,0 +1,219 @@
+"""Model shapes: the few integers of a transformer that decide its memory, its FLOPs and its communication.
+
+A shape comes from a short name (`models.toml` beside this module) or from a Hugging Face ``config.json``. Counts of FLOPs take a multiply-add as two.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import UserError, invalid
+
+BUILTIN = Path(__file__).with_name("models.toml")
+ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Values of ``model_type`` in a ``config.json`` that `model_shape` understands."""
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder-only transformer with grouped-query attention and a gated MLP, dense or mixture of experts."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the dense gated MLP; a mixture of experts does not use it."""
+    vocab: int
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head."""
+    experts: int = 0
+    """Routed experts per layer; 0: dense."""
+    experts_per_token: int = 0
+    moe_intermediate: int = 0
+    """Width of one routed expert."""
+    shared_intermediate: int = 0
+    """Width of the experts that every token passes; 0: none."""
+    dtype_bytes: int = 2
+    """Bytes of one weight and of one element of the KV cache."""
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one layer's attention, its norms included."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = self.hidden * (2 * q + 2 * kv)
+        return matrices + (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm + 2 * self.hidden
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one routed expert; 0 for a dense model."""
+        return 3 * self.hidden * self.moe_intermediate
+
+    @property
+    def shared_params(self) -> int:
+        """Weights of one layer that every token passes: attention, router, dense MLP or shared experts."""
+        if not self.experts:
+            return self.attention_params + 3 * self.hidden * self.intermediate
+        return self.attention_params + self.hidden * self.experts + 3 * self.hidden * self.shared_intermediate
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the output projection (those of the input embedding when tied)."""
+        return self.hidden * self.vocab
+
+    @property
+    def params(self) -> int:
+        """All weights."""
+        embeddings = self.head_params * (1 if self.tied_embeddings else 2)
+        return self.layers * (self.shared_params + self.experts * self.expert_params) + embeddings + self.hidden
+
+    @property
+    def active_params(self) -> int:
+        """Weights that one token passes; all of them for a dense model."""
+        return self.params - self.layers * (self.experts - self.experts_per_token) * self.expert_params
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.params * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, all layers, unsharded."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    def kv_bytes_per_device(self, tp: int) -> int:
+        """Bytes of one token's keys and values on each of ``tp`` devices: a head is never split, so it is replicated when ``tp > kv_heads``."""
+        return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * self.dtype_bytes
+
+    @property
+    def layer_flops_per_token(self) -> int:
+        """FLOPs of one token's forward pass through all layers, attention scores and the output projection left out."""
+        return 2 * self.layers * (self.shared_params + self.experts_per_token * self.expert_params)
+
+    @property
+    def head_flops_per_token(self) -> int:
+        """FLOPs of the output projection for one position."""
+        return 2 * self.head_params
+
+    @property
+    def attention_flops_per_pair(self) -> int:
+        """FLOPs of scores and weighted sum for one (query, key) pair of positions, all layers and heads."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    def prefill_flops(self, new: int, context: int = 0) -> int:
+        """FLOPs of ``new`` prompt tokens after ``context`` cached ones, with causal attention and one output position."""
+        pairs = new * context + new * (new + 1) // 2
+        return new * self.layer_flops_per_token + pairs * self.attention_flops_per_pair + self.head_flops_per_token
+
+    def divides(self, tp: int) -> bool:
+        """Whether tensor parallelism of degree ``tp`` can shard the heads: query heads evenly, KV heads evenly or by replication."""
+        return tp > 0 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+
+    def check_tp(self, tp: int) -> None:
+        """Raise `UserError` unless ``tp`` shards this model."""
+        if not self.divides(tp):
+            valid = [str(n) for n in range(1, self.heads + 1) if self.divides(n)]
+            raise invalid(
+                "tp", tp, f"does not divide the {self.heads} query heads and {self.kv_heads} KV heads of {self.name}", f"one of {', '.join(valid)}"
+            )
+
+
+def model_shape(name_or_path: str | Path) -> ModelShape:
+    """Return a shape by short name (``qwen3-14b``, in any case) or from a ``config.json`` or the folder that holds one.
+
+    Raises `UserError` for an unknown name, an unreadable file, an architecture that is not in `ARCHITECTURES`, or a variant the counts would be wrong
+    for.
+    """
+    text = str(name_or_path)
+    found = shapes().get(text.lower())
+    if found is not None:
+        return found
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        raise invalid("model", text, "neither a known short name nor a folder or file with a Hugging Face config", sorted(shapes()))
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise invalid("model", text, f"cannot be read: {error}", "a Hugging Face config.json") from error
+    if not isinstance(config, dict):
+        raise invalid("model", text, "holds no JSON object", "a Hugging Face config.json")
+    return shape_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)
+
+
+@cache
+def shapes() -> dict[str, ModelShape]:
+    """The built-in shapes by short name."""
+    raw = tomllib.loads(BUILTIN.read_text())
+    return {name: msgspec.convert({**fields, "name": name}, ModelShape) for name, fields in raw.items()}
+
+
+def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
+    """Build a shape from the content of a Hugging Face ``config.json``.
+
+    Raises `UserError` that names the key when one is missing, mistyped or asks for what the counts do not cover.
+    """
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise invalid(f"{name}: model_type", kind, "unknown architecture", ARCHITECTURES)
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise invalid(
+            f"{name}: mlp_only_layers",
+            config.get("mlp_only_layers"),
+            "dense layers among mixture-of-experts layers are not modelled",
+            "no such layers",
+        )
+    if config.get("use_sliding_window") or (kind == "mixtral" and config.get("sliding_window")):
+        raise invalid(f"{name}: sliding_window", config.get("sliding_window"), "sliding-window attention is not modelled", "null")
+    heads = _count(config, name, "num_attention_heads")
+    hidden = _count(config, name, "hidden_size")
+    moe = kind in ("mixtral", "qwen3_moe")
+    intermediate = _count(config, name, "intermediate_size")
+    moe_key = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    return ModelShape(
+        name=name,
+        layers=_count(config, name, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_count(config, name, "num_key_value_heads", heads),
+        head_dim=_count(config, name, "head_dim", hidden // heads),
+        intermediate=intermediate,
+        vocab=_count(config, name, "vocab_size"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=_count(config, name, moe_key) if moe else 0,
+        experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
+        moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate) if moe else 0,
+        dtype_bytes=_dtype_bytes(config, name),
+    )
+
+
+def _count(config: dict[str, Any], name: str, key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise UserError(f"{name}: the model's config has no {key!r}; valid: an integer >= 1.")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise invalid(f"{name}: {key}", value, "is no count", "an integer >= 1")
+    return value
+
+
+def _dtype_bytes(config: dict[str, Any], name: str) -> int:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in DTYPE_BYTES:
+        raise invalid(f"{name}: dtype", dtype, "unknown type of weights", sorted(DTYPE_BYTES))
+    return DTYPE_BYTES[dtype]

@@ -1,0 +1,74 @@
+"""Analytic step times: every part of a step is bound by bandwidth, by arithmetic, by a link or by latency, whichever takes longest.
+
+One step computes ``tokens = decodes + prefill`` positions on ``tp`` devices:
+
+* Linear layers read the weights once and multiply: ``max(bytes / (tp * hbm), flops / (tp * peak))``.  A mixture of experts reads the experts that the
+  tokens touch; with k of E experts per token and even routing these are ``E * (1 - (1 - k/E)**tokens)``.
+* Decode attention reads ``kv_tokens`` keys and values from each device's share of the heads (replicated beyond the KV heads).
+* Prefill attention multiplies every new position with the context and the new positions before it, and reads the context once.
+* Tensor parallelism all-reduces the activations twice per layer: latency plus ``2 (tp-1)/tp`` times the message over the link (ring), the link
+  between nodes once a replica spans nodes.
+* Launches: `KERNELS_PER_LAYER` kernels of fixed time each, which no degree of parallelism shortens.
+
+Peaks are scaled by the device's efficiencies.  The host's own work is a floor, since the engine prepares the next step while the device computes this
+one; it is compared with the part of the step that does not depend on the KV cache, which keeps steps linear in it.  Decoding is therefore at best
+``tp`` times as fast on ``tp`` devices, and less by latency and communication.
+"""
+
+from __future__ import annotations
+
+from libra_hpc.hardware.capacity import kv_capacity
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.models import ModelShape
+
+EXPERT_EFFICIENCY = 0.6
+"""Share of a large product's arithmetic speed that the grouped small products of the experts reach (near the median over the operator tables)."""
+KERNELS_PER_LAYER = 8
+"""Two norms, four matrix products, attention and the activation: what a fused decoder layer launches."""
+ALLREDUCES_PER_LAYER = 2
+"""One after attention, one after the MLP."""
+
+
+class Roofline:
+    """`StepTimes` of ``shape`` on ``tp`` devices, from the peaks of `Device`.
+
+    Raises `UserError` for a ``tp`` that does not shard the model and for ``memory_util`` outside (0, 1].
+    """
+
+    def __init__(self, device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> None:
+        self.tp = tp
+        self.kv_capacity = kv_capacity(device, shape, tp, memory_util)
+        self.source = f"roofline of {shape.name} on {tp} x {device.name}"
+        hbm = device.hbm_bytes_s * device.hbm_efficiency
+        flops = tp * device.peak_flops * device.flops_efficiency
+        link = (device.intra_bytes_s if tp <= device.devices_per_node else device.inter_bytes_s) * device.link_efficiency
+        self._host, self._host_sequence = device.host_s, device.host_sequence_s
+        self._launch = shape.layers * KERNELS_PER_LAYER * device.kernel_s
+        self._shared = (shape.layers * shape.shared_params + shape.head_params) * shape.dtype_bytes / (tp * hbm)
+        experts = shape.layers * shape.expert_params
+        self._experts = experts * shape.experts * shape.dtype_bytes / (tp * hbm)
+        self._expert_token = 2 * experts * shape.experts_per_token / (flops * EXPERT_EFFICIENCY)
+        self._untouched = 1 - shape.experts_per_token / shape.experts if shape.experts else 1.0
+        self._token = 2 * shape.layers * shape.shared_params / flops
+        self._row = shape.head_flops_per_token / flops
+        self._pair = shape.attention_flops_per_pair / flops
+        self._kv = shape.kv_bytes_per_device(tp) / hbm
+        reduces = ALLREDUCES_PER_LAYER * shape.layers if tp > 1 else 0
+        self._reduce = reduces * device.allreduce_s
+        self._reduce_token = reduces * 2 * (tp - 1) / tp * shape.hidden * shape.dtype_bytes / link
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        """Seconds of one step; see `StepTimes.step_s`."""
+        tokens = decodes + prefill
+        # Each decode and the end of the prompt chunk needs one row of logits.
+        compute = tokens * self._token + (decodes + 1 if prefill else decodes) * self._row
+        base = (compute if compute > self._shared else self._shared) + self._launch + self._reduce + tokens * self._reduce_token
+        if self._experts:
+            read, compute = self._experts * (1 - self._untouched**tokens), tokens * self._expert_token
+            base += compute if compute > read else read
+        if prefill:
+            pairs = prefill * (context + 0.5 * (prefill + 1)) * self._pair
+            read = (context + prefill) * self._kv
+            base += pairs if pairs > read else read
+        host = self._host + decodes * self._host_sequence
+        return (base if base > host else host) + kv_tokens * self._kv

@@ -1,0 +1,123 @@
+"""The second tier: another layout of the core nodes, when the workload has changed for good and roles of hybrid nodes no longer answer it.
+
+The exact search (`search`) is asked for the best plan on all nodes with the lengths just observed.  Its cost models are first put right: one factor for
+training and one for rollout, measured over predicted seconds *of the layout that runs*, so that what the models get wrong about machine and engine is the same
+on both sides of the comparison.  What remains is the ratio of two layouts under one model.
+
+The proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of the measured times, against
+``margin`` times the cost of a new start.  The cost is far higher than a node's, so only a lasting shift pays; each proposal is made once.
+"""
+
+from __future__ import annotations
+
+from math import hypot
+
+import msgspec
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.models import ModelShape
+from libra_hpc.planner.factors import Factors
+from libra_hpc.planner.law import RolloutLaw, RolloutNode, batch_of
+from libra_hpc.planner.model import Measured
+from libra_hpc.planner.parallel import TrainSearch, TrainSpace
+from libra_hpc.planner.rollout import RolloutOptions
+from libra_hpc.planner.search import Plan, Pool, Search, Steps
+from libra_hpc.planner.snapshot import Candidate, PlanDecision, PlanSnapshot
+from libra_hpc.planner.training import Batch, TrainCost
+
+ERRORS = 1.645
+KEPT = 5
+
+
+class Running(msgspec.Struct, frozen=True):
+    """The layout of a run: every training node alike, every rollout node alike."""
+
+    tp: int
+    pp: int
+    """Of a training replica, which lies within a node."""
+    engines: tuple[tuple[int, int], ...]
+    """(TP, engines) of a rollout node."""
+
+
+class Repartition:
+    """Asked by the planner; remembers when and what it answered."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        pool: Pool,
+        running: Running,
+        *,
+        space: TrainSpace = TrainSpace(),  # noqa: B008
+        options: RolloutOptions = RolloutOptions(),  # noqa: B008
+        minibatches: int = 1,
+        forwards: int = 0,
+        steps: Steps = lookup,
+    ) -> None:
+        self._shape, self._pool, self._running = shape, pool, running
+        self._space, self._options, self._steps = space, options, steps
+        self._minibatches, self._forwards = minibatches, forwards
+        self._law = RolloutLaw(RolloutNode(shape, pool.device, running.engines, options), steps)
+        self._proposed: set[str] = set()
+
+    def advise(self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection) -> PlanDecision | None:
+        """A proposal that passes the test and was not made before, else None.  ``since`` is when the present workload began, ``horizon`` seconds."""
+        done = [t for t in snapshot.trajectories if t.at > since and t.generated > 0]
+        if not done:
+            return None
+        batch = batch_of(snapshot, done, self._minibatches, self._forwards)
+        self._law.observe(snapshot, since)
+        factors = self._factors(measured, batch)
+        if factors is None:
+            return None
+        try:
+            found = Search(
+                self._shape, [self._pool], batch, space=self._space, options=self._options, factors=factors, steps=self._steps
+            ).run(KEPT)  # fmt: skip
+        except UserError:
+            return None  # nothing fits these lengths: no advice, and the run itself will say so
+        best, now = found.plans[0], measured.times.batch
+        share = 1.0 - best.seconds / now - ERRORS * hypot(measured.train_error, measured.rollout_error)
+        needed = settings.margin * settings.repartition_cost_s
+        layout = describe(best, self._pool)
+        if share < settings.min_gain or horizon * share <= needed or layout in self._proposed:
+            return None
+        self._proposed.add(layout)
+        candidates = tuple(
+            Candidate(
+                p.nodes, self._pool.nodes - p.nodes, p.train.time.total, p.rollout.seconds, p.seconds, horizon * (1.0 - p.seconds / now), needed,
+                describe(p, self._pool),
+            )
+            for p in found.plans
+        )  # fmt: skip
+        reason = (
+            f"repartition: at the next step border, {layout} instead of {measured.split.train}+{measured.split.rollout} nodes as they are laid out takes a "
+            f"batch from {now:.2f} s to {best.seconds:.2f} s; that is {share:.0%} at least, and {horizon * share:.0f} s over the horizon, more than "
+            f"{settings.margin:.1f} x {settings.repartition_cost_s:.1f} s for a new start"
+        )
+        numbers = {
+            "train_s": measured.times.train, "rollout_s": measured.times.rollout, "batch_s": now, "after_s": best.seconds, "pays_s": horizon * share,
+            "needed_s": needed, "train_factor": factors.compute, "rollout_factor": factors.decode,
+        }  # fmt: skip
+        return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout)
+
+    def _factors(self, measured: Measured, batch: Batch) -> Factors | None:
+        """Measured over predicted seconds of the present layout; None when the models cannot hold it."""
+        pool, running = self._pool, self._running
+        own = msgspec.structs.replace(self._space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
+        choice = TrainSearch(TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own).best(
+            measured.split.train * pool.node_devices
+        )
+        rollout = self._law.seconds(measured.split.rollout)
+        if choice is None or rollout is None:
+            return None
+        train, generate = measured.times.train / choice.time.total, measured.times.rollout / rollout
+        return Factors(prefill=generate, decode=generate, tool=generate, compute=train, comm=train, optimizer=train)
+
+
+def describe(plan: Plan, pool: Pool) -> str:
+    """A plan in words: nodes, training layout, rollout classes."""
+    engines = ", ".join(f"{s.replicas}xTP{s.tp}" for s in plan.rollout.segments)
+    return f"{plan.nodes} nodes of {pool.node_devices} train with {plan.train.layout}, {pool.nodes - plan.nodes} roll out with {engines}"

@@ -1,0 +1,238 @@
+"""Seconds in which the replicas of one TP class roll out their share of a global batch.
+
+*One step.*  A replica with n open trajectories of context k decodes a of them at once; the others are in a tool or wait for a slot.  Per generated
+token a trajectory needs one step s, u seconds of tools, and p computed prompt tokens (tool results, and context that the prefix cache lost), which
+share the steps as chunks.  In balance a = n s / (s + u), at most ``max_num_seqs`` and at most what the KV cache holds; all n advance by one token in
+n s / a seconds, which is s + u while nothing is short. With more open context than KV cache the excess is evicted, and comes back as prompt tokens at
+each turn.
+
+*One batch.*  Position x is the number of tokens a trajectory has generated; trajectories that end before x are gone.  With eta = 0 the class starts
+its N trajectories together and drains: T is the integral of the time per position over the live number n(x).  With eta >= 1 the next batches fill the
+gaps: eta + 1 of them are open, so a position lasts as long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every
+longest / (eta + 1) positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).  Computing the
+prompts is added.
+
+Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that classes can take the short or the
+long end.  Times per position are tabulated over n (a factor of sqrt 2 apart) and k (`CONTEXTS` values) and made non-decreasing in n, as physics has
+them: the search relies on it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from libra_hpc.hardware.steps import StepTimes
+
+from .factors import NONE, Factors
+from .memory import Limit
+from .training import Batch
+
+CHUNK = 2048
+"""Most prompt tokens of one step: vLLM's default budget of batched tokens."""
+CONTEXTS = 6
+"""Contexts at which step times are tabulated; they are linear in the KV tokens of a batch, prefill is slightly convex."""
+
+
+class RolloutOptions(msgspec.Struct, frozen=True):
+    """How the engines are run."""
+
+    max_num_seqs: int = 256
+    """Most sequences a replica decodes at once."""
+    prefix_hits: float = 0.95
+    """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
+
+
+class _Ladder(NamedTuple):
+    """What is known of one segment: times at some numbers of replicas."""
+
+    counts: list[int]
+    """Rising."""
+    speeds: list[float]
+    """Minus the seconds, hence not falling."""
+
+
+class ReplicaCost:
+    """One TP class; times are those of ``replicas`` equal replicas."""
+
+    def __init__(self, steps: StepTimes, batch: Batch, options: RolloutOptions = RolloutOptions(), factors: Factors = NONE) -> None:  # noqa: B008
+        self.tp, self.source = steps.tp, steps.source
+        self.kv_capacity = steps.kv_capacity
+        self._steps, self._batch, self._options, self._factors = steps, batch, options, factors
+        self._ladders: dict[tuple[int, int], _Ladder] = {}
+        lengths = batch.lengths
+        self._top = min(float(lengths.longest_context), float(max(1, steps.kv_capacity)))
+        low = min(lengths.prompt, self._top)
+        self._contexts = sorted({low * (self._top / low) ** (k / (CONTEXTS - 1)) for k in range(CONTEXTS)})
+        most = max(2.0, batch.trajectories * (batch.eta + 1.0))
+        self._live = [2.0 ** (g / 2) for g in range(math.ceil(2 * math.log2(most)) + 2)]
+        self._table = [self._curve(k) for k in self._contexts] if steps.kv_capacity > 0 else []
+        if steps.kv_capacity > 0:
+            self._prompt_s = lengths.prompt * batch.trajectories * steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
+            self._prepare()
+
+    def limit(self, last: int = 0) -> Limit | None:
+        """Why no replica of this class holds the trajectories of bin ``last``, by default the shortest, or None; ``over`` is in tokens."""
+        need = self._batch.lengths.bins[last].longest
+        if self.kv_capacity >= need:
+            return None
+        if self.kv_capacity <= 0:
+            return Limit(float(need), "the weights leave no room for a KV cache")
+        return Limit(float(need - self.kv_capacity), f"its KV cache holds {self.kv_capacity:,} tokens, trajectories have up to {need:,}")
+
+    def fits(self, last: int) -> bool:
+        """Whether the longest context of bin ``last`` fits in the KV cache."""
+        return self._batch.lengths.bins[last].longest <= self.kv_capacity
+
+    def position_s(self, live: float, context: float) -> float:
+        """Seconds in which ``live`` open trajectories of ``context`` tokens advance by one token each."""
+        return _at(self._blend(context), self._live, live)
+
+    @property
+    def latency(self) -> float:
+        """Seconds per token of a single trajectory of mean context: orders the classes."""
+        return self.position_s(1.0, min(self._batch.lengths.context, self._top))
+
+    def time(self, first: int, last: int, replicas: float) -> float:
+        """Seconds per global batch when so many replicas serve the trajectories of bins ``first..last``; infinite when the longest does not fit."""
+        return self._time(first, last, replicas) if self.fits(last) else math.inf
+
+    def fewest(self, first: int, last: int, seconds: float, most: int) -> int | None:
+        """The fewest of at most ``most`` replicas that serve the segment within ``seconds``, or None; earlier answers narrow the bisection."""
+        if most < 1 or not self.fits(last):
+            return None
+        ladder = self._ladders.get((first, last))
+        if ladder is None:
+            ladder = self._ladders[first, last] = _Ladder([], [])
+        counts, speeds = ladder
+        i = bisect_left(speeds, -seconds)
+        low = counts[i - 1] if i else 0
+        if i < len(counts) and counts[i] <= most:
+            high = counts[i]
+        elif low >= most or not self._climb(ladder, i, first, last, most, seconds):
+            return None
+        else:
+            high = most
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._climb(ladder, bisect_left(counts, middle), first, last, middle, seconds):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _climb(self, ladder: _Ladder, at: int, first: int, last: int, replicas: int, seconds: float) -> bool:
+        """Whether so many replicas keep ``seconds``; their time is kept at rung ``at``."""
+        own = self._time(first, last, replicas)
+        ladder.counts.insert(at, replicas)
+        ladder.speeds.insert(at, -own)
+        return own <= seconds
+
+    def _time(self, first: int, last: int, replicas: float) -> float:
+        share = self._shares[last + 1] - self._shares[first]
+        prompts = self._prompt_s * share / replicas
+        if self._batch.eta == 0:
+            return prompts + self._drain(first, last, replicas)
+        longest = self._batch.lengths.bins[last].generated
+        tokens = self._tokens[last + 1] - self._tokens[first]
+        square = self._squares[last + 1] - self._squares[first]
+        open_batches = self._batch.eta + 1
+        live = self._batch.trajectories * tokens * open_batches / (replicas * longest)
+        # A token's mean position is half the mean length, weighted by length.
+        context = self._batch.lengths.context_at(square / tokens / 2)
+        return prompts + longest / open_batches * self.position_s(live, context)
+
+    def _drain(self, first: int, last: int, replicas: float) -> float:
+        shares, live = self._shares, self._live
+        scale = self._batch.trajectories / replicas
+        end = shares[last + 1]
+        total = _at(self._through[first], live, scale * (end - shares[first]))
+        for q in range(first + 1, last + 1):
+            total += _at(self._pieces[q], live, scale * (end - shares[q]))
+        return total
+
+    def _prepare(self) -> None:
+        """Prefix sums over bins; for a draining batch also the time of each stretch of positions at every live number."""
+        bins, lengths, positions = self._batch.lengths.bins, self._batch.lengths, 0.0
+        self._shares = [0.0, *accumulate(b.share for b in bins)]
+        self._tokens = [0.0, *accumulate(b.share * b.generated for b in bins)]
+        self._squares = [0.0, *accumulate(b.share * b.generated**2 for b in bins)]
+        self._pieces: list[list[float]] = []
+        self._through: list[list[float]] = []
+        for b in bins:
+            stretch = self._blend(lengths.context_at((positions + b.generated) / 2))
+            piece = [(b.generated - positions) * seconds for seconds in stretch]
+            self._pieces.append(piece)
+            self._through.append([x + y for x, y in zip(self._through[-1], piece, strict=True)] if self._through else piece)
+            positions = b.generated
+
+    def _blend(self, context: float) -> list[float]:
+        """The curve over live numbers at ``context``, between the tabulated ones."""
+        contexts = self._contexts
+        k = min(max(bisect_right(contexts, context) - 1, 0), max(len(contexts) - 2, 0))
+        if len(contexts) == 1:
+            return self._table[0]
+        weight = min(max((context - contexts[k]) / (contexts[k + 1] - contexts[k]), 0.0), 1.0)
+        return [x + weight * (y - x) for x, y in zip(self._table[k], self._table[k + 1], strict=True)]
+
+    def _curve(self, context: float) -> list[float]:
+        """Seconds per position at every tabulated live number."""
+        lengths, factors = self._batch.lengths, self._factors
+        tool = lengths.tool_s_per_token * factors.tool
+        returns = max(0.0, lengths.turns_per_token - 1.0 / lengths.generated)
+        room = self.kv_capacity / context
+        most = max(1.0, min(float(self._options.max_num_seqs), room))
+        fresh = lengths.new_per_token + returns * (1.0 - self._options.prefix_hits) * context
+        rows = [(a, *self._step(a, context, fresh)) for a in _batches(most)]
+        curve, floor = [], 0.0
+        for live in self._live:
+            kept = self._options.prefix_hits * min(1.0, room / live)
+            computed = lengths.new_per_token + returns * (1.0 - kept) * context
+            floor = max(floor, _balance(rows, live, most, computed, tool))
+            curve.append(floor)
+        return curve
+
+    def _step(self, decodes: int, context: float, fresh: float) -> tuple[float, float]:
+        """Seconds of a step that decodes only, and what one prompt token beside it adds; chunks hold a turn's tokens at least."""
+        kv = round(decodes * context)
+        alone = self._steps.step_s(decodes, kv)
+        chunk = max(1, min(CHUNK, round(max(self._batch.lengths.turn_tokens, decodes * fresh))))
+        mixed = self._steps.step_s(decodes, kv, chunk, round(context))
+        return alone * self._factors.decode, max(0.0, mixed - alone) / chunk * self._factors.prefill
+
+
+def _batches(most: float) -> list[int]:
+    """Batch sizes at which steps are asked for: powers of two and the middles between them, then the largest."""
+    sizes, size = {1, int(most)}, 2
+    while size < most:
+        sizes |= {s for s in (size, size * 3 // 2) if s < most}
+        size *= 2
+    return sorted(sizes)
+
+
+def _balance(rows: list[tuple[int, float, float]], live: float, most: float, computed: float, tool: float) -> float:
+    """Seconds per position of ``live`` trajectories: at the batch that tools empty as fast as they refill it, or at the largest one."""
+    before: tuple[float, float] | None = None
+    step = a = 0.0
+    for size, decode, prefill in rows:
+        a, step = float(size), decode + size * computed * prefill
+        need = a * (step + tool) / step
+        if need >= live:
+            if before is None or need <= before[0]:
+                return step + tool
+            weight = max(0.0, (live - before[0]) / (need - before[0]))
+            return before[1] + weight * (step + tool - before[1])
+        before = (need, step + tool)
+    return live * step / min(a, most)
+
+
+def _at(curve: list[float], grid: list[float], live: float) -> float:
+    """Linear interpolation over a grid of powers of sqrt 2 from 1; the curve is constant below 1."""
+    if live <= 1.0:
+        return curve[0]
+    g = min(int(2 * math.log2(live)), len(grid) - 2)
+    return curve[g] + (curve[g + 1] - curve[g]) * (live - grid[g]) / (grid[g + 1] - grid[g])

@@ -1,0 +1,35 @@
+"""Command lines of the processes below the agents: the one place where a rehearsal (``run.engine = "twin"``) differs from a real run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.tasks.settings import host_command as real_host
+from libra_hpc.twin.rehearsal import pace, play
+
+
+def engine_command(config: RunConfig, component: str, settings: Path) -> list[str]:
+    """A rollout engine on a node of ``component``; ``settings`` holds its `EngineConfig`.  All three go without their ``--socket``."""
+    return _command(config, component, "libra_hpc.rollout.engine", "libra_hpc.twin.engine", settings)
+
+
+def trainer_command(config: RunConfig, component: str, settings: Path) -> list[str]:
+    """One process of a training replica; ``settings`` holds its `WorkerConfig`."""
+    return _command(config, component, "libra_hpc.train.worker", "libra_hpc.twin.trainer", settings)
+
+
+def host_command(config: RunConfig) -> list[str]:
+    """An environment host."""
+    if config.run.engine == "real":
+        return real_host(config)
+    return [sys.executable, "-m", "libra_hpc.twin.host", "--config", msgspec.json.encode(play(config)).decode()]
+
+
+def _command(config: RunConfig, component: str, real: str, twin: str, settings: Path) -> list[str]:
+    if config.run.engine == "real":
+        return [sys.executable, "-m", real, "--config", str(settings)]
+    return [sys.executable, "-m", twin, "--config", str(settings), "--pace", msgspec.json.encode(pace(config, component)).decode()]

@@ -1,0 +1,71 @@
+"""The planner's decisions as events: every one that says something new, with inputs, candidates and reason, and afterwards what a move brought.
+
+Most looks end in the same hold.  A hold whose reason differs from the last one's in its figures only is counted; the count is written (``held``) once
+the reason changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from libra_hpc.planner.decide import Planner
+from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.telemetry.status import CandidateStatus, DecisionStatus
+
+FIGURE = re.compile(r"\d+(\.\d+)?")
+
+
+class DecisionLog:
+    """Writes through ``event(kind, **fields)``; `last` is what the status shows."""
+
+    def __init__(self, planner: Planner, event: Callable[..., None]) -> None:
+        self.last: DecisionStatus | None = None
+        self._planner, self._event = planner, event
+        self._judged = 0
+        self._repeats = 0
+
+    def look(self, decision: PlanDecision, now: float) -> None:
+        """One look at the plan."""
+        self._judge()
+        before = self.last
+        same = before is not None and decision.action == "hold" == before.action and _class(decision.reason) == _class(before.reason)
+        if not same:
+            self.close()
+            self._event(
+                "decision", action=decision.action, node=decision.node, nodes=list(decision.nodes), reason=decision.reason, triggers=list(decision.triggers),
+                numbers=decision.numbers, candidates=msgspec.to_builtins(decision.candidates), layout=decision.layout,
+                predicted_gain_s=predicted_gain(decision),
+            )  # fmt: skip
+        self._repeats = self._repeats + 1 if same else 0
+        candidates = [CandidateStatus(**msgspec.structs.asdict(candidate)) for candidate in decision.candidates]
+        self.last = DecisionStatus(
+            now, decision.action, decision.node, decision.reason, decision.numbers, list(decision.nodes), list(decision.triggers), candidates,
+            decision.layout, self._repeats + 1,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Write how often the last decision was repeated."""
+        if self.last is not None and self._repeats:
+            self._event("held", looks=self._repeats, reason=self.last.reason)
+        self._repeats = 0
+
+    def _judge(self) -> None:
+        """Write what moves brought, as far as it is measured since the last look."""
+        for outcome in self._planner.outcomes[self._judged :]:
+            fields: dict[str, Any] = {"at": outcome.at, "to": outcome.direction.removeprefix("to_"), "rank": outcome.node, "nodes": outcome.count}
+            self._event("move_judged", **fields, predicted_gain_s=outcome.predicted, realised_gain_s=outcome.realised)
+        self._judged = len(self._planner.outcomes)
+
+
+def predicted_gain(decision: PlanDecision) -> float | None:
+    """Seconds per global batch that a move is predicted to save; None for a hold."""
+    numbers = decision.numbers
+    return None if decision.action == "hold" or "after_s" not in numbers else numbers["batch_s"] - numbers["after_s"]
+
+
+def _class(reason: str) -> str:
+    return FIGURE.sub("#", reason)

@@ -1,0 +1,93 @@
+"""`la_mlfq`: length-aware MLFQ with scouts, the ``la_mlfq`` scheduler of Libra's code (arXiv 2606.03077), on the buckets of `length_buckets`.
+
+* The first sample of a prompt without history is its *scout* and starts in the shortest bucket; its siblings wait until it ends, at most `FOLLOW_S` = 60 s,
+  then they start in the shortest bucket too.
+* When a trajectory ends, its prompt's history becomes the bucket of its length, which later samples start in.  History lives `TTL_VERSIONS` = 5 weight
+  versions (epochs, in the original).
+* A running trajectory that has generated more than its bucket's threshold moves up to the bucket of what it has generated.  (In the original nothing calls
+  this check; without it scouts of long prompts would never leave the shortest bucket.)
+
+Otherwise it stays on the engine of its last turn while that is eligible.  Siblings that wait are placed behind every turn that is ready now.
+"""
+
+from __future__ import annotations
+
+from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
+from libra_hpc.sched.baselines.length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS, LengthBuckets
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, Finished, TurnView
+
+FOLLOW_S = 60.0
+TTL_VERSIONS = 5
+
+
+class LaMlfq(Baseline):
+    """See the module."""
+
+    name = "la_mlfq"
+
+    def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
+        self._buckets = LengthBuckets(thresholds, max_queue_length)
+        self._level: dict[str, int] = {}
+        self._scout: dict[str, str] = {}
+        self._prompt: dict[str, str] = {}
+        """Prompt of each scout."""
+        self._history: dict[str, tuple[int, int]] = {}
+        """Prompt -> (generated tokens of its last trajectory, weight version)."""
+        self._version = 0
+
+    def key(self, turn: TurnView, now: float) -> float:
+        """See `Policy.key`: a sibling without history counts as ready when its patience ends."""
+        return turn.ready_at + FOLLOW_S if self._follows(turn) else turn.ready_at
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        """See `Policy.route`."""
+        if self._follows(turn) and now - turn.ready_at < FOLLOW_S:
+            return Decision("", 0, 0, "wait: {scout} scouts for this prompt", {"scout": self._scout[turn.prompt_id]})
+        levels = len(board.classes)
+        old = self._level.get(turn.trajectory, -1)
+        level = min(self._start(turn, levels) if old < 0 else max(old, self._buckets.level(turn.attained_tokens, levels)), max(0, levels - 1))
+        numbers: dict[str, float | str] = {"attained": float(turn.attained_tokens), "bucket": float(level)}
+        if level == old:
+            last = last_engine(turn, eligible(turn, board))
+            if last is not None:
+                return Decision(last.engine, 0, last.level, "stay in bucket {bucket:.0f} on {engine}", {**numbers, "engine": last.engine})
+        chosen = self._buckets.choose(level, turn, board)
+        if chosen is None:
+            return wait(board, level)
+        self._level[turn.trajectory] = level
+        reason = "bucket {bucket:.0f} after {attained:.0f} tokens, least connections {engine}"
+        return Decision(chosen.engine, 0, chosen.level, reason, {**numbers, "engine": chosen.engine})
+
+    def finished(self, record: Finished, now: float) -> None:
+        """See `Policy.finished`."""
+        self._version = max(self._version, record.version)
+        self._history[record.prompt_id] = (record.generated_tokens, record.version)
+        if len(self._history) > 2 * len(self._level) + 1024:
+            self._history = {p: h for p, h in self._history.items() if self._version - h[1] <= TTL_VERSIONS}
+        super().finished(record, now)
+
+    def forget(self, trajectory: str) -> None:
+        """See `Policy.forget`: the prompt of a lost scout gets a new one."""
+        prompt = self._prompt.pop(trajectory, None)
+        if prompt is not None:
+            del self._scout[prompt]
+        self._level.pop(trajectory, None)
+        self._buckets.homes.drop(trajectory)
+
+    def _start(self, turn: TurnView, levels: int) -> int:
+        known = self._known(turn.prompt_id)
+        return 0 if known is None else self._buckets.level(known, levels)
+
+    def _known(self, prompt_id: str) -> int | None:
+        length, version = self._history.get(prompt_id, (0, self._version - TTL_VERSIONS - 1))
+        return length if self._version - version <= TTL_VERSIONS else None
+
+    def _follows(self, turn: TurnView) -> bool:
+        """Whether a turn starts a sibling of a running scout; the first one asked becomes the scout."""
+        if turn.trajectory in self._level or self._known(turn.prompt_id) is not None:
+            return False
+        scout = self._scout.setdefault(turn.prompt_id, turn.trajectory)
+        if scout == turn.trajectory:
+            self._prompt[scout] = turn.prompt_id
+        return scout != turn.trajectory

@@ -1,0 +1,68 @@
+"""`libra`: the published C-MLFQ rule (arXiv 2606.03077 and its code), with the tree of `prefix_tree` and the buckets of `length_buckets`.
+
+* A new trajectory starts in the shortest bucket, whatever is known of its prompt.
+* After each tool return the node of its path is looked up.  With no samples it stays.  With mean m and 90th percentile p of the remaining tokens, the
+  target is the bucket of m if that is also the bucket of p; if they disagree it stays.
+* Target = present bucket: it stays on its engine, with its prefix (the rule is sticky).  Otherwise it moves at once, up or down, any distance, whatever the
+  prefill of its context costs; no minimum of evidence, no margin.
+* Turns go first come, first served, in the queue and in the engines.
+
+One addition: a trajectory whose engine is full is placed anew in its bucket, where the original would queue at that engine.
+"""
+
+from __future__ import annotations
+
+from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
+from libra_hpc.sched.baselines.length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS, LengthBuckets
+from libra_hpc.sched.baselines.prefix_tree import PrefixTree
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, Finished, TurnView
+
+
+class Libra(Baseline):
+    """See the module."""
+
+    name = "libra"
+
+    def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
+        self.tree = PrefixTree()
+        self._buckets = LengthBuckets(thresholds, max_queue_length)
+        self._level: dict[str, int] = {}
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        """See `Policy.route`."""
+        levels = len(board.classes)
+        level = min(self._level.get(turn.trajectory, 0), max(0, levels - 1))
+        target, reason, numbers = self._target(turn, level, levels)
+        if target == level:
+            last = last_engine(turn, eligible(turn, board))
+            if last is not None:
+                return Decision(last.engine, 0, last.level, f"stay on {{engine}}: {reason}", {**numbers, "engine": last.engine})
+        chosen = self._buckets.choose(target, turn, board)
+        if chosen is None:
+            return wait(board, target)
+        self._level[turn.trajectory] = target
+        numbers |= {"engine": chosen.engine, "bucket": float(target)}
+        return Decision(chosen.engine, 0, chosen.level, f"bucket {{bucket:.0f}}, least connections {{engine}}: {reason}", numbers)
+
+    def finished(self, record: Finished, now: float) -> None:
+        """See `Policy.finished`."""
+        self.tree.insert(record)
+        super().finished(record, now)
+
+    def forget(self, trajectory: str) -> None:
+        """See `Policy.forget`."""
+        self._level.pop(trajectory, None)
+        self._buckets.homes.drop(trajectory)
+
+    def _target(self, turn: TurnView, level: int, levels: int) -> tuple[int, str, dict[str, float | str]]:
+        if not turn.signals:
+            return level, "no tool has returned", {}
+        node = self.tree.look_up(turn.prompt_id, turn.signals)
+        if not node.count:
+            return level, "nothing is known", {}
+        mean, p90 = self._buckets.level(node.mean, levels), self._buckets.level(node.p90, levels)
+        numbers: dict[str, float | str] = {"mean": node.mean, "p90": node.p90, "seen": float(node.count)}
+        if mean != p90:
+            return level, "mean {mean:.0f} and p90 {p90:.0f} of the remaining tokens disagree", numbers
+        return mean, "mean {mean:.0f} and p90 {p90:.0f} of the remaining tokens agree", numbers

@@ -1,0 +1,30 @@
+"""`round_robin`: every turn to the next engine in the order they joined, whatever their load.
+
+The default of simple routers.  It does not prefer the engine of the last turn, so a prefix is found in the cache only by chance.
+"""
+
+from __future__ import annotations
+
+from libra_hpc.sched.baselines.common import Baseline, eligible, wait
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, TurnView
+
+
+class RoundRobin(Baseline):
+    """See the module."""
+
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        """See `Policy.route`."""
+        free = eligible(turn, board)
+        if not free:
+            return wait(board)
+        place = {engine: i for i, engine in enumerate(board.engines)}
+        after = place.get(self._last, -1)
+        chosen = min(free, key=lambda e: (place[e.engine] - after - 1) % len(place))
+        self._last = chosen.engine
+        return Decision(chosen.engine, 0, chosen.level, "{engine} is next in turn", {"engine": chosen.engine})

@@ -1,0 +1,253 @@
+"""The board: what is known of every engine now, kept incrementally so that a decision costs the same with 4 engines and with 64.
+
+Whoever drives a policy (the rollout leader, the simulator) writes to the board; policies read it.  Engines are grouped by tensor-parallel degree into
+*TP classes*, ascending, which are the buckets of C-MLFQ: the index of a class is its *level*.  Load is counted in KV tokens of turns in flight; a
+trajectory whose tool runs is not in flight and holds nothing.
+
+`TpClass.least` finds the engine with the fewest tokens in flight and a free slot through a heap with lazy repair.  The heap promises a lower bound for
+every engine that may be chosen: a turn sent only makes the entry too low, which is mended when it surfaces, so sending costs no heap operation; a turn
+answered pushes one entry.  Entries overtaken by a later one are told by their stamp and dropped.  Both cost O(log n) amortised.
+
+The costs of a class's steps (`costs`) and the caps of its engines (`concurrency`) are refreshed by reports, twice a second per engine, never by a
+decision.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+
+from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.sched.concurrency import CapController
+from libra_hpc.sched.costs import StepFit, carried, stand_in
+from libra_hpc.sched.speed import SpeedEstimate
+
+REFIT_EVERY = 16
+"""Observations of a class between two refits of its costs (the first so many refit each time): a refit takes some 25 us, and the window is 64 long."""
+
+_generations = count(1)
+
+
+class EngineView:
+    """One vLLM replica.  Written by the `Board` alone."""
+
+    __slots__ = (
+        "cap", "decode_s", "engine", "home", "inflight", "inflight_tokens", "kv_capacity", "kv_use", "level", "open", "prefill_s", "preemptions", "running",
+        "speed", "stamp", "tp", "version", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, home: TpClass) -> None:
+        self.engine = engine
+        self.tp = tp
+        self.home = home
+        """Its TP class."""
+        self.kv_capacity = kv_capacity
+        """Tokens of KV cache."""
+        self.cap = cap
+        """Most turns in flight."""
+        self.version = version
+        """Weights it samples under."""
+        self.open = True
+        """Whether it may get turns at all (not draining, not behind in weights)."""
+        self.level = 0
+        """Index of its TP class."""
+        self.inflight = 0
+        """Turns sent and not answered."""
+        self.inflight_tokens = 0
+        """Context tokens of those turns when they were sent."""
+        self.kv_use = 0.0
+        """Last reported, 0..1."""
+        self.running = self.waiting = self.preemptions = 0
+        self.decode_s = 0.0
+        """Measured seconds per decoded token of one sequence at the present batch; 0.0 while unknown."""
+        self.prefill_s = 0.0
+        """Measured seconds per prefilled token; 0.0 while unknown."""
+        self.speed = SpeedEstimate()
+        self.stamp = 0
+        """Number of its valid heap entry; 0 when it has none."""
+
+    @property
+    def free(self) -> int:
+        """Turns that may still be sent."""
+        return max(0, self.cap - self.inflight) if self.open else 0
+
+
+class TpClass:
+    """The engines of one TP degree."""
+
+    __slots__ = ("_heap", "_stamps", "base_s", "fit", "inflight", "inflight_tokens", "level", "members", "prefill_s", "slope_s", "tp")
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+        self.level = 0
+        self.members: list[EngineView] = []
+        self.inflight = self.inflight_tokens = 0
+        """Sums over members."""
+        self.base_s = self.slope_s = self.prefill_s = 0.0
+        """Seconds of an empty decode step, per KV token in use, and per prefilled token: measured, else carried over from the nearest class."""
+        self.fit = StepFit()
+        self._heap: list[tuple[int, int, EngineView]] = []
+        self._stamps = 0
+
+    def least(self) -> EngineView | None:
+        """The member with a free slot that has the fewest tokens in flight; None when all are full or closed."""
+        heap = self._heap
+        while heap:
+            tokens, stamp, engine = heap[0]
+            if stamp != engine.stamp:
+                heappop(heap)
+            elif engine.inflight >= engine.cap or not engine.open:
+                engine.stamp = 0
+                heappop(heap)
+            elif tokens != engine.inflight_tokens:
+                heapreplace(heap, (engine.inflight_tokens, stamp, engine))
+            else:
+                return engine
+        return None
+
+    def touch(self, engine: EngineView) -> None:
+        """Note that a member may have become a better choice than its entry says."""
+        self._stamps = stamp = self._stamps + 1
+        engine.stamp = stamp
+        heap = self._heap
+        heappush(heap, (engine.inflight_tokens, stamp, engine))
+        if len(heap) > 64 + 8 * len(self.members):
+            self._heap = [(e.inflight_tokens, e.stamp, e) for e in self.members if e.stamp]
+            heapify(self._heap)
+
+
+class Board:
+    """See the module.  Names of engines that are not up are ignored by `answered`, `report` and `down`, and are a `KeyError` elsewhere."""
+
+    def __init__(self, max_inflight: int, adaptive: bool = True) -> None:
+        self.max_inflight = max_inflight
+        """Most turns in flight at one engine."""
+        self.adaptive = adaptive
+        """Whether caps follow the engines' reports (`concurrency`) instead of staying at ``max_inflight``."""
+        self.engines: dict[str, EngineView] = {}
+        self.classes: list[TpClass] = []
+        """Ascending TP; the index is the level."""
+        self.free = 0
+        """Turns that may still be sent, all open engines."""
+        self.generation = next(_generations)
+        """Changes when an engine comes or goes; no two boards ever have the same."""
+        self._controllers: dict[str, CapController] = {}
+
+    def up(self, engine: str, tp: int, kv_capacity: int, version: int) -> EngineView:
+        """An engine accepts turns; one of the same name is replaced."""
+        if engine in self.engines:
+            self.down(engine)
+        home = next((c for c in self.classes if c.tp == tp), None)
+        if home is None:
+            home = TpClass(tp)
+            insort(self.classes, home, key=lambda c: c.tp)
+        cap = self.max_inflight
+        if self.adaptive:
+            controller = self._controllers[engine] = CapController(self.max_inflight)
+            cap = controller.cap
+        view = self.engines[engine] = EngineView(engine, tp, kv_capacity, cap, version, home)
+        home.members.append(view)
+        self._relevel()
+        self.free += view.free
+        home.touch(view)
+        return view
+
+    def down(self, engine: str) -> EngineView | None:
+        """An engine is gone, with whatever was in flight."""
+        view = self.engines.pop(engine, None)
+        if view is None:
+            return None
+        self._controllers.pop(engine, None)
+        self.free -= view.free
+        home = view.home
+        home.members.remove(view)
+        home.fit.forget(engine)
+        home.inflight -= view.inflight
+        home.inflight_tokens -= view.inflight_tokens
+        view.open = False
+        view.stamp = 0
+        if not home.members:
+            self.classes.remove(home)
+        self._relevel()
+        return view
+
+    def set_open(self, engine: str, is_open: bool) -> None:
+        """Let an engine have turns, or keep them from it."""
+        view = self.engines[engine]
+        if view.open != is_open:
+            self.free -= view.free
+            view.open = is_open
+            self.free += view.free
+            view.home.touch(view)
+
+    def set_cap(self, engine: str, cap: int) -> None:
+        """Change the most turns in flight at one engine."""
+        view = self.engines[engine]
+        if view.cap != cap:
+            self.free -= view.free
+            view.cap = cap
+            self.free += view.free
+            view.home.touch(view)
+
+    def sent(self, engine: str, tokens: int) -> None:
+        """A turn of ``tokens`` context tokens is in flight now."""
+        view = self.engines[engine]
+        if view.open and view.inflight < view.cap:
+            self.free -= 1
+        view.inflight += 1
+        view.inflight_tokens += tokens
+        home = view.home
+        home.inflight += 1
+        home.inflight_tokens += tokens
+
+    def answered(self, engine: str, tokens: int) -> None:
+        """A turn that was sent with ``tokens`` is no longer in flight."""
+        view = self.engines.get(engine)
+        if view is None:
+            return
+        view.inflight -= 1
+        view.inflight_tokens -= tokens
+        if view.open and view.inflight < view.cap:
+            self.free += 1
+        home = view.home
+        home.inflight -= 1
+        home.inflight_tokens -= tokens
+        home.touch(view)
+
+    def applied(self, engine: str, version: int) -> None:
+        """An engine samples under new weights."""
+        self.engines[engine].version = version
+
+    def report(self, engine: str, stats: EngineStats) -> None:
+        """Take in an engine's counters: its load and speed, the costs of its class, and its cap when caps are adaptive."""
+        view = self.engines.get(engine)
+        if view is None:
+            return
+        view.kv_use, view.running, view.waiting, view.preemptions = stats.kv_use, stats.running, stats.waiting, stats.preemptions
+        view.speed.update(stats)
+        view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s
+        fit = view.home.fit
+        if fit.observe(engine, stats, view.kv_capacity) and (fit.count <= REFIT_EVERY or fit.count % REFIT_EVERY == 0):
+            self._recost()
+        controller = self._controllers.get(engine)
+        if controller is not None:
+            self.set_cap(engine, controller.update(stats, view.inflight))
+
+    def _relevel(self) -> None:
+        self.generation = next(_generations)
+        for level, members in enumerate(self.classes):
+            members.level = level
+            for view in members.members:
+                view.level = level
+        self._recost()
+
+    def _recost(self) -> None:
+        classes = self.classes
+        measured = [c for c in classes if c.fit.observations > 0.0]
+        for c in classes:
+            prior = stand_in(c.tp, c.members[0].kv_capacity)
+            if measured and not (c.fit.observations > 0.0):
+                near = min(measured, key=lambda m: max(m.tp / c.tp, c.tp / m.tp))
+                prior = carried(near.fit.solve(stand_in(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
+            c.base_s, c.slope_s, c.prefill_s = c.fit.solve(prior)

@@ -1,0 +1,133 @@
+"""The dispatcher: ready turns in, routed turns out.  The rollout leader and the simulator both run this one.
+
+Turns wait in the order of `Policy.key`.  As long as any engine has a free slot, the first one is offered to `Policy.route`; a turn that has to wait for a
+slot elsewhere goes back to its place, one that has to wait for a sibling is set aside until a trajectory of its prompt finishes (or `release`), one that
+waits for a certain engine until that has a free slot or no longer takes turns.  One pass gives up after `MAX_REFUSED` = 32 turns that preferred to wait:
+the policy is being choosy for some engines' sake, and asking thousands of turns the same question in every pass would cost more than it finds.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
+
+MAX_REFUSED = 32
+
+
+class _Entry:
+    __slots__ = ("alive", "key", "number", "parked", "turn")
+
+    def __init__(self, turn: TurnView, key: float, number: int) -> None:
+        self.turn = turn
+        self.key = key
+        self.number = number
+        self.alive = True
+        self.parked = False
+
+
+class Dispatcher:
+    """See the module."""
+
+    def __init__(self, policy: Policy, board: Board) -> None:
+        self.policy, self.board = policy, board
+        self._heap: list[tuple[float, int, _Entry]] = []
+        self._entries: dict[str, _Entry] = {}
+        self._prompts: dict[str, dict[str, _Entry]] = {}
+        self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Turns that wait."""
+        return len(self._entries)
+
+    def ready(self, turn: TurnView, now: float) -> None:
+        """A turn needs an engine; one of the same trajectory is replaced."""
+        self.withdraw(turn.trajectory)
+        self._count += 1
+        entry = self._entries[turn.trajectory] = _Entry(turn, self.policy.key(turn, now), self._count)
+        self._prompts.setdefault(turn.prompt_id, {})[turn.trajectory] = entry
+        self._push(entry)
+
+    def withdraw(self, trajectory: str) -> bool:
+        """Forget a waiting turn; False when it does not wait."""
+        entry = self._entries.get(trajectory)
+        if entry is None:
+            return False
+        self._remove(entry)
+        return True
+
+    def dispatch(self, now: float) -> list[tuple[TurnView, Decision]]:
+        """Route what can be routed now; the board already counts it as sent."""
+        routed: list[tuple[TurnView, Decision]] = []
+        refused: list[_Entry] = []
+        heap, board, route = self._heap, self.board, self.policy.route
+        if self._wanted:
+            self._recall()
+        while heap and board.free > 0 and len(refused) < MAX_REFUSED:
+            key, _, entry = heappop(heap)
+            if not entry.alive or entry.parked or key != entry.key:
+                continue
+            turn = entry.turn
+            decision = route(turn, board, now)
+            if decision.engine:
+                board.sent(decision.engine, turn.context_tokens)
+                self._remove(entry)
+                routed.append((turn, decision))
+            elif decision.wait == "sibling":
+                entry.parked = True
+            elif decision.wait == "engine":
+                entry.parked = True
+                heappush(self._wanted.setdefault(decision.wanted, []), (key, entry.number, entry))
+            else:
+                refused.append(entry)
+        for entry in refused:
+            self._push(entry)
+        return routed
+
+    def finished(self, record: Finished, now: float) -> None:
+        """A trajectory ended: the policy learns, and the waiting turns of its prompt are placed anew."""
+        self.policy.finished(record, now)
+        self.release(record.prompt_id, now)
+
+    def forget(self, trajectory: str, prompt_id: str, now: float) -> None:
+        """A trajectory was given up."""
+        self.withdraw(trajectory)
+        self.policy.forget(trajectory)
+        self.release(prompt_id, now)
+
+    def release(self, prompt_id: str, now: float) -> None:
+        """Place the waiting turns of a prompt anew, those that wait for a sibling too."""
+        for entry in self._prompts.get(prompt_id, {}).values():
+            key = self.policy.key(entry.turn, now)
+            if entry.parked or key != entry.key:
+                entry.parked, entry.key = False, key
+                self._push(entry)
+
+    def _recall(self) -> None:
+        """Bring back as many turns as their engine has free slots; all of them when it takes no turns any more."""
+        engines = self.board.engines
+        for name, waiting in list(self._wanted.items()):
+            view = engines.get(name)
+            room = len(waiting) if view is None or not view.open else view.cap - view.inflight
+            while waiting and room > 0:
+                entry = heappop(waiting)[2]
+                if entry.alive and entry.parked:
+                    entry.parked = False
+                    self._push(entry)
+                    room -= 1
+            if not waiting:
+                del self._wanted[name]
+
+    def _push(self, entry: _Entry) -> None:
+        heappush(self._heap, (entry.key, entry.number, entry))
+
+    def _remove(self, entry: _Entry) -> None:
+        entry.alive = False
+        turn = entry.turn
+        del self._entries[turn.trajectory]
+        group = self._prompts[turn.prompt_id]
+        del group[turn.trajectory]
+        if not group:
+            del self._prompts[turn.prompt_id]

@@ -1,0 +1,121 @@
+"""What a scheduler has learned, across runs and leaders: an append-only log of finished trajectories.
+
+The log is the list of `Finished` records themselves, one JSON object a line; a tree is made from them by learning them again in order (some 70 us each).  So
+*merging* the logs of several leaders is the union of their records, ordered by weight version, and needs no arithmetic on statistics.  The caller appends
+`to_line(record)` to a file whenever and wherever it likes: nothing here is called while a turn is routed.
+
+A log can be read after a kill at any byte: a torn or foreign line is skipped, and `append` starts a fresh line after a torn one.  `trajectories.jsonl`
+of a run can be read as well (`records` tells the two apart by their fields).  `warm` learns the last `MAX_RECORDS` = 20,000, far more than the decay of
+evidence leaves a trace of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.protocol.env import Signal
+from libra_hpc.sched.protocol import Finished
+from libra_hpc.sched.tree import CausalTree
+
+MAX_RECORDS = 20_000
+_encoder = msgspec.json.Encoder()
+
+
+class _TraceTurn(msgspec.Struct):
+    gen_tokens: int
+    new_tokens: int = 0
+    tool: str | None = None
+    outcome: str | None = None
+    tool_s: float = 0.0
+    exit_code: int | None = None
+    passed: int | None = None
+    failed: int | None = None
+
+
+class _Trace(msgspec.Struct):
+    prompt_id: str
+    sample: int
+    prompt_tokens: int
+    turns: list[_TraceTurn]
+    index: int = 0
+    attempt: int = 0
+    task: str = ""
+    versions: list[tuple[int, int]] = []
+
+
+_finished = msgspec.json.Decoder(Finished)
+_trace = msgspec.json.Decoder(_Trace)
+
+
+def to_line(record: Finished) -> bytes:
+    """One line of the log, newline included."""
+    return _encoder.encode(record) + b"\n"
+
+
+def append(path: Path, new: Iterable[Finished]) -> None:
+    """Append records; not for the thread that routes turns (it writes a file)."""
+    with path.open("ab+") as handle:
+        torn = b""
+        if handle.tell():
+            handle.seek(-1, 2)
+            torn = b"\n" if handle.read(1) != b"\n" else b""
+        handle.write(torn + b"".join(map(to_line, new)))
+
+
+def records(path: Path, task: str = "") -> Iterator[Finished]:
+    """Records of a log or of a ``trajectories.jsonl``; unreadable lines are skipped, a missing file is empty.
+
+    ``task`` is that of trace lines that do not name one.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as handle:
+        for line in handle:
+            record = _read(line, task)
+            if record is not None:
+                yield record
+
+
+def merge(paths: Iterable[Path], task: str = "") -> list[Finished]:
+    """Union of several logs, oldest weights first; a record that occurs twice counts once."""
+    union = {(r.trajectory, r.prompt_id, r.sample, r.version, r.generated_tokens): r for path in paths for r in records(path, task)}
+    return sorted(union.values(), key=lambda r: r.version)
+
+
+def warm(tree: CausalTree, past: Iterable[Finished]) -> CausalTree:
+    """Teach a tree the last records."""
+    for record in list(past)[-MAX_RECORDS:]:
+        tree.insert(record)
+    return tree
+
+
+def _read(line: bytes, task: str) -> Finished | None:
+    try:
+        return _finished.decode(line)
+    except msgspec.MsgspecError:
+        pass
+    except UnicodeDecodeError:
+        return None
+    try:
+        trace = _trace.decode(line)
+    except msgspec.MsgspecError:
+        return None
+    return _of_trace(trace, task) if trace.turns else None
+
+
+def _of_trace(trace: _Trace, task: str) -> Finished:
+    signals: list[Signal] = []
+    at: list[int] = []
+    total = 0
+    for turn, following in zip(trace.turns, [*trace.turns[1:], None], strict=True):
+        total += turn.gen_tokens
+        if turn.tool is not None and following is not None:
+            signals.append(Signal(turn.tool, turn.outcome or "ok", following.new_tokens, turn.tool_s, turn.exit_code, turn.passed, turn.failed))
+            at.append(total)
+    context = trace.prompt_tokens + total + sum(turn.new_tokens for turn in trace.turns)
+    name = f"{trace.prompt_id}/{trace.index}-{trace.sample}-{trace.attempt}"
+    version = trace.versions[-1][0] if trace.versions else 0
+    return Finished(name, trace.prompt_id, trace.sample, trace.task or task, total, len(trace.turns), tuple(at), tuple(signals), version, context)

@@ -1,0 +1,55 @@
+"""Several policies on the same work and the same engines, each from a clean start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.sched.registry import check_policy, make_policy
+from libra_hpc.sim.foresight import foresight_of
+from libra_hpc.sim.result import SimResult
+from libra_hpc.sim.settings import EngineSpec, SimSettings
+from libra_hpc.sim.simulate import simulate
+from libra_hpc.sim.workload import TrajectorySpec
+
+ORACLE = "oracle"
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One policy's run."""
+
+    result: SimResult
+    computed_s: float
+    """Seconds the simulation itself took."""
+
+
+def parse_policies(text: str, field: str = "--policy") -> list[str]:
+    """Names of a comma-separated list, each once, in the order given; raises `UserError` for one that is unknown."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise invalid(field, text, "no policy is named", "one or more policies, separated by commas")
+    for name in names:
+        check_policy(name, live=False, field=field)
+    return list(dict.fromkeys(names))
+
+
+def compare(
+    work: Sequence[TrajectorySpec],
+    engines: Sequence[EngineSpec],
+    policies: Sequence[str],
+    settings: SimSettings,
+    started: Callable[[str], None] = lambda name: None,
+) -> dict[str, Compared]:
+    """Run every policy; ``started`` is called before each.  Raises `UserError` for what cannot be simulated."""
+    done: dict[str, Compared] = {}
+    for name in policies:
+        started(name)
+        foresight = foresight_of(work, engines, settings) if name == ORACLE else None
+        policy = make_policy(name, settings.seed, live=False, foresight=foresight)
+        begin = time.perf_counter()
+        result = simulate(work, engines, policy, settings)
+        done[name] = Compared(result, time.perf_counter() - begin)
+    return done

@@ -1,0 +1,37 @@
+"""The event queue.  Events at one moment are handled in a fixed order: first arrivals, answers and returns of tools, then one routing pass for all of them,
+then the engines' steps by engine number; among equals, first come, first served.
+
+Hence turns that become ready together are routed together, those that arrive together join the same step, and a run is the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+ARRIVAL, ROUTING, STEP = 0, 1, 2
+"""Ranks at one moment."""
+
+
+class Events:
+    """`now` is the time of the event in progress, seconds from the start."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.count = 0
+        """Events ever entered."""
+        self._heap: list[tuple[float, int, int, int, Callable[[Any], None], Any]] = []
+
+    def at(self, at: float, act: Callable[[Any], None], argument: Any, rank: int = ARRIVAL, number: int = 0) -> None:
+        """Call ``act(argument)`` at the time ``at``, not before `now`."""
+        self.count += 1
+        heappush(self._heap, (at, rank, number, self.count, act, argument))
+
+    def next(self) -> bool:
+        """Handle the next event; False when there is none."""
+        if not self._heap:
+            return False
+        self.now, _, _, _, act, argument = heappop(self._heap)
+        act(argument)
+        return True

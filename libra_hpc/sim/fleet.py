@@ -1,0 +1,75 @@
+"""A fleet of simulated engines from a few words: ``4xTP1,2xTP2,2xTP4`` on so many GPUs of a kind.
+
+The buckets are a pattern.  Given a number of GPUs it is repeated as often as fits; without one it stands for itself.  What does not fill another pattern
+stays empty, and is reported.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.sim.settings import EngineSpec
+
+PATTERN = re.compile(r"^(\d+)xTP(\d+)$", re.IGNORECASE)
+EXAMPLE = "counts and TP degrees such as 4xTP1,2xTP2,2xTP4"
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """``count`` engines of one TP degree."""
+
+    count: int
+    tp: int
+
+
+class Fleet(msgspec.Struct, frozen=True):
+    """What was asked for, made concrete."""
+
+    engines: list[EngineSpec]
+    gpus: int
+    """GPUs in use."""
+    empty: int
+    """GPUs that no whole pattern fills."""
+    source: str
+    """Where the step times come from."""
+
+
+def parse_buckets(text: str) -> list[Bucket]:
+    """Buckets of a pattern, ascending TP; raises `UserError`."""
+    buckets: dict[int, int] = {}
+    for part in text.split(","):
+        match = PATTERN.match(part.strip())
+        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+            raise invalid("--buckets", text, f"{part.strip()!r} is not a bucket", EXAMPLE)
+        buckets[int(match[2])] = buckets.get(int(match[2]), 0) + int(match[1])
+    return [Bucket(count, tp) for tp, count in sorted(buckets.items())]
+
+
+def build_fleet(
+    buckets: str, gpus: int, device: str, model: str, *, calibration: Path | None = None, devices_file: Path | None = None, source: str = "auto"
+) -> Fleet:
+    """Engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
+
+    Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
+    """
+    pattern = parse_buckets(buckets)
+    size = sum(bucket.count * bucket.tp for bucket in pattern)
+    if gpus and size > gpus:
+        raise invalid("--buckets", buckets, f"it has {size} GPUs, more than --gpus = {gpus}", f"a pattern of at most {gpus} GPUs")
+    copies = gpus // size if gpus else 1
+    engines: list[EngineSpec] = []
+    sources: list[str] = []
+    for bucket in pattern:
+        steps: StepTimes = lookup(device, model, bucket.tp, calibration, source=source, devices_file=devices_file)
+        if steps.kv_capacity <= 0:
+            raise invalid("--buckets", buckets, f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache", "a larger TP degree")
+        engines += [EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps) for number in range(copies * bucket.count)]
+        words = steps.source.replace(f" on {bucket.tp} x {device}", "")
+        if words not in sources:
+            sources.append(words)
+    return Fleet(engines, copies * size, max(0, gpus - copies * size), "; ".join(sources))

@@ -1,0 +1,189 @@
+"""The pool of a simulated run: nodes that train or roll out, and what it takes to move one.
+
+Nodes carry one engine each.  The first trains and the last rolls out for ever; the others are hybrid.
+
+* *To rollout*: the node leaves the trainers when the step under way is over; its engine accepts turns ``to_rollout_s`` later.
+* *To training*: the engine gets no more turns, ends those it has, and is taken down; ``to_train_s`` later the node takes part in the next step to begin.
+* The first step after a change of the training nodes takes ``regroup_s`` longer.
+
+The seconds of a training step are the simulator's own and not a formula that the planner knows: a fixed part, tokens at a rate, a table of how much of the
+added nodes' speed arrives (`EFFICIENCY`, in the form of data-parallel scaling, shaken by the seed), log-normal noise, and now and then a slow step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.planner.snapshot import NodeFact, SwitchFact
+from libra_hpc.sched.protocol import Policy
+from libra_hpc.sim.settings import EngineSpec, SimSettings
+from libra_hpc.sim.simulate import Simulation
+from libra_hpc.sim.workload import TrajectorySpec
+
+EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.785, 0.77)
+"""Speed of n nodes over n times the speed of one."""
+SHAKEN = 0.02
+"""Standard deviation of the table between machines (seeds)."""
+NOISE = 0.03
+SLOW_SHARE, SLOW = 0.02, 1.3
+"""One step in fifty takes this much longer: a checkpoint, a neighbour on the network."""
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """48 A800 as 12 nodes of 4, with a sixteenth of everything that is per trajectory.
+
+    What is meant: batches of 256 prompts with 8 samples each, engines with 64 seats.  Simulated: 16 prompts, 4 seats, and a training token that costs sixteen
+    times its time.  An engine is then as full as it would be and a step about as long, and a run takes seconds; single batches scatter more.
+    """
+
+    nodes: int = 12
+    device: str = "a800"
+    model: str = "qwen3-14b"
+    tp: int = 4
+    """GPUs of a node, all in one engine."""
+    seats: int = 4
+    """Most sequences an engine runs at once."""
+    prompts: int = 16
+    group: int = 8
+    eta: int = 1
+    sync_s: float = 2.0
+    fixed_s: float = 6.0
+    """Of a training step, whatever its tokens and nodes."""
+    token_s: float = 16 * 0.9e-4
+    """Per simulated token on one node, for sixteen tokens: 14.8e9 weights, 6 FLOPs each at half the peak of 4 A800, for the 60 % of the groups whose rewards
+    differ; the others give no gradient and are skipped."""
+    to_rollout_s: float = 30.0
+    """A standby engine wakes and loads weights."""
+    to_train_s: float = 45.0
+    """A replica starts and receives the state."""
+    regroup_s: float = 5.0
+
+    def steps(self) -> StepTimes:
+        """Step times of the node's engine."""
+        return lookup(self.device, self.model, self.tp)
+
+
+class StepTruth:
+    """Seconds of training steps; keeps what it gave out."""
+
+    def __init__(self, site: Site, seed: int) -> None:
+        self._site = site
+        self._rng = random.Random(f"{seed}/training")
+        self._table = [e * (1.0 + SHAKEN * self._rng.gauss(0.0, 1.0)) for e in EFFICIENCY]
+        self._nodes = 0
+        self.replicas: list[int] = []
+        """Nodes of each step so far."""
+
+    def __call__(self, tokens: int, nodes: int) -> float:
+        site = self._site
+        seconds = site.fixed_s + tokens * site.token_s / (nodes * self._table[min(nodes, len(self._table)) - 1])
+        seconds *= self._rng.lognormvariate(0.0, NOISE) * (SLOW if self._rng.random() < SLOW_SHARE else 1.0)
+        if self._nodes not in (0, nodes):
+            seconds += site.regroup_s
+        self._nodes = nodes
+        self.replicas.append(nodes)
+        return seconds
+
+
+class _Way(msgspec.Struct):
+    """A node between two stages."""
+
+    rank: int
+    direction: str
+    ordered: float
+    step: int = 0
+    """Step whose end releases the node."""
+    free_at: float = -1.0
+
+
+class ReplanPool:
+    """Nodes of one `Simulation`, moved by `order`; call `advance` every few seconds."""
+
+    def __init__(self, site: Site, train: int) -> None:
+        kinds = ["train", *["hybrid"] * (site.nodes - 2), "rollout"]
+        self.site = site
+        self.nodes = [NodeFact(rank, kind, "train" if rank < train else "rollout", 0.0) for rank, kind in enumerate(kinds)]
+        self.switches: list[SwitchFact] = []
+        self.ordered: list[tuple[float, str, int]] = []
+        """Every order: (time, direction, rank)."""
+        self._steps = site.steps()
+        self._ways: list[_Way] = []
+        self._engines = 0
+        self._names: dict[int, str] = {}
+
+    def simulation(
+        self, work: Sequence[TrajectorySpec], policy: Policy, truth: StepTruth, control: Callable[[Simulation, float], None], look_s: float
+    ) -> Simulation:
+        """A run on these nodes; ``control`` is called every ``look_s`` seconds, after the nodes advanced."""
+        site = self.site
+        settings = SimSettings(
+            batch_groups=site.prompts, eta=site.eta, max_num_seqs=site.seats, max_inflight=site.seats * 3 // 2, sync_s=site.sync_s,
+            train_nodes=self.count("train"),
+        )  # fmt: skip
+
+        def step(sim: Simulation, now: float) -> None:
+            self.advance(sim, now)
+            control(sim, now)
+
+        engines = [self.engine(node.rank) for node in self.nodes if node.role == "rollout"]
+        return Simulation(work, engines, policy, settings, truth, step, look_s)
+
+    def count(self, role: str) -> int:
+        """Nodes in a role."""
+        return sum(node.role == role for node in self.nodes)
+
+    @property
+    def moving(self) -> bool:
+        """Whether a node is on its way."""
+        return bool(self._ways)
+
+    def serving(self) -> list[str]:
+        """Engines of the nodes that roll out."""
+        return [self._names[node.rank] for node in self.nodes if node.role == "rollout"]
+
+    def engine(self, rank: int) -> EngineSpec:
+        """A new engine of a node; every start has a name of its own."""
+        self._engines += 1
+        self._names[rank] = f"n{rank}.{self._engines}"
+        return EngineSpec(self._names[rank], self.site.tp, self._steps)
+
+    def order(self, sim: Simulation, direction: str, rank: int, now: float) -> None:
+        """Move a node."""
+        way = _Way(rank, direction, now)
+        self._ways.append(way)
+        self.ordered.append((now, direction, rank))
+        self._role(rank, direction, now)
+        if direction == "to_train":
+
+            def drained() -> None:
+                way.free_at = sim.now
+
+            sim.drain(self._names[rank], drained)
+            return
+        sim.training.nodes -= 1
+        way.step = 0 if sim.training.idle else len(sim.training.steps)
+
+    def advance(self, sim: Simulation, now: float) -> None:
+        """Let nodes take the next part of their way when it is time."""
+        for way in list(self._ways):
+            if way.direction == "to_rollout":
+                if way.free_at < 0.0 and (way.step == 0 or sim.training.steps[way.step - 1].end_at > 0.0):
+                    way.free_at = now
+                    sim.join(self.engine(way.rank), self.site.to_rollout_s)
+                done = way.free_at >= 0.0 and self._names[way.rank] in sim.engines
+            else:
+                done = way.free_at >= 0.0 and now >= way.free_at + self.site.to_train_s
+                if done:
+                    sim.training.nodes += 1
+            if done:
+                self._ways.remove(way)
+                self._role(way.rank, way.direction.removeprefix("to_"), now)
+                self.switches.append(SwitchFact(now, "to_train" if way.direction == "to_train" else "to_rollout", now - way.ordered))
+
+    def _role(self, rank: int, role: str, now: float) -> None:
+        self.nodes[rank] = NodeFact(rank, self.nodes[rank].component, role, now)

@@ -1,0 +1,94 @@
+"""What the planner is shown of a simulated run: the same facts, gathered in the same way, as rank 0 of a live run has them.
+
+Trajectories come from the policy's `finished` calls, steps from the training stage, rollout windows from differences of the engines' counters between two
+looks with the same nodes serving.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+
+from libra_hpc.planner.snapshot import PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.sim.replan_pool import ReplanPool, StepTruth
+from libra_hpc.sim.simulate import Simulation
+
+STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096
+RECENT = 4
+"""Steps over which waiting is averaged: a batch of the workload before last says nothing of the present one."""
+
+
+class Watched:
+    """A policy whose finished trajectories are remembered."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.name = policy, policy.name
+        self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
+        self._count = 0
+
+    def key(self, turn: TurnView, now: float) -> float:
+        """The policy's."""
+        return self._policy.key(turn, now)
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        """The policy's."""
+        return self._policy.route(turn, board, now)
+
+    def finished(self, record: Finished, now: float) -> None:
+        """Remember it, and tell the policy."""
+        tools = sum(signal.seconds for signal in record.signals)
+        self.trajectories.append(TrajectoryFact(self._count, now, record.generated_tokens, record.context_tokens, record.turns, tools))
+        self._count += 1
+        self._policy.finished(record, now)
+
+    def forget(self, trajectory: str) -> None:
+        """The policy's."""
+        self._policy.forget(trajectory)
+
+
+class View:
+    """Call `look` at regular times; `snapshot` is the planner's view."""
+
+    def __init__(self, pool: ReplanPool, watched: Watched, truth: StepTruth, steps: int) -> None:
+        self._pool, self._watched, self._truth, self._total = pool, watched, truth, steps
+        self._windows: deque[RolloutWindowFact] = deque(maxlen=WINDOWS)
+        self._at = 0.0
+        self._serving: list[str] = []
+        self._counters: dict[str, tuple[int, int, float, int]] = {}
+        self._blocked: deque[bool] = deque(maxlen=16)
+
+    def look(self, sim: Simulation, now: float) -> None:
+        """Close a window."""
+        serving = self._pool.serving()
+        counters = {
+            name: (engine.counters.generated, engine.counters.prefilled, engine.counters.busy_s, engine.counters.steps)
+            for name, engine in sim.engines.items()
+            if name in serving
+        }
+        if serving == self._serving and now > self._at:
+            generated, prefilled, busy, steps = (sum(counters[n][i] - self._counters[n][i] for n in serving) for i in range(4))
+            seconds = now - self._at
+            share = min(1.0, busy / (seconds * len(serving)))
+            self._windows.append(RolloutWindowFact(now, seconds, len(serving), int(generated), int(prefilled), share, busy / steps if steps else 0.0))
+        self._at, self._serving, self._counters = now, serving, counters
+        self._blocked.append(sim.training.blocked)
+
+    def snapshot(self, sim: Simulation) -> PlanSnapshot:
+        """All the planner may know."""
+        site, stage, pool = self._pool.site, sim.training, self._pool
+        done = [s for s in stage.steps if s.end_at > 0.0]
+        first = max(0, len(done) - STEPS)
+        steps = tuple(
+            TrainStepFact(s.end_at, s.tokens, s.generated, replicas, s.end_at - s.start_at)
+            for s, replicas in zip(done[first:], self._truth.replicas[first : len(done)], strict=True)
+        )
+        recent = done[-RECENT - 1 :]
+        wall = recent[-1].end_at - recent[0].end_at if len(recent) > 1 else 0.0
+        idle = sum(b.start_at - a.end_at for a, b in pairwise(recent))
+        queue = QueueFact(stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked)))
+        return PlanSnapshot(
+            tuple(pool.nodes), steps, tuple(self._windows), tuple(self._watched.trajectories), tuple(pool.switches[-32:]), queue, site.prompts, site.group,
+            site.eta, self._total - len(done),
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""One trajectory in play: the environment's side of it, which builds the same records for policies as the live leader does; and its turn in flight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from libra_hpc.protocol.env import Signal
+from libra_hpc.sched.protocol import Finished, TurnView
+from libra_hpc.sim.engine import Engine
+from libra_hpc.sim.request import Request
+from libra_hpc.sim.settings import trajectory_ids
+from libra_hpc.sim.workload import TrajectorySpec
+
+
+class Run:
+    """Mutable state of one trajectory."""
+
+    __slots__ = (
+        "at_signal", "attained", "context", "engine", "epoch", "group", "high", "keep", "name", "opened_at", "place", "ready_at", "round", "shared", "signals",
+        "spec", "turn", "version",
+    )  # fmt: skip
+
+    def __init__(self, name: str, spec: TrajectorySpec, group: str) -> None:
+        self.name, self.spec, self.group = name, spec, group
+        self.shared = spec.prompt_tokens
+        """Tokens of the prompt that all samples of the group begin with."""
+        self.epoch = self.round = self.version = self.high = 0
+        self.opened_at = self.ready_at = 0.0
+        self.place = ""
+        """``queue``, ``engine``, ``tool``, ``deferred``, ``done``; empty before admission."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Stand before the first turn.  Events of the time before carry an older `epoch`."""
+        self.epoch += 1
+        self.turn = self.attained = 0
+        self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
+        self.signals: tuple[Signal, ...] = ()
+        self.at_signal: tuple[int, ...] = ()
+        self.engine = ""
+        self.high = min(self.high, self.context)
+
+    def view(self, task: str) -> TurnView:
+        """The turn that is ready, as a policy sees it."""
+        spec = self.spec
+        return TurnView(
+            self.name, spec.prompt_id, spec.sample, task, self.context, self.attained, self.turn, self.ready_at, self.engine, self.signals
+        )
+
+    def answered(self, high: int, version: int) -> float:
+        """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until the end."""
+        turns = self.spec.turns
+        turn = turns[self.turn]
+        self.attained += turn.gen_tokens
+        self.context += turn.gen_tokens
+        self.high, self.version = high, version
+        self.turn += 1
+        last = self.turn == len(turns)
+        if turn.tool is not None:
+            payload = 0 if last else turns[self.turn].new_tokens
+            signal = Signal(turn.tool, turn.outcome or "ok", payload, turn.tool_s, turn.exit_code, turn.passed, turn.failed)
+            self.signals = (*self.signals, signal)
+            self.at_signal = (*self.at_signal, self.attained)
+        if not last:
+            self.context += turns[self.turn].new_tokens
+        return turn.tool_s
+
+    @property
+    def last(self) -> bool:
+        """Whether all turns are generated."""
+        return self.turn == len(self.spec.turns)
+
+    def finished(self, task: str) -> Finished:
+        """What a policy learns at the end."""
+        spec = self.spec
+        return Finished(
+            self.name, spec.prompt_id, spec.sample, task, self.attained, len(spec.turns), self.at_signal, self.signals, self.version, self.context
+        )
+
+
+class Sent:
+    """A turn in flight."""
+
+    __slots__ = ("engine", "epoch", "request", "run", "turn")
+
+    def __init__(self, run: Run, turn: TurnView, engine: Engine, request: Request) -> None:
+        self.run, self.turn, self.engine, self.request = run, turn, engine, request
+        self.epoch = run.epoch
+        """That of the trajectory then: an older one was abandoned since."""
+
+
+def grouped(work: Sequence[TrajectorySpec], seed: int) -> dict[str, list[Run]]:
+    """Trajectories by prompt id, in the order of their first one; shuffled unless ``seed`` is 0."""
+    groups: dict[str, list[Run]] = {}
+    for name, spec in zip(trajectory_ids(work), work, strict=True):
+        groups.setdefault(spec.prompt_id, []).append(Run(name, spec, spec.prompt_id))
+    for runs in groups.values():
+        shared = min(run.spec.prompt_tokens for run in runs)
+        for run in runs:
+            run.shared = shared
+    if not seed:
+        return groups
+    order = list(groups)
+    random.Random(seed).shuffle(order)
+    return {name: groups[name] for name in order}

@@ -1,0 +1,159 @@
+"""What a simulation is given beside the work and the policy: engines, limits, training, moves; and the checks of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.sim.workload import TrajectorySpec
+
+Training = Callable[[int, int], float]
+"""(tokens of the batch, training nodes) -> seconds of one training step."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """One replica."""
+
+    name: str
+    tp: int
+    steps: StepTimes
+
+
+class RoleMove(msgspec.Struct, frozen=True, kw_only=True):
+    """At ``at_s`` the engine ``leave`` gets no more turns and goes when its last one ended; then, ``delay_s`` later, ``join`` accepts turns.
+
+    Either may be left out; without ``leave`` the delay counts from ``at_s``.
+    """
+
+    at_s: float
+    leave: str = ""
+    join: EngineSpec | None = None
+    delay_s: float = 0.0
+
+
+class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and rules; the defaults are those of a run file."""
+
+    max_inflight: int = 96
+    """Most turns in flight at one engine."""
+    adaptive: bool = False
+    """Whether caps follow the engines' reports below ``max_inflight``."""
+    max_num_seqs: int = 64
+    """Most sequences an engine runs at once."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs)."""
+    block_size: int = 32
+    """KV block in tokens."""
+    max_model_len: int = 0
+    """Longest context of a trajectory in tokens; 0: what the engines' KV caches hold."""
+    send_s: float = 0.002
+    """From the routing of a turn to its arrival in the engine: two hops over TCP and a Unix socket."""
+    answer_s: float = 0.002
+    """From the last token to the environment's start, the same hops back."""
+    tick_s: float = 1.0
+    """How often turns that a policy lets wait are offered again although nothing happened, as the leader does with each report."""
+    batch_groups: int = 0
+    """Groups per training step; 0: everything starts at once and nothing is trained."""
+    eta: int = 0
+    """Staleness bound in weight versions."""
+    in_order: bool = False
+    """Train groups in the order of admission."""
+    max_open_groups: int = 0
+    """Most groups sampled at once; 0: no bound of its own."""
+    train_s: float = 0.0
+    """Seconds of a training step, unless a training function is given."""
+    train_nodes: int = 1
+    """Handed to the training function."""
+    sync_s: float = 0.0
+    """Pause of an engine for a weight update, between two steps."""
+    sync_clears: bool = True
+    """Whether a weight update drops all KV: running requests are then recomputed and nothing is cached (as live)."""
+    moves: tuple[RoleMove, ...] = ()
+    task: str = "sim"
+    """Task name that policies see."""
+    seed: int = 0
+    """Order of the groups: 0 as given, else shuffled by this seed."""
+    report_s: float = 0.5
+    """Shortest time between two reports of a busy engine, as live."""
+    max_stretch: int = 1 << 30
+    """Most decode steps of an unchanged batch taken in one event; 1 simulates step by step, with the same result."""
+
+
+def trajectory_ids(work: Sequence[TrajectorySpec]) -> list[str]:
+    """Names of the trajectories as policies see them: ``prompt_id/sample``, with ``#2``, ``#3`` ... when the pair occurs again."""
+    seen: dict[str, int] = {}
+    names = []
+    for spec in work:
+        name = f"{spec.prompt_id}/{spec.sample}"
+        count = seen[name] = seen.get(name, 0) + 1
+        names.append(name if count == 1 else f"{name}#{count}")
+    return names
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """Blocks a replica must have to run a trajectory of ``tokens`` context tokens to its end.
+
+    One more than they fill: a prompt whose last block is cached computes that block again, into another.
+    """
+    return -(-tokens // block_size) + 1
+
+
+def check(work: Sequence[TrajectorySpec], engines: Sequence[EngineSpec], settings: SimSettings) -> None:
+    """Raise `UserError` for what cannot be simulated."""
+    if not work:
+        raise UserError("The workload is empty: there is no trajectory to simulate.")
+    if not engines:
+        raise UserError("There is no engine to simulate.")
+    _check_settings(settings)
+    names: set[str] = set()
+    for engine in [*engines, *(move.join for move in settings.moves if move.join is not None)]:
+        if engine.tp < 1:
+            raise invalid(f"engine {engine.name}: tp", engine.tp, "too small", "an integer >= 1")
+        if engine.steps.kv_capacity < 2 * settings.block_size:
+            raise invalid(f"engine {engine.name}: KV capacity", engine.steps.kv_capacity, "too small", f"at least 2 blocks of {settings.block_size} tokens")
+        if engine.name in names:
+            raise invalid("engine", engine.name, "two engines have this name", "one name per engine")
+        names.add(engine.name)
+    for move in settings.moves:
+        if move.leave and move.leave not in names:
+            raise invalid("leave", move.leave, "no such engine", sorted(names))
+    room = max(engine.steps.kv_capacity // settings.block_size for engine in engines)
+    for name, spec in zip(trajectory_ids(work), work, strict=True):
+        _check_trajectory(name, spec)
+        if settings.max_model_len and spec.context > settings.max_model_len:
+            raise UserError(f"Trajectory {name} is {spec.context} tokens long; max_model_len is {settings.max_model_len}.")
+        if blocks_of(spec.context, settings.block_size) > room:
+            most = (room - 1) * settings.block_size
+            raise UserError(f"Trajectory {name} is {spec.context} tokens long; the KV cache of the largest engine holds one of at most {most}.")
+
+
+def _check_trajectory(name: str, spec: TrajectorySpec) -> None:
+    if not spec.turns:
+        raise UserError(f"Trajectory {name} has no turns.")
+    if spec.prompt_tokens + spec.turns[0].new_tokens < 1:
+        raise UserError(f"Trajectory {name} has an empty prompt.")
+    for number, turn in enumerate(spec.turns):
+        if turn.gen_tokens < 1:
+            raise invalid(f"trajectory {name}, turn {number}: gen_tokens", turn.gen_tokens, "too small", "an integer >= 1")
+        if turn.new_tokens < 0 or turn.tool_s < 0.0:
+            raise UserError(f"Trajectory {name}, turn {number}: new_tokens = {turn.new_tokens} and tool_s = {turn.tool_s} must not be negative.")
+
+
+def _check_settings(settings: SimSettings) -> None:
+    for field in ("max_inflight", "max_num_seqs", "block_size", "max_stretch"):
+        if getattr(settings, field) < 1:
+            raise invalid(field, getattr(settings, field), "too small", "an integer >= 1")
+    for field in ("send_s", "answer_s", "batch_groups", "eta", "max_open_groups", "train_s", "sync_s", "max_model_len", "train_nodes"):
+        if getattr(settings, field) < 0:
+            raise invalid(field, getattr(settings, field), "negative", "a number >= 0")
+    for field in ("tick_s", "report_s"):
+        if getattr(settings, field) <= 0.0:
+            raise invalid(field, getattr(settings, field), "too small", "a number > 0")
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise invalid("max_num_batched_tokens", settings.max_num_batched_tokens, "smaller than max_num_seqs", f"an integer >= {settings.max_num_seqs}")
+    for move in settings.moves:
+        if move.at_s < 0.0 or move.delay_s < 0.0:
+            raise invalid("moves: at_s, delay_s", (move.at_s, move.delay_s), "negative", "numbers >= 0")

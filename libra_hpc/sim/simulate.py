@@ -1,0 +1,390 @@
+"""The simulator of the rollout stage: discrete events around the live policy, dispatcher, board and staleness gate.
+
+A trajectory goes from the dispatcher's queue to an engine (`engine`), from there to its tool, and back.  This module is what the rollout leader, the agents
+and the coordinator are in a live run: it opens groups as the gate admits them, tells the board what engines report, routes with the policy, trains batches,
+spreads weights, and moves engines in and out.
+
+A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under "for a controller".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from libra_hpc.errors import OperationError
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sched.protocol import Policy, TurnView
+from libra_hpc.sim.deferral import Deferral
+from libra_hpc.sim.engine import IDLE, Engine
+from libra_hpc.sim.events import ROUTING, STEP, Events
+from libra_hpc.sim.request import Request
+from libra_hpc.sim.result import Recorder, SimResult
+from libra_hpc.sim.run import Run, Sent, grouped
+from libra_hpc.sim.settings import EngineSpec, RoleMove, SimSettings, Training, blocks_of, check
+from libra_hpc.sim.training import TrainingStage
+from libra_hpc.sim.workload import TrajectorySpec
+
+STALLED_S = 3600.0
+"""A policy that lets every turn wait this long with nothing running will do so for ever."""
+
+Controller = Callable[["Simulation", float], None]
+
+
+class Simulation:
+    """One run; see the module.  Raises `UserError` for input that cannot be simulated."""
+
+    def __init__(
+        self,
+        work: Sequence[TrajectorySpec],
+        engines: Sequence[EngineSpec],
+        policy: Policy,
+        settings: SimSettings,
+        training: Training | None = None,
+        controller: Controller | None = None,
+        controller_s: float = 5.0,
+    ) -> None:
+        check(work, engines, settings)
+        self.settings = settings
+        self.board = Board(settings.max_inflight, settings.adaptive)
+        self.engines: dict[str, Engine] = {}
+        self.recorder = Recorder()
+        self._policy = policy
+        self._deferral = Deferral(policy)
+        self._queue = Dispatcher(policy, self.board)
+        self._groups = grouped(work, settings.seed)
+        self._runs = {run.name: run for runs in self._groups.values() for run in runs}
+        self.training = TrainingStage(self._groups, settings, training)
+        self._events = Events()
+        self._at = self._events.at
+        self._engine_count = 0
+        self._sent: dict[str, Sent] = {}
+        self._requests: dict[Request, Sent] = {}
+        self._draining: dict[str, Callable[[], None]] = {}
+        self._routing = self._ticking = False
+        self._active_at = 0.0
+        self._joining = 0
+        self._controller, self._controller_s = controller, controller_s
+        for spec in engines:
+            self._up(spec)
+        for move in settings.moves:
+            self._at(move.at_s, self._move, move)
+        if controller is not None:
+            self._at(controller_s, self._control, None)
+        self._at(0.0, self._admit, None)
+
+    def run(self) -> SimResult:
+        """Play it to the end.  Raises `OperationError` when turns wait for ever."""
+        training, following = self.training, self._events.next
+        while not training.done:
+            if not following():
+                raise self._stalled()
+        for engine in self.engines.values():
+            self.recorder.gone(engine, self.now)
+        return self.recorder.result(self._policy.name, self.now, self.training.steps)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._events.now
+
+    # --- for a controller -------------------------------------------------------------------------------------------------------------------
+
+    def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+        """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
+        self.board.set_open(name, False)
+        self._draining[name] = then
+        self._maybe_drained(name)
+
+    def join(self, spec: EngineSpec, delay_s: float = 0.0) -> None:
+        """A new engine accepts turns after a delay, with the newest weights."""
+        self._joining += 1
+        self._at(self.now + delay_s, self._joined, spec)
+
+    def hold_training(self, held: bool) -> None:
+        """No training step starts while held."""
+        self.training.held = held
+        if not held:
+            self._train()
+
+    @property
+    def event_count(self) -> int:
+        """Events so far."""
+        return self._events.count
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait for an engine."""
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        """Turns sent and not answered."""
+        return len(self._requests)
+
+    def open_runs(self) -> list[Run]:
+        """Trajectories that started and have not ended."""
+        return [run for run in self._runs.values() if run.place not in ("", "done")]
+
+    # --- events -----------------------------------------------------------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        if not self._routing:
+            self._routing = True
+            self._at(self.now, self._route, None, ROUTING)
+
+    def _wake(self, engine: Engine, before: float) -> None:
+        """Call an engine at its next border, if that has changed."""
+        at = engine.next_at
+        if at != before and at != IDLE:
+            self._at(at, self._step, engine, STEP, engine.number)
+
+    def _control(self, _: None) -> None:
+        assert self._controller is not None
+        self._controller(self, self.now)
+        self._check_stall()
+        self._at(self.now + self._controller_s, self._control, None)
+
+    def _tick(self, _: None) -> None:
+        self._ticking = False
+        self._check_stall()
+        self._kick()
+
+    # --- trajectories -----------------------------------------------------------------------------------------------------------------------
+
+    def _admit(self, _: None = None) -> None:
+        for group in self.training.admit():
+            for run in self._groups[group]:
+                run.opened_at, run.round = self.now, self.training.round
+                self._ready((run, run.epoch))
+            self._deferral.started(self.training.round)
+
+    def _ready(self, item: tuple[Run, int]) -> None:
+        run, epoch = item
+        if run.epoch != epoch:
+            return
+        run.ready_at, run.place = self.now, "queue"
+        self._queue.ready(run.view(self.settings.task), self.now)
+        self._kick()
+
+    def _route(self, _: None) -> None:
+        self._routing = False
+        now, settings, recorder = self.now, self.settings, self.recorder
+        routed = self._queue.dispatch(now)
+        for turn, decision in routed:
+            run, view = self._runs[turn.trajectory], self.board.engines[decision.engine]
+            if not view.open or view.inflight > view.cap:
+                raise ValueError(f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot")
+            recorder.decided(turn, decision, now)
+            engine = self.engines[decision.engine]
+            spec = run.spec.turns[run.turn]
+            if blocks_of(turn.context_tokens + spec.gen_tokens, settings.block_size) > engine.blocks:
+                engine = self._redirect(turn, spec.gen_tokens, engine)
+            again = "restart" if not turn.engine else "move"
+            if turn.engine == engine.name:
+                again = "eviction" if run.version == engine.version else "swap"
+            elif turn.engine:
+                recorder.moves += 1
+                last = self.engines.get(turn.engine)
+                recorder.tp_moves += last is not None and last.tp != engine.tp
+            request = Request(
+                run.name, turn.prompt_id, run.shared // settings.block_size, turn.context_tokens, spec.gen_tokens, decision.priority,
+                decision.keep_s, run.high, again,
+            )  # fmt: skip
+            run.engine, run.place = engine.name, "engine"
+            sent = self._sent[run.name] = self._requests[request] = Sent(run, turn, engine, request)
+            if settings.send_s > 0.0:
+                self._at(now + settings.send_s, self._arrive, sent)
+            else:
+                self._arrive(sent)
+        if routed:
+            self._active_at = now
+        if len(self._queue) and self.board.free > 0:
+            recorder.waits += 1
+            if not self._ticking:
+                self._ticking = True
+                self._at(now + settings.tick_s, self._tick, None)
+
+    def _redirect(self, turn: TurnView, new: int, refused: Engine) -> Engine:
+        """The chosen engine cannot hold the turn to its end: it goes to the one with the fewest tokens in flight that can."""
+        need = blocks_of(turn.context_tokens + new, self.settings.block_size)
+        able = [view for view in self.board.engines.values() if view.open and self.engines[view.engine].blocks >= need]
+        if not able:
+            raise OperationError(f"No engine that is left can hold a turn of {turn.context_tokens + new} tokens (trajectory {turn.trajectory}).")
+        best = min(able, key=lambda view: (view.inflight_tokens, view.engine))
+        self.board.answered(refused.name, turn.context_tokens)
+        self.board.sent(best.engine, turn.context_tokens)
+        self.recorder.redirected += 1
+        return self.engines[best.engine]
+
+    def _arrive(self, sent: Sent) -> None:
+        engine = sent.engine
+        if sent.request.aborted:
+            self._answer(sent)
+            return
+        before = engine.next_at
+        engine.submit(sent.request, self.now)
+        self._wake(engine, before)
+
+    def _step(self, engine: Engine) -> None:
+        now = self.now
+        if engine.next_at != now or self.engines.get(engine.name) is not engine:
+            return
+        version = engine.version
+        done = engine.advance(now)
+        # Whatever event stood for the border just passed is used up.
+        self._wake(engine, IDLE)
+        for request in done:
+            sent = self._requests[request]
+            sent.run.version = engine.version
+            if self.settings.answer_s > 0.0:
+                self._at(now + self.settings.answer_s, self._answer, sent)
+            else:
+                self._answer(sent)
+        if engine.version != version:
+            self._applied(engine)
+        stats = engine.report(now)
+        if stats is not None:
+            free = self.board.free
+            self.board.report(engine.name, stats)
+            if self.board.free > free and len(self._queue):
+                self._kick()
+
+    def _answer(self, sent: Sent) -> None:
+        run, turn, request, engine = sent.run, sent.turn, sent.request, sent.engine
+        now = self._active_at = self.now
+        del self._requests[request]
+        self.board.answered(engine.name, turn.context_tokens)
+        if engine.name in self._draining:
+            self._maybe_drained(engine.name)
+        if len(self._queue):
+            self._kick()
+        if run.epoch != sent.epoch:
+            self.recorder.discarded += request.generated
+            engine.drop(run.name)
+            return
+        del self._sent[run.name]
+        self.recorder.turn_s.append(now - turn.ready_at)
+        tool_s = run.answered(request.high, run.version)
+        run.place = "tool"
+        after = self._end if run.last else self._ready
+        if tool_s > 0.0:
+            self._at(now + tool_s, after, (run, run.epoch))
+        else:
+            after((run, run.epoch))
+
+    def _end(self, item: tuple[Run, int]) -> None:
+        run, epoch = item
+        if run.epoch != epoch:
+            return
+        now, recorder = self.now, self.recorder
+        run.place = "done"
+        recorder.generated += run.attained
+        recorder.finish_s.append(now)
+        recorder.completion_s.append(now - run.opened_at)
+        engine = self.engines.get(run.engine)
+        if engine is not None:
+            engine.ended(run.name, now)
+        self._queue.finished(run.finished(self.settings.task), now)
+        self._kick()
+        if self.training.close(run.group, now):
+            for name in self._deferral.finished(run.round, self.open_runs(), now):
+                self._abandon(self._runs[name])
+            self._train()
+            self._admit()
+        for held in self._deferral.due(self.open_runs()) if self._deferral.holds else ():
+            self._ready((held, held.epoch))
+
+    def _abandon(self, run: Run) -> None:
+        """Give a trajectory up for now; what it generated is lost."""
+        sent = self._sent.pop(run.name, None)
+        if sent is not None:
+            before = sent.engine.next_at
+            run.high = max(run.high, sent.request.computed)
+            sent.request.aborted = True
+            if sent.request.serial:
+                sent.engine.abort(sent.request, self.now)
+                self._wake(sent.engine, before)
+        for engine in self.engines.values():
+            engine.drop(run.name)
+        self.recorder.discarded += run.attained
+        self.recorder.abandoned += 1
+        run.begin()
+        self._queue.forget(run.name, run.spec.prompt_id, self.now)
+        self._deferral.add(run)
+
+    # --- training and engines ---------------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        seconds = self.training.begin(self.now)
+        if seconds is not None:
+            self._at(self.now + seconds, self._trained, None)
+
+    def _trained(self, _: None) -> None:
+        version = self.training.end(self.now)
+        self._active_at = self.now
+        for engine in self.engines.values():
+            before = engine.next_at
+            engine.swap(version, self.settings.sync_s, self.now)
+            self._wake(engine, before)
+        self._train()
+
+    def _applied(self, engine: Engine) -> None:
+        self.board.applied(engine.name, engine.version)
+        self._spread()
+
+    def _spread(self) -> None:
+        if self.engines:
+            self.training.applied(min(engine.version for engine in self.engines.values()))
+            self._admit()
+            self._kick()
+
+    def _up(self, spec: EngineSpec) -> None:
+        self._engine_count += 1
+        engine = Engine(spec.name, spec.tp, spec.steps, self.settings, self._engine_count, self.training.version, self.now)
+        self.engines[spec.name] = engine
+        self.board.up(spec.name, spec.tp, engine.blocks * self.settings.block_size, engine.version)
+
+    def _joined(self, spec: EngineSpec) -> None:
+        self._joining -= 1
+        self._active_at = self.now
+        self._up(spec)
+        self._kick()
+
+    def _maybe_drained(self, name: str) -> None:
+        if self.board.engines[name].inflight:
+            return
+        then = self._draining.pop(name)
+        self.board.down(name)
+        self.recorder.gone(self.engines.pop(name), self.now)
+        self._spread()
+        then()
+
+    def _move(self, move: RoleMove) -> None:
+        def arrive() -> None:
+            if move.join is not None:
+                self.join(move.join, move.delay_s)
+
+        if move.leave:
+            self.drain(move.leave, arrive)
+        else:
+            arrive()
+
+    # --- stalls -----------------------------------------------------------------------------------------------------------------------------
+
+    def _check_stall(self) -> None:
+        running = self._requests or self._joining or not self.training.idle
+        if running or any(run.place == "tool" for run in self._runs.values()):
+            self._active_at = self.now
+        elif self.now - self._active_at > STALLED_S:
+            raise self._stalled()
+
+    def _stalled(self) -> OperationError:
+        return OperationError(f"Policy {self._policy.name} leaves {len(self._queue)} turns waiting with {self.board.free} free slots and nothing running.")
+
+
+def simulate(
+    work: Sequence[TrajectorySpec], engines: Sequence[EngineSpec], policy: Policy, settings: SimSettings | None = None, training: Training | None = None
+) -> SimResult:
+    """Play ``work`` on ``engines`` under ``policy``; see `Simulation` and `SimSettings`."""
+    return Simulation(work, engines, policy, settings or SimSettings(), training).run()

@@ -1,0 +1,54 @@
+"""Azure LLM inference trace: CSV with the columns ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``, one request a row.
+
+Format: https://github.com/Azure/AzurePublicDataset (2023, 2024; the multimodal set of 2025 has one more column, which is ignored).  Rows say nothing
+of sessions, so each becomes a trajectory of one turn with a prompt of its own; arrival times are not kept, because a rollout starts what it has
+room for.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+
+from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+
+from .record import Bad, at_least, trajectory
+
+CONTEXT = "ContextTokens"
+GENERATED = "GeneratedTokens"
+
+
+def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpec]:
+    """Read numbered lines, the first of which is the header."""
+    columns: dict[str, int] = {}
+    for number, line in lines:
+        try:
+            (row,) = csv.reader([line.decode("utf-8-sig")])
+        except (ValueError, csv.Error) as error:
+            bad(number, f"not a CSV row ({error})")
+            continue
+        if not columns:
+            columns = {name.strip(): index for index, name in enumerate(row)}
+            for name in (CONTEXT, GENERATED):
+                if name not in columns:
+                    bad(number, f"header = {','.join(row)!r}: no column {name}; valid: TIMESTAMP,{CONTEXT},{GENERATED}")
+                    return
+            continue
+        try:
+            context, generated = _count(row, columns, CONTEXT, 0), _count(row, columns, GENERATED, 1)
+        except ValueError as error:
+            bad(number, str(error))
+        else:
+            yield trajectory(f"azure/{number}", 0, context, (TurnSpec(0, generated),))
+
+
+def _count(row: list[str], columns: dict[str, int], name: str, least: int) -> int:
+    if columns[name] >= len(row):
+        raise ValueError(f"{name}: missing; valid: {len(columns)} columns")
+    text = row[columns[name]]
+    try:
+        count = int(text)
+    except ValueError:
+        raise ValueError(f"{name} = {text!r}: not a number; valid: an integer >= {least}") from None
+    at_least(name, count, least)
+    return count

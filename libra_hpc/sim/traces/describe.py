@@ -1,0 +1,93 @@
+"""What a trace consists of: counts, quantiles, tools, and how much of the work the longest trajectories are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from libra_hpc.sim.workload import TrajectorySpec
+
+from .stats import Spread, spread
+
+TAIL = 0.1
+"""Share of the trajectories that is called the tail."""
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """One tool."""
+
+    tool: str
+    calls: int
+    seconds: Spread
+    outcomes: dict[str, int]
+    """Calls by outcome; calls without one are left out."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """A trace in numbers; tokens and seconds."""
+
+    trajectories: int
+    prompts: int
+    groups: int
+    """Prompts with two samples or more."""
+    turns_total: int
+    generated_total: int
+    turns: Spread
+    generated: Spread
+    generated_per_turn: Spread
+    prompt_tokens: Spread
+    context: Spread
+    """At the end of the trajectory."""
+    payload: Spread | None
+    """Tokens a tool answer adds."""
+    tool_s: Spread | None
+    tail_share: float
+    """Share of the generated tokens that the longest `TAIL` of the trajectories (at least one) generate."""
+    tools: list[ToolUse]
+    """Most called first."""
+    mean_reward: float | None
+
+
+def describe(trajectories: Sequence[TrajectorySpec]) -> Description:
+    """Describe at least one trajectory."""
+    turns = [turn for one in trajectories for turn in one.turns]
+    calls = [turn for turn in turns if turn.tool is not None]
+    generated = sorted(one.generated for one in trajectories)
+    per_prompt = Counter(one.prompt_id for one in trajectories)
+    rewards = [one.reward for one in trajectories if one.reward is not None]
+    tools = []
+    for tool, count in Counter(turn.tool for turn in calls).most_common():
+        own = [turn for turn in calls if turn.tool == tool]
+        outcomes = Counter(turn.outcome for turn in own if turn.outcome is not None)
+        tools.append(ToolUse(str(tool), count, _some(turn.tool_s for turn in own), dict(outcomes.most_common())))
+    return Description(
+        trajectories=len(trajectories),
+        prompts=len(per_prompt),
+        groups=sum(count > 1 for count in per_prompt.values()),
+        turns_total=len(turns),
+        generated_total=sum(generated),
+        turns=_some(float(len(one.turns)) for one in trajectories),
+        generated=_some(generated),
+        generated_per_turn=_some(turn.gen_tokens for turn in turns),
+        prompt_tokens=_some(one.prompt_tokens for one in trajectories),
+        context=_some(one.context for one in trajectories),
+        payload=spread(turn.new_tokens for one in trajectories for turn in one.turns[1:]),
+        tool_s=spread(turn.tool_s for turn in calls),
+        tail_share=tail_share(generated),
+        tools=tools,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def _some(values: Iterable[float]) -> Spread:
+    found = spread(values)
+    if found is None:
+        raise ValueError("a trace has at least one trajectory of at least one turn")
+    return found
+
+
+def tail_share(ordered: Sequence[float], tail: float = TAIL) -> float:
+    """Share of the sum that the largest ``tail`` of ascending values (at least one) have."""
+    return sum(ordered[-max(round(tail * len(ordered)), 1) :]) / sum(ordered)

@@ -1,0 +1,201 @@
+"""Generate a workload with known structure: what a scheduler can learn from it, and how much, are dials.
+
+Distributions, for a profile of `libra_hpc.sim.traces.profiles` (N: standard normal, independent unless said):
+
+* Length: log generated tokens of a trajectory = log median + sigma * x, with x = sqrt(sibling) * D + sqrt(1 - sibling) * N.  D is the prompt's
+  difficulty, shared by its group, so ``sibling`` is the share of the variance of the log length that the prompt explains (its intraclass
+  correlation).  D is N in strata: one draw from each of as many equally likely parts as there are prompts, in random order, so that a small trace
+  has the tail of a large one.
+* Drift: the log length gains log(drift) * (position - 1/2), position going from 0 to 1 over the trace: the typical length ends ``drift`` times as
+  long as it began.
+* Turns: proportional to (length / median) ** turns_power * exp(TURNS_SIGMA * N), scaled to the profile's mean; the tokens are dealt to them in
+  proportion to exp(TURN_SIGMA * N), so they add up to the length.
+* Tools: one per turn but the last, by weight; seconds and payload are the tool's lognormals, independent of all else.
+* Outcomes: behind each tool call is a score z = outcome * n + sqrt(1 - outcome^2) * N, where n is the log of the tokens that remain after it,
+  standardised over the trace.  ``outcome`` is therefore the correlation of the score with what remains: at 0 outcomes tell nothing, at 1 they are a
+  function of it.  A call fails when z is above the quantile that gives the tool's error rate, so at 1 errors come in streaks that end as the work
+  does.  A test run reports failed = its suite's size times 1.6 * Phi(z) - 0.6 (at least 0, so three runs in eight are green).  Time-outs are
+  independent of z.
+* Reward: 1 with probability Phi(0.3 - 0.8 * D), else 0.
+* Cut: a trajectory ends when its context reaches ``max_context``, as in training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+
+from . import profiles
+from .profiles import TURN_SIGMA, TURNS_SIGMA, Lognormal, Profile, Tool
+
+EXIT_FAILED, EXIT_TIMEOUT = 1, 124
+"""Exit codes of a failed process, and of one that `timeout` ended."""
+
+_normal = NormalDist()
+
+
+class Dials(msgspec.Struct, frozen=True):
+    """What a user turns; raises `UserError` from `check`."""
+
+    trajectories: int = 512
+    group: int = 8
+    """Siblings of a prompt."""
+    seed: int = 0
+    sibling: float = 0.69
+    """As measured on tau-bench."""
+    outcome: float = 0.2
+    """Measured on two software sets: at most 0.17."""
+    drift: float = 1.0
+    epochs: int = 1
+    """How often each prompt comes, in a new order each time."""
+    turns: float | None = None
+    """Mean turns; None: the profile's."""
+    max_context: int = 131_072
+    """Tokens."""
+
+    def check(self, profile: Profile) -> None:
+        """Raise `UserError` for the first dial out of range."""
+        for name, count in (("trajectories", self.trajectories), ("group", self.group), ("epochs", self.epochs)):
+            if count < 1:
+                raise invalid(name, count, "out of range", "an integer >= 1")
+        for name, share in (("sibling", self.sibling), ("outcome", self.outcome)):
+            if not 0 <= share <= 1:
+                raise invalid(name, share, "out of range", "a number from 0 to 1")
+        if not (self.drift > 0 and math.isfinite(self.drift)):
+            raise invalid("drift", self.drift, "out of range", "a number > 0")
+        if self.trajectories % (self.group * self.epochs):
+            multiple = self.group * self.epochs
+            raise invalid("trajectories", self.trajectories, "not a whole number of groups", f"a multiple of group * epochs = {multiple}")
+        if self.turns is not None and not (self.turns >= 1 and math.isfinite(self.turns)):
+            raise invalid("turns", self.turns, "out of range", "a number >= 1")
+        if self.turns is not None and self.turns > 1 and not profile.tools:
+            raise invalid("turns", self.turns, f"preset {profile.name} has no tools", "1")
+        least = int(profile.prompt.most) + 1
+        if self.max_context < least:
+            raise invalid("max_context", self.max_context, "the longest prompt leaves no room for an answer", f"an integer >= {least}")
+
+
+class _Draft(msgspec.Struct):
+    """A trajectory before its tools are called."""
+
+    prompt_id: str
+    sample: int
+    prompt_tokens: int
+    difficulty: float
+    length: float
+    """Generated tokens over the median."""
+    generated: list[int]
+
+
+def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectorySpec]:  # noqa: B008
+    """Generate ``dials.trajectories`` trajectories, the siblings of a prompt next to each other; equal arguments give equal trajectories.
+
+    Raises `UserError` for an unknown preset or a dial out of range.
+    """
+    profile = profiles.profile(preset) if isinstance(preset, str) else preset
+    dials.check(profile)
+    # Streams of their own, so that turning one dial leaves the rest of the trace as it is.
+    lengths, calls, scores = (random.Random(f"{dials.seed}/{name}") for name in ("lengths", "calls", "scores"))
+    drafts = _drafts(profile, dials, lengths)
+    _deal(drafts, dials.turns or profile.turns, profile, lengths)
+    mean, spread = _remaining(drafts)
+    result = []
+    for draft in drafts:
+        turns: list[TurnSpec] = []
+        context, left = draft.prompt_tokens, sum(draft.generated)
+        new = 0
+        for index, tokens in enumerate(draft.generated):
+            left -= tokens
+            room = dials.max_context - context - new
+            if room < 1:
+                break
+            context += new + min(tokens, room)
+            if index + 1 == len(draft.generated):
+                turns.append(TurnSpec(new, min(tokens, room)))
+                break
+            tool = _choose(profile.tools, calls)
+            score = dials.outcome * (math.log(left) - mean) / spread + math.sqrt(1 - dials.outcome**2) * scores.gauss(0, 1)
+            turns.append(_call(tool, score, TurnSpec(new, min(tokens, room)), calls))
+            new = max(round(_draw(tool.payload, calls)), 1)
+        turns[-1] = TurnSpec(turns[-1].new_tokens, turns[-1].gen_tokens)
+        reward = float(calls.random() < _normal.cdf(0.3 - 0.8 * draft.difficulty))
+        result.append(TrajectorySpec(draft.prompt_id, draft.sample, draft.prompt_tokens, tuple(turns), reward))
+    return result
+
+
+def _drafts(profile: Profile, dials: Dials, rng: random.Random) -> list[_Draft]:
+    prompts = dials.trajectories // (dials.group * dials.epochs)
+    difficulties = [_normal.inv_cdf(min(max((index + rng.random()) / prompts, 1e-9), 1 - 1e-9)) for index in range(prompts)]
+    rng.shuffle(difficulties)
+    tokens = [max(round(_draw(profile.prompt, rng)), 1) for _ in range(prompts)]
+    drafts = []
+    order = list(range(prompts))
+    for epoch in range(dials.epochs):
+        if epoch:
+            rng.shuffle(order)
+        for place, prompt in enumerate(order):
+            position = (epoch * prompts + place) / max(dials.epochs * prompts - 1, 1)
+            for sample in range(dials.group):
+                x = math.sqrt(dials.sibling) * difficulties[prompt] + math.sqrt(1 - dials.sibling) * rng.gauss(0, 1)
+                length = math.exp(profile.sigma * x + math.log(dials.drift) * (position - 0.5))
+                drafts.append(_Draft(f"{profile.name}/{prompt}", sample, tokens[prompt], difficulties[prompt], length, []))
+    return drafts
+
+
+def _deal(drafts: Sequence[_Draft], mean_turns: float, profile: Profile, rng: random.Random) -> None:
+    """Deal each draft's tokens to its turns."""
+    shares = [draft.length**profile.turns_power * math.exp(TURNS_SIGMA * rng.gauss(0, 1)) for draft in drafts]
+    scale = mean_turns * len(shares) / sum(shares)
+    for draft, share in zip(drafts, shares, strict=True):
+        turns = max(round(share * scale), 1) if mean_turns > 1 else 1
+        weights = [math.exp(TURN_SIGMA * rng.gauss(0, 1)) for _ in range(turns)]
+        per_weight = profile.generated * draft.length / sum(weights)
+        draft.generated = [max(round(weight * per_weight), 1) for weight in weights]
+
+
+def _remaining(drafts: Sequence[_Draft]) -> tuple[float, float]:
+    """Mean and standard deviation of the log of the tokens that remain, over all tool calls."""
+    logs = [math.log(left) for draft in drafts for left in itertools.accumulate(reversed(draft.generated[1:]))]
+    if not logs:
+        return 0.0, 1.0
+    mean = sum(logs) / len(logs)
+    return mean, math.sqrt(sum((log - mean) ** 2 for log in logs) / len(logs)) or 1.0
+
+
+def _call(tool: Tool, score: float, turn: TurnSpec, rng: random.Random) -> TurnSpec:
+    seconds = _draw(tool.seconds, rng)
+    late = rng.random() < tool.timeout_rate
+    outcome, exit_code, passed, failed = "ok", 0, None, None
+    if late:
+        seconds, outcome, exit_code = tool.seconds.most, "timeout", EXIT_TIMEOUT
+    elif tool.tests:
+        failed = max(round(tool.tests * (1.6 * _normal.cdf(score) - 0.6)), 0)
+        passed = tool.tests - failed
+    if not late and (failed or (not tool.tests and score > _threshold(tool.error_rate))):
+        outcome, exit_code = "error", EXIT_FAILED
+    return TurnSpec(turn.new_tokens, turn.gen_tokens, tool.name, outcome, round(seconds, 4), exit_code, passed, failed)
+
+
+def _threshold(rate: float) -> float:
+    return _normal.inv_cdf(1 - rate) if 0 < rate < 1 else math.inf if rate <= 0 else -math.inf
+
+
+def _choose(tools: Sequence[Tool], rng: random.Random) -> Tool:
+    place = rng.random() * sum(tool.weight for tool in tools)
+    for tool in tools[:-1]:
+        place -= tool.weight
+        if place < 0:
+            return tool
+    return tools[-1]
+
+
+def _draw(distribution: Lognormal, rng: random.Random) -> float:
+    return min(distribution.median * math.exp(distribution.sigma * rng.gauss(0, 1)), distribution.most)

@@ -1,0 +1,140 @@
+"""kv-cache-tester trace: a JSON document per coding session with its requests (``t`` s, ``in`` and ``out`` tokens, ``hash_ids``, ``input_types``).
+
+Format: https://github.com/callanjfox/kv-cache-tester (docs/trace_replay_tester.md), one document a file, one a line, or a list.  A session becomes
+trajectories:
+
+* Sub-agents (``type: "subagent"`` with requests of their own), and calls of another model or with another first block, are threads of their own.
+* A request that repeats the context of the one before it (the same ``in`` and ``hash_ids``: the streaming and non-streaming pairs) replaces it.
+* A trajectory is what the agent does between two messages of a person: a request with ``input_types`` but no ``tool_result`` among them starts one,
+  and so does a context that shrank (the session was compacted).  Each is the only sample of its prompt.
+* ``new_tokens`` = ``in`` - previous ``in`` - previous ``out``, at least 0: the session may drop part of an answer (thinking) from its context.
+* ``tool_s`` = time between the requests less ``api_time``; without ``api_time`` it is ``think_time``, without that the whole difference (which then
+  contains the generation).  The trace knows neither names nor outcomes of tools: the tool is called ``tool``, the outcome is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Union
+
+import msgspec
+
+from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+
+from .record import Bad, trajectory, why
+
+MAX_GAP_S = 60.0
+"""Seconds; gaps include a person who approves a call, and kv-cache-tester's own replay caps them at the same value."""
+
+
+class Request(msgspec.Struct):
+    """One call, or a sub-agent: then only ``t`` and ``requests`` count."""
+
+    t: float = 0.0
+    type: str = ""
+    model: str = ""
+    context: int | None = msgspec.field(default=None, name="in")
+    out: int = 0
+    hash_ids: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"[]"))
+    input_types: tuple[str, ...] = ()
+    api_time: float | None = None
+    think_time: float | None = None
+    requests: tuple[Request, ...] = ()
+
+
+class Session(msgspec.Struct):
+    """One document; ``id`` names it."""
+
+    requests: tuple[Request, ...]
+    id: str = ""
+
+
+_document = msgspec.json.Decoder(Union[Session, list[Session]])
+_hashes = msgspec.json.Decoder(tuple[int, ...])
+
+
+def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpec]:
+    """Read numbered lines: the whole is one document (pretty-printed or not), or each line is one."""
+    kept = list(lines)
+    try:
+        documents: list[tuple[int, bytes]] = [(kept[0][0], b"\n".join(line for _, line in kept))] if kept else []
+        for _, document in documents:
+            msgspec.json.decode(document, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        documents = kept
+    for number, document in documents:
+        try:
+            found = _document.decode(document)
+            sessions = found if isinstance(found, list) else [found]
+            trajectories = [one for session in sessions for one in _session(session, number)]
+        except msgspec.DecodeError as error:
+            bad(number, why(error))
+        except ValueError as error:
+            bad(number, str(error))
+        else:
+            yield from trajectories
+
+
+def _session(session: Session, number: int) -> Iterator[TrajectorySpec]:
+    name = session.id or f"session/{number}"
+    if not session.requests:
+        raise ValueError("requests = []: no requests; valid: at least one request")
+    for index, thread in enumerate(_threads(session.requests)):
+        for episode, requests in enumerate(_episodes(thread)):
+            yield _trajectory(f"{name}/{index}/{episode}", requests)
+
+
+def _threads(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """The main thread's calls first, then those of others in the order of their first call."""
+    threads: dict[tuple[str, int | None], list[Request]] = {}
+    for request in requests:
+        if request.type == "subagent":
+            continue
+        if request.context is None:
+            raise ValueError("requests[].in: missing; valid: an integer >= 0")
+        if request.out < 0 or request.context < 0:
+            raise ValueError(f"requests[].in = {request.context}, out = {request.out}: negative; valid: integers >= 0")
+        if request.out:  # a call that failed generated nothing
+            hashes = _hashes.decode(request.hash_ids)
+            threads.setdefault((request.model, hashes[0] if hashes else None), []).append(request)
+    yield from threads.values()
+    for request in requests:
+        if request.type == "subagent":
+            yield from _threads(request.requests)
+
+
+def _episodes(thread: Sequence[Request]) -> Iterator[list[Request]]:
+    episode: list[Request] = []
+    for request in thread:
+        before = episode[-1] if episode else None
+        if before is not None and request.context == before.context and bytes(request.hash_ids) == bytes(before.hash_ids):
+            episode[-1] = request
+            continue
+        spoken = bool(request.input_types) and "tool_result" not in request.input_types
+        if before is not None and (spoken or _context(request) < _context(before)):
+            yield episode
+            episode = []
+        episode.append(request)
+    yield episode
+
+
+def _trajectory(prompt_id: str, requests: Sequence[Request]) -> TrajectorySpec:
+    turns: list[TurnSpec] = []
+    for index, request in enumerate(requests):
+        new = max(_context(request) - _context(requests[index - 1]) - requests[index - 1].out, 0) if index else 0
+        if index + 1 < len(requests):
+            turns.append(TurnSpec(new, request.out, tool="tool", tool_s=_gap(request, requests[index + 1])))
+        else:
+            turns.append(TurnSpec(new, request.out))
+    return trajectory(prompt_id, 0, _context(requests[0]), turns)
+
+
+def _gap(request: Request, following: Request) -> float:
+    seconds = following.t - request.t - (request.api_time or 0.0)
+    if request.api_time is None and following.think_time is not None:
+        seconds = following.think_time
+    return min(max(seconds, 0.0), MAX_GAP_S)
+
+
+def _context(request: Request) -> int:
+    return request.context or 0

@@ -1,0 +1,112 @@
+"""Mooncake trace: one JSON request a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+
+Format: https://github.com/kvcache-ai/Mooncake (FAST'25 traces).  ``hash_ids[i]`` names block i of 512 prompt tokens *together with all blocks before
+it*, so equal ids mean equal prefixes.  Sessions are not marked; they are recovered: request B is the next turn of request A when
+
+* B's prompt contains A's last whole block, and A was the first request that had that block (a block that others had before is a shared system
+  prompt), and
+* B's prompt is at least as long as A's prompt and answer together, and
+* no earlier request continued A already.
+
+Everything else starts a trajectory of its own.  Identical prompts (the same ``hash_ids`` and length) are samples of one prompt.  The gap between two
+turns of a session includes A's service time, which the format does not tell; it is written as the tool ``gap`` and capped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+
+from .record import Bad, at_least, trajectory, why
+
+BLOCK = 512
+"""Tokens of a block, fixed by the format."""
+MAX_GAP_S = 60.0
+"""Seconds; a longer gap is a person who was away, not a tool."""
+
+
+class Request(msgspec.Struct, gc=False):
+    """One line; other fields (``session_id``, ``delay`` of derived formats) are ignored."""
+
+    input_length: int
+    output_length: int
+    timestamp: float = 0.0
+    hash_ids: tuple[int, ...] = ()
+
+
+class _Session:
+    __slots__ = ("context", "last", "number", "prompt", "prompt_tokens", "seen", "turns")
+
+    def __init__(self, number: int, first: Request) -> None:
+        self.number = number
+        self.prompt = first.hash_ids
+        self.prompt_tokens = first.input_length
+        self.turns: list[TurnSpec] = []
+        self.last, self.context, self.seen = first, 0, first.timestamp
+
+    def add(self, request: Request) -> None:
+        if self.turns:
+            gap = min(max(request.timestamp - self.seen, 0.0) / 1000, MAX_GAP_S)
+            self.turns[-1] = msgspec.structs.replace(self.turns[-1], tool="gap", tool_s=gap)
+        self.turns.append(TurnSpec(request.input_length - self.context if self.turns else 0, request.output_length))
+        self.last, self.seen = request, request.timestamp
+        self.context = request.input_length + request.output_length
+
+
+_decoder = msgspec.json.Decoder(Request)
+
+
+def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpec]:
+    """Read numbered lines in their order; trajectories come in the order of their first requests, after the last line was read."""
+    sessions: list[_Session] = []
+    head: dict[int, _Session] = {}
+    known: set[int] = set()
+    for number, line in lines:
+        try:
+            request = _decoder.decode(line)
+            at_least("input_length", request.input_length, 0)
+            at_least("output_length", request.output_length, 1)
+        except msgspec.DecodeError as error:
+            bad(number, why(error))
+            continue
+        except ValueError as error:
+            bad(number, str(error))
+            continue
+        session = _continued(request, head)
+        own = _last_whole_block(request)
+        if session is None:
+            session = _Session(number, request)
+            sessions.append(session)
+            if own is not None and own not in known:
+                head[own] = session
+        else:
+            previous = _last_whole_block(session.last)
+            if previous is not None:
+                del head[previous]
+            if own is not None and (own == previous or own not in known):
+                head[own] = session
+        session.add(request)
+        known.update(request.hash_ids)
+    samples: dict[tuple[tuple[int, ...], int], tuple[str, int]] = {}
+    for session in sessions:
+        key = (session.prompt or (-session.number,), session.prompt_tokens)
+        prompt_id, sample = samples.get(key, (f"mooncake/{session.number}", 0))
+        samples[key] = (prompt_id, sample + 1)
+        yield trajectory(prompt_id, sample, session.prompt_tokens, session.turns)
+
+
+def _last_whole_block(request: Request) -> int | None:
+    whole = min(request.input_length // BLOCK, len(request.hash_ids))
+    return request.hash_ids[whole - 1] if whole else None
+
+
+def _continued(request: Request, head: dict[int, _Session]) -> _Session | None:
+    """The session whose last turn is the longest prefix of this prompt."""
+    for block in reversed(request.hash_ids):
+        session = head.get(block)
+        if session is not None and request.input_length >= session.context:
+            return session
+    return None

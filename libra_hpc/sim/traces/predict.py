@@ -1,0 +1,195 @@
+"""What predicts the work that remains: the prompt, what the tools returned, or the service attained so far; and how well, on this trace.
+
+* Prompt: siblings are compared in turns, in generated tokens, and in the log of these (the raw scale hangs on the few longest).
+* Signals: at the tool return after turn k, against the log of the tokens still to be generated.  Everything is taken *within* the same k and pooled
+  over k, so nothing is gained by a signal that only tells how far the trajectory is.
+* Attained service: mean tokens that remain to those who have generated at least a.  If it rises, the longest-served have the most to come, and
+  least-attained-service scheduling gains; if it falls, it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import msgspec
+
+from libra_hpc.sim.workload import TrajectorySpec
+
+from .stats import OneWay, centred, one_way, pearson
+
+FEW = 20
+"""Trajectories still running below which turn k, or a threshold, is left out: its mean would be noise."""
+TREND = 1.25
+"""Ratio of mean residuals that counts as a rise (or its inverse as a fall)."""
+TREND_ALIVE = 0.05
+"""The trend is judged at the largest threshold that this share of the trajectories reaches."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """How much siblings are alike in one quantity; groups of two or more samples."""
+
+    quantity: str
+    groups: int
+    n: int
+    anova: OneWay
+    r_siblings: float | None
+    """Correlation of a trajectory with the mean of its siblings."""
+    r_probe: float | None
+    """Correlation of the lowest sample of a group with each of the others."""
+
+
+class Signal(msgspec.Struct, frozen=True):
+    """How much one signal tells about the log of what remains, at equal turn."""
+
+    signal: str
+    measure: str
+    """``eta2`` (share of variance explained by classes) or ``r`` (correlation)."""
+    value: float | None
+    """None: not determined, ``note`` says why."""
+    share: float | None
+    """Share of variance explained, comparable between signals: epsilon2 for eta2 (about 0 by chance, so also just below it), r squared for r."""
+    n: int
+    note: str = ""
+
+
+class Residual(msgspec.Struct, frozen=True):
+    """Of the trajectories that generated more than ``attained`` tokens."""
+
+    attained: int
+    n: int
+    mean_tokens: float
+    mean_turns: float
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """The three answers."""
+
+    prompt: list[Prompt]
+    """Empty: no siblings."""
+    signals: list[Signal]
+    residual: list[Residual]
+    trend: str
+    """``rises`` | ``falls`` | ``flat`` | ``too few``"""
+
+
+class _Point(msgspec.Struct):
+    """A tool return."""
+
+    turn: int
+    left: float
+    """Log of the tokens still to be generated."""
+    tool: str | None
+    outcome: str | None
+    failed: int | None
+    streak: int
+    """Tool returns in a row, this one included, that were not ``ok``."""
+    payload: int
+    attained: int
+
+
+def predict(trajectories: Sequence[TrajectorySpec]) -> Prediction:
+    """Analyse a trace."""
+    residual = _residual(trajectories)
+    return Prediction(_prompt(trajectories), _signals(list(_points(trajectories))), residual, _trend(residual, len(trajectories)))
+
+
+def _prompt(trajectories: Sequence[TrajectorySpec]) -> list[Prompt]:
+    groups: dict[str, list[TrajectorySpec]] = {}
+    for one in trajectories:
+        groups.setdefault(one.prompt_id, []).append(one)
+    families = [sorted(members, key=lambda one: one.sample) for members in groups.values() if len(members) > 1]
+    quantities: tuple[tuple[str, Callable[[TrajectorySpec], float]], ...] = (
+        ("turns", lambda one: float(len(one.turns))),
+        ("generated", lambda one: float(one.generated)),
+        ("log generated", lambda one: math.log(one.generated)),
+    )
+    result = []
+    for name, quantity in quantities:
+        values = [[quantity(one) for one in members] for members in families]
+        anova = one_way((0, index, value) for index, members in enumerate(values) for value in members)
+        if anova is None:
+            continue
+        others = [((sum(members) - value) / (len(members) - 1), value) for members in values for value in members]
+        probes = [(members[0], value) for members in values for value in members[1:]]
+        result.append(Prompt(name, len(families), len(others), anova, pearson(others), pearson(probes)))
+    return result
+
+
+def _points(trajectories: Sequence[TrajectorySpec]) -> Iterator[_Point]:
+    """Tool returns, at turns that at least `FEW` trajectories reach."""
+    reach = sorted((len(one.turns) for one in trajectories), reverse=True)
+    last = reach[FEW - 1] - 1 if len(reach) >= FEW else 0
+    for one in trajectories:
+        attained, streak, generated = 0, 0, one.generated
+        for index, turn in enumerate(one.turns[:-1]):
+            attained += turn.gen_tokens
+            streak = streak + 1 if turn.outcome not in (None, "ok") else 0
+            if index < last:
+                payload = one.turns[index + 1].new_tokens
+                yield _Point(index, math.log(generated - attained), turn.tool, turn.outcome, turn.failed, streak, payload, attained)
+
+
+def _signals(points: Sequence[_Point]) -> list[Signal]:
+    said = [point for point in points if point.outcome is not None]
+    classes = {point.outcome for point in said}
+    tested = [point for point in points if point.failed is not None]
+    result = []
+    if len(classes) > 1:
+        result.append(_classes("last outcome", [(point.turn, point.outcome, point.left) for point in said]))
+        result.append(_classes("last tool and outcome", [(point.turn, (point.tool, point.outcome), point.left) for point in said]))
+        result.append(_correlated("error streak", [(point.turn, float(point.streak), point.left) for point in said]))
+    else:
+        note = f"every outcome is {classes.pop()!r}" if classes else "no outcomes"
+        result.append(Signal("last outcome", "eta2", None, None, len(said), note))
+    if tested:
+        result.append(_correlated("failed tests", [(point.turn, float(point.failed or 0), point.left) for point in tested]))
+    result.append(_correlated("log payload", [(point.turn, math.log1p(point.payload), point.left) for point in points]))
+    result.append(_correlated("log attained", [(point.turn, math.log(point.attained), point.left) for point in points]))
+    return result
+
+
+def _classes(name: str, rows: Sequence[tuple[int, Hashable, float]]) -> Signal:
+    anova = one_way(rows)
+    if anova is None:
+        return Signal(name, "eta2", None, None, len(rows), "too few")
+    return Signal(name, "eta2", anova.eta2, anova.epsilon2, len(rows))
+
+
+def _correlated(name: str, rows: Sequence[tuple[int, float, float]]) -> Signal:
+    r = pearson(centred(rows))
+    note = "" if r is not None else "no turn before the last" if not rows else "constant, or too few"
+    return Signal(name, "r", r, None if r is None else r * r, len(rows), note)
+
+
+def _residual(trajectories: Sequence[TrajectorySpec]) -> list[Residual]:
+    lengths = [one.generated for one in trajectories]
+    thresholds = [0, *(digit * 10**power for power in range(1, 8) for digit in (1, 2, 5))]
+    result: list[Residual] = []
+    for attained in thresholds:
+        alive = [one for one, length in zip(trajectories, lengths, strict=True) if length > attained]
+        if len(alive) < min(FEW, len(trajectories)) or not alive:
+            break
+        if result and len(alive) > 0.9 * result[-1].n:
+            continue  # nearly the same trajectories again
+        mean_turns = sum(_turns_left(one, attained) for one in alive) / len(alive)
+        result.append(Residual(attained, len(alive), sum(one.generated - attained for one in alive) / len(alive), mean_turns))
+    return result
+
+
+def _turns_left(one: TrajectorySpec, attained: int) -> float:
+    """Turns, counting the one in progress by what is left of it."""
+    left = 0.0
+    done = 0
+    for turn in one.turns:
+        left += min(max(done + turn.gen_tokens - attained, 0) / turn.gen_tokens, 1.0)
+        done += turn.gen_tokens
+    return left
+
+
+def _trend(residual: Sequence[Residual], n: int) -> str:
+    judged = [row for row in residual[1:] if row.n >= max(TREND_ALIVE * n, FEW)]
+    if not judged:
+        return "too few"
+    ratio = judged[-1].mean_tokens / residual[0].mean_tokens
+    return "rises" if ratio >= TREND else "falls" if ratio <= 1 / TREND else "flat"

@@ -1,0 +1,129 @@
+"""Read a trace of any known format, gzip or not; every line that cannot be read is named, or counted with ``skip_bad``."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.telemetry.rundir import write_atomic
+
+from . import azure, kv_cache_tester, libra, mooncake
+from .record import Bad
+
+Reader = Callable[[Iterable[tuple[int, bytes]], Bad], Iterator[TrajectorySpec]]
+READERS: dict[str, Reader] = {"libra": libra.read, "kv-cache-tester": kv_cache_tester.read, "mooncake": mooncake.read, "azure": azure.read}
+AUTO = "auto"
+HEAD = 65536
+"""Bytes of a file that tell its format: the keys of the first object, or the header."""
+GZIP = b"\x1f\x8b"
+
+_MARKS = (
+    ("azure", re.compile(rb"\A(\xef\xbb\xbf)?[^\n{]*\bContextTokens\b")),
+    ("libra", re.compile(rb'"turns"\s*:')),
+    ("kv-cache-tester", re.compile(rb'"requests"\s*:')),
+    ("mooncake", re.compile(rb'"(input|output)_length"\s*:')),
+)
+"""What only this format has, the most telling first."""
+
+
+class Trace(msgspec.Struct):
+    """What a file held."""
+
+    path: Path
+    format: str
+    trajectories: list[TrajectorySpec]
+    bad: list[str]
+    """One sentence for each line that was passed over."""
+
+
+def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: int | None = None) -> Trace:
+    """Read ``path``: a file, or a folder of kv-cache-tester documents.
+
+    ``format`` is a key of `READERS` or ``"auto"``; ``limit`` keeps the first so many trajectories.  Raises `UserError` for a file that cannot be
+    read, is of no known format or has no trajectory, and for the first bad line unless ``skip_bad``.
+    """
+    if format not in (AUTO, *READERS):
+        raise invalid("format", format, "unknown format", (AUTO, *READERS))
+    if limit is not None and limit < 1:
+        raise invalid("limit", limit, "out of range", "an integer >= 1")
+    trace = Trace(path, format, [], [])
+    for file in _files(path):
+        content = _content(file)
+        kind = _detect(file, content[:HEAD]) if format == AUTO else format
+        trace.format = kind
+        room = None if limit is None else limit - len(trace.trajectories)
+        try:
+            trace.trajectories.extend(itertools.islice(READERS[kind](_lines(content), _bad(file, trace.bad, skip_bad)), room))
+        except RecursionError:
+            raise UserError(f"{file}: JSON is nested too deeply to be a trace.") from None
+        if limit is not None and len(trace.trajectories) >= limit:
+            break
+    if not trace.trajectories:
+        passed = f" that can be read; bad lines: {len(trace.bad)}, the first: {trace.bad[0]}" if trace.bad else ""
+        raise UserError(f"{path}: the trace has no trajectory{passed.rstrip('.')}.")
+    return trace
+
+
+def write_trace(path: Path, trajectories: Iterable[TrajectorySpec]) -> None:
+    """Write the project's own format, compressed if the name ends in ``.gz``; readers see the old or the new file, never a part.
+
+    Equal trajectories give equal bytes.  Raises `UserError` when the folder is not there or cannot be written.
+    """
+    data = libra.encode(trajectories)
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}).") from None
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
+    if not files:
+        raise UserError(f"{path}: the folder has no trace; valid: a file, or a folder of *.json of kv-cache-tester.")
+    return files
+
+
+def _content(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data.startswith(GZIP) else data
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: the gzip file is damaged ({error}).") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            yield number, line
+
+
+def _detect(path: Path, head: bytes) -> str:
+    if not head.strip():
+        raise UserError(f"{path}: the trace is empty.")
+    for name, mark in _MARKS:
+        if mark.search(head):
+            return name
+    raise UserError(f"{path}: of no known format; valid: {', '.join(READERS)} (name one with --format).")
+
+
+def _bad(path: Path, found: list[str], skip: bool) -> Bad:
+    def bad(number: int, problem: str) -> None:
+        if not skip:
+            raise UserError(f"{path}, line {number}: {problem.rstrip('.')} (--skip-bad goes on without such lines).")
+        found.append(f"line {number}: {problem}.")
+
+    return bad

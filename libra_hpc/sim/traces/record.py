@@ -1,0 +1,55 @@
+"""What every reader promises about a trajectory, checked in one place, whatever the format it came from.
+
+At least one turn; the first turn adds nothing (its context is the prompt); every turn generates at least one token; no negative number; the last
+turn calls no tool.  A violation is a `ValueError` whose text is a fragment of a sentence; `libra_hpc.sim.traces.read` adds the file and the line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+
+Bad = Callable[[int, str], None]
+"""Called with a line number (from 1) and what is wrong there; raises, or counts the line and returns."""
+
+
+def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[TurnSpec], reward: float | None = None) -> TrajectorySpec:
+    """Build a checked trajectory; raises `ValueError` naming the field, its value and what is valid.
+
+    The tool of the last turn is dropped: what it returned was never answered, so no schedule depends on it.
+    """
+    if not turns:
+        raise ValueError("turns = []: no turns; valid: at least one turn")
+    at_least("prompt_tokens", prompt_tokens, 0)
+    at_least("sample", sample, 0)
+    if turns[0].new_tokens:
+        raise ValueError(f"turns[0].new_tokens = {turns[0].new_tokens}: the context of the first turn is prompt_tokens; valid: 0")
+    for index, turn in enumerate(turns):
+        at_least(f"turns[{index}].new_tokens", turn.new_tokens, 0)
+        at_least(f"turns[{index}].gen_tokens", turn.gen_tokens, 1)
+        if not (math.isfinite(turn.tool_s) and turn.tool_s >= 0):
+            raise ValueError(f"turns[{index}].tool_s = {turn.tool_s:g}: out of range; valid: seconds >= 0")
+        for name, count in (("passed", turn.passed), ("failed", turn.failed)):
+            if count is not None:
+                at_least(f"turns[{index}].{name}", count, 0)
+    last = turns[-1]
+    if last.tool is not None or last.outcome is not None or last.tool_s:
+        turns = (*turns[:-1], TurnSpec(last.new_tokens, last.gen_tokens))
+    return TrajectorySpec(prompt_id, sample, prompt_tokens, tuple(turns), reward)
+
+
+def why(error: msgspec.DecodeError) -> str:
+    """What msgspec says, as a fragment of a sentence."""
+    text = str(error).rstrip(".")
+    return text[0].lower() + text[1:] if isinstance(error, msgspec.ValidationError) else f"not JSON ({text})"
+
+
+def at_least(field: str, value: int, least: int) -> None:
+    """Raise `ValueError` when a count is below what is valid."""
+    if value < least:
+        problem = "negative" if value < 0 else "too small"
+        raise ValueError(f"{field} = {value}: {problem}; valid: an integer >= {least}")

@@ -1,0 +1,85 @@
+"""The twin of a rollout engine process: ``python -m libra_hpc.twin.engine --socket PATH --config JSON --pace JSON``.
+
+``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread, which sleeps until a message comes or
+something is due; an idle engine takes no time at all.  It ends as the real one does: on `Shutdown`, or when the agent closes the socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.rollout import Abort, FromEngine, Generate, Shutdown, Sleep, ToEngine, UpdateWeights, Wake, from_engine, to_engine
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.sim.engine import IDLE
+
+from .clock import Clock, wait
+from .core import TwinEngine
+from .settings import Pace
+
+
+def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) -> None:
+    """Run an engine until it is told to leave; raises `EOFError` when the agent is gone, `UserError` for hardware or a model that is not known."""
+    begin = time.monotonic()
+    steps = lookup(pace.device, pace.model, config.tp, pace.calibration or None, source=pace.source, devices_file=pace.devices or None)
+    engine = TwinEngine(config, pace, steps)
+    print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True)
+    wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
+    clock = Clock(pace.speedup)
+    socket.send(engine.ready(time.monotonic() - begin))
+    while True:
+        timeout = None if engine.next_at == IDLE else max(0.0, clock.wall(engine.next_at - clock.now()))
+        message = socket.receive(timeout)
+        now = clock.now()
+        replies = engine.run_until(now)
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            replies += _obey(engine, message, now)
+            message = socket.receive(0)
+        socket.send_many(replies)
+
+
+def _obey(engine: TwinEngine, message: ToEngine, now: float) -> list[FromEngine]:
+    match message:
+        case Generate():
+            return engine.submit(message, now)
+        case UpdateWeights():
+            return engine.update(message, now)
+        case Abort():
+            engine.abort(message, now)
+        case Sleep():
+            return engine.sleep(now)
+        case Wake():
+            engine.wake()
+    return []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a twin; exit codes: 0 asked to leave, 2 a user's mistake (one sentence on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.twin.engine", description="A simulated rollout engine.")
+    parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with an EngineConfig")
+    parser.add_argument("--pace", required=True, help="Pace as JSON")
+    options = parser.parse_args(arguments)
+    config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
+    pace = msgspec.json.decode(options.pace, type=Pace)
+    try:
+        serve(EngineSocket(options.socket, to_engine, from_engine), config, pace)
+    except (EOFError, ConnectionError):
+        return 0
+    except UserError as error:
+        print(f"libra-hpc: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The twin of an environment host: ``python -m libra_hpc.twin.host --socket PATH --config JSON`` with a `Play`.
+
+It is the real host around a task of its own, `Replay`: prompts and tool results of the workload's sizes (`tokens`), tools that take the workload's seconds,
+rewards of the workload.  It needs no tokenizer and starts no tool process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.tasks.base import Episode, Signal, Task, ToolResult, Tools, Turn
+from libra_hpc.tasks.host import Host
+
+from .settings import Play
+from .tokens import STOP, answer, prompt
+from .workload import groups
+
+
+class Replay(Task):
+    """A task that replays a workload.  Raises `UserError` for one that cannot be read or generated."""
+
+    def __init__(self, play: Play) -> None:
+        self.seed = play.seed
+        self._groups = groups(play)
+        self._speedup = play.speedup
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        """Sample ``sample`` of the workload's ``index``-th prompt; both count on from the beginning when the workload is shorter."""
+        number = index % len(self._groups)
+        group = self._groups[number]
+        return _Replayed(group[sample % len(group)], number, sample, self._speedup)
+
+
+class _Replayed(Episode):
+    def __init__(self, spec: TrajectorySpec, number: int, sample: int, speedup: float) -> None:
+        self._spec, self._speedup, self._next = spec, speedup, 0
+        self.prompt_id = spec.prompt_id
+        first = spec.turns[0]
+        self.prompt = prompt(number, sample, spec.prompt_tokens + first.new_tokens, first.gen_tokens)
+        self.max_tokens = max(turn.gen_tokens for turn in spec.turns)
+        self.stop_ids = (STOP,)
+
+    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+        """Answer a turn after the tool's time."""
+        turns, number = self._spec.turns, self._next
+        turn = turns[number]
+        self._next += 1
+        if len(tokens) < turn.gen_tokens:
+            return Turn(done=True, info={"truncated": 1.0})
+        if self._next == len(turns):
+            reward = self._spec.reward or 0.0
+            return Turn(done=True, reward=reward, info={"solved": reward, "truncated": 0.0})
+        seconds = turn.tool_s / self._speedup
+        await asyncio.sleep(seconds)
+        following = turns[self._next]
+        ids = answer(max(1, following.new_tokens), following.gen_tokens)
+        signal = Signal(turn.tool or "", turn.outcome or "ok", len(ids), seconds, turn.exit_code, turn.passed, turn.failed)
+        return Turn(ids, signal)
+
+
+class _NoTools:
+    """A replayed tool is only its time, its outcome and the size of its answer."""
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        raise KeyError(name)
+
+    async def python(self, code: str) -> ToolResult:
+        raise KeyError("python")
+
+
+async def serve(path: str, play: Play) -> int:
+    """Connect, serve until the socket closes, and return the exit code."""
+    host = Host("twin", Replay(play), _NoTools())
+    await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
+    return await host.closed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a twin; exit codes: 0 the socket closed, 1 the peer broke the protocol, 2 a user's mistake (one sentence on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.twin.host", description="An environment host that replays a workload.")
+    parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
+    parser.add_argument("--config", required=True, help="Play as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            return asyncio.run(serve(options.socket, msgspec.json.decode(options.config, type=Play)))
+    except UserError as error:
+        print(f"libra-hpc: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""What a rehearsal makes of a run file: settings of the simulated processes, times of the wall clock, and what can be wrong with it.
+
+The planner sees the wall clock, on which everything passes ``speedup`` times faster, so the times of ``[planner]`` are divided by it (and the rate of moves
+is multiplied): one run file then means the same to a real run and to its rehearsal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from libra_hpc.config.job import Component
+from libra_hpc.config.rollout import of_node
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.sim.settings import blocks_of
+from libra_hpc.sim.traces import profiles
+from libra_hpc.sim.traces.read import read_trace
+
+from .settings import Pace, Play
+from .workload import dials
+
+TASK = "twin"
+"""Name of the task in records, and for scheduling policies."""
+
+
+def pace(config: RunConfig, component: str) -> Pace:
+    """What the simulated processes of a component's nodes are told."""
+    twin, planner = config.twin, config.planner
+    nodes: Component = getattr(config.components, component)
+    return Pace(
+        device=twin.device or planner.device or nodes.gpu_type,
+        devices=twin.devices or planner.devices,
+        model=twin.model or planner.model or config.model.path,
+        calibration=twin.calibration,
+        source=twin.source,
+        speedup=twin.speedup,
+        mfu=twin.mfu,
+        step_s=twin.step_s,
+        start_s=twin.start_s,
+        wake_s=twin.wake_s,
+        sync_s=twin.sync_s,
+    )
+
+
+def play(config: RunConfig) -> Play:
+    """What the environment hosts replay."""
+    twin, algorithm = config.twin, config.algorithm
+    return Play(
+        trace=twin.trace,
+        presets=tuple(twin.presets),
+        sibling=twin.sibling,
+        outcome=twin.outcome,
+        drift=twin.drift,
+        prompts=config.run.steps * algorithm.prompts_per_step,
+        group=algorithm.group_size,
+        max_context=config.rollout.max_model_len,
+        seed=config.run.seed,
+        speedup=twin.speedup,
+    )
+
+
+def in_wall_time(config: RunConfig) -> RunConfig:
+    """A rehearsal's configuration as its agents use it; that of a real run is returned as it is."""
+    if config.run.engine == "real":
+        return config
+    planner, speedup = config.planner, config.twin.speedup
+    times = {name: getattr(planner, name) / speedup for name in type(planner).model_fields if name.endswith("_s")}
+    moves = max(1, round(planner.moves_per_hour * speedup))
+    return config.model_copy(
+        update={
+            "planner": planner.model_copy(update={**times, "moves_per_hour": moves}),
+            "task": config.task.model_copy(update={"name": TASK}),
+        }
+    )
+
+
+def check_twin(config: RunConfig) -> None:
+    """Raise `UserError` for hardware, a model, or a workload that cannot be simulated."""
+    for name in ("train", "hybrid", "rollout"):
+        if getattr(config.components, name).nodes:
+            _check_hardware(config, name)
+    told = play(config)
+    if told.trace:
+        read_trace(Path(told.trace))
+        return
+    for preset, mine in dials(told):
+        mine.check(profiles.profile(preset))
+
+
+def _check_hardware(config: RunConfig, component: str) -> None:
+    told = pace(config, component)
+    if not told.device:
+        raise invalid("twin.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
+    if not told.model:
+        raise invalid("twin.model", "", "there is no model.path either", "a known model such as qwen3-14b, or a Hugging Face folder")
+    device(told.device, told.devices or None)
+    shape = model_shape(told.model)
+    if component != "rollout":
+        shape.check_tp(config.train.tp)
+    if component == "train":
+        return
+    rollout, hybrid = config.rollout, config.components.hybrid.nodes
+    nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
+    for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
+        steps = lookup(told.device, told.model, tp, told.calibration or None, source=told.source, devices_file=told.devices or None)
+        if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
+            raise UserError(
+                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {told.model} on {tp} x {told.device} holds {steps.kv_capacity} tokens; "
+                "valid: a shorter context, or a larger rollout.tp."
+            )

@@ -1,0 +1,85 @@
+"""The twin trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a generation.
+
+Weight files are real safetensors files of one small tensor, so everything that carries, checks and keeps weights does its work; checkpoints have the
+layout of `libra_hpc.train.folders`.  Members of a generation meet in files beside the path that torch would use: each writes its step, and reads all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.protocol.codec import pack_f32
+from libra_hpc.protocol.trainer import Join
+from libra_hpc.train import folders
+
+TENSOR = "twin.step"
+ELEMENTS = 4096
+"""float32 elements of a weight file: enough to be a file, small enough that sending it takes no time."""
+MEET_POLL_S = 0.01
+ALIGN = 8
+"""The header of a safetensors file is padded to a multiple of so many bytes."""
+
+
+class NotMet(Exception):
+    """A generation did not come together."""
+
+
+def weight_file(step: int) -> bytes:
+    """Content of a safetensors file whose one tensor holds the step."""
+    data = pack_f32([float(step)] * ELEMENTS)
+    header = json.dumps({TENSOR: {"dtype": "F32", "shape": [ELEMENTS], "data_offsets": [0, len(data)]}}).encode()
+    header += b" " * (-len(header) % ALIGN)
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def export(path: Path, step: int) -> tuple[int, int]:
+    """Write the weights of ``step``, all at once; returns crc32 and size of the file."""
+    data = weight_file(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+    return zlib.crc32(data), len(data)
+
+
+def save(folder: Path, step: int, updates: int) -> None:
+    """Write a checkpoint, which appears all at once."""
+    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / folders.POLICY_DIR).mkdir(parents=True)
+    export(partial / folders.POLICY_DIR / "model.safetensors", step)
+    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
+    folders.publish(partial, folder)
+
+
+def meet(order: Join, local_rank: int, step: int, updates: int, timeout_s: float, interrupted: Callable[[], bool]) -> folders.TrainerState:
+    """Wait for all members of a generation and return the state of the one with the highest step.
+
+    Raises `NotMet` after ``timeout_s``, or once ``interrupted`` says that something newer is to be done.
+    """
+    base = Path(order.rendezvous)
+    mine = base.with_name(f"{base.name}.{local_rank}-{order.rank}")
+    partial = mine.with_name(f"{mine.name}{folders.TEMPORARY}")
+    partial.write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
+    os.replace(partial, mine)
+    missing = {base.with_name(f"{base.name}.{local_rank}-{rank}") for rank in range(order.size)}
+    found: list[folders.TrainerState] = []
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for path in [path for path in missing if path.exists()]:
+            found.append(msgspec.json.decode(path.read_bytes(), type=folders.TrainerState))
+            missing.discard(path)
+        if not missing:
+            return max(found, key=lambda state: state.step)
+        if interrupted() or time.monotonic() > deadline:
+            raise NotMet(f"{len(missing)} of {order.size} members did not appear")
+        time.sleep(MEET_POLL_S)

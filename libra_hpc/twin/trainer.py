@@ -1,0 +1,193 @@
+"""The twin of a Megatron worker process: ``python -m libra_hpc.twin.trainer --socket PATH --config JSON --pace JSON``.
+
+It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `law` in place of the computation and a counter in place of the state: a step is
+refused unless it is the next one of the present generation, a newcomer takes the state of the member with the highest step, a rebuilt replica starts from
+its newest snapshot.  What differs: a member whose peer dies in mid-step finishes and commits it, which the train leader accepts as a step that some
+survivor committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    FromWorker,
+    Join,
+    Joined,
+    LoadCheckpoint,
+    Loaded,
+    Sample,
+    SaveCheckpoint,
+    Saved,
+    Standby,
+    StepDone,
+    StepFailed,
+    Stop,
+    ToWorker,
+    TrainStep,
+    WorkerError,
+    WorkerReady,
+    from_worker,
+    to_worker,
+)
+from libra_hpc.train import folders
+from libra_hpc.train.settings import WorkerConfig, read_config
+
+from . import state
+from .clock import wait
+from .law import TrainLaw
+from .settings import Pace
+
+TOKEN_BYTES = 4
+
+
+class Trainer:
+    """One process of a replica.  Raises `UserError` for hardware or a model that is not known."""
+
+    def __init__(self, config: WorkerConfig, pace: Pace, socket: EngineSocket[FromWorker], begin: float) -> None:
+        self._config, self._speedup, self._socket = config, pace.speedup, socket
+        shape = model_shape(pace.model)
+        self._law = TrainLaw(shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s)
+        self._generation, self._size = -1, 1
+        self._ahead: ToWorker | None = None
+        """A message that arrived while a generation formed."""
+        self._state = folders.TrainerState(0, 0)
+        if config.start_dir:
+            self._state = folders.read_state(folders.resolve(Path(config.start_dir)))
+        self._take(pace.start_s, begin)
+        socket.send(WorkerReady(self._state.step, shape.params, time.monotonic() - begin))
+
+    def run(self) -> None:
+        """Obey messages until `Stop`; raises `EOFError` when the agent is gone."""
+        while True:
+            message = self._ahead or self._socket.receive()
+            self._ahead = None
+            if message is None or isinstance(message, Stop):
+                return
+            self._socket.send_many(self._obey(message))
+
+    def _take(self, simulated_s: float, begin: float) -> None:
+        """Be busy until so many simulated seconds after ``begin``."""
+        wait(self._socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
+
+    def _obey(self, message: ToWorker) -> list[FromWorker]:
+        begin = time.monotonic()
+        match message:
+            case TrainStep():
+                return self._train(message, begin)
+            case Join():
+                return self._join(message, begin)
+            case Export(path=path, version=version):
+                crc32, size = state.export(Path(path), self._state.step) if self._config.local_rank == 0 else (0, 0)
+                return [Exported(version, crc32, size, time.monotonic() - begin)]
+            case SaveCheckpoint(folder=folder, step=step):
+                return [self._save(Path(folder), step, begin)]
+            case LoadCheckpoint(folder=folder):
+                return [self._load(Path(folder))]
+            case Standby():
+                self._generation = -1
+        return []
+
+    def _join(self, message: Join, begin: float) -> list[FromWorker]:
+        self._generation = -1
+        mine = self._state
+        try:
+            truth = state.meet(message, self._config.local_rank, mine.step, mine.updates, self._config.join_timeout_s, self._interrupted)
+        except state.NotMet as error:
+            return [WorkerError(f"generation {message.generation} did not form: {error}", fatal=False)]
+        received = 0
+        if truth != mine:
+            received = self._law.state_bytes
+            self._take(self._law.receive_s, begin)
+        self._state, self._generation, self._size = truth, message.generation, message.size
+        return [Joined(message.generation, truth.step, received, time.monotonic() - begin)]
+
+    def _interrupted(self) -> bool:
+        self._ahead = self._socket.receive(0)
+        return self._ahead is not None
+
+    def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
+        step = self._state.step
+        if message.generation != self._generation or message.step != step + 1:
+            self._generation, was = -1, self._generation
+            why = f"this replica is at step {step} in generation {was}, it cannot run step {message.step} of generation {message.generation}"
+            return [StepFailed(message.step, message.generation, why)]
+        samples = [sample for minibatch in message.minibatches for sample in minibatch]
+        compute_s, reduce_s = self._law.compute_s(map(_tokens, samples)), self._law.reduce_s(self._size)
+        self._take(compute_s + reduce_s, begin)
+        self._state = folders.TrainerState(message.step, self._state.updates + sum(total > 0 for total in message.total_tokens))
+        self._snapshot()
+        done = StepDone(
+            step=message.step,
+            generation=message.generation,
+            loss=0.0,
+            grad_norm=0.0,
+            ratio_mean=1.0,
+            ratio_truncated=0.0,
+            logprob_gap=0.0,
+            entropy=0.0,
+            tokens=sum(map(_tokens, samples)),
+            loss_tokens=sum(sample.loss_mask.count(1) for sample in samples),
+            compute_s=compute_s / self._speedup,
+            reduce_s=reduce_s / self._speedup,
+            optimizer_s=0.0,
+        )
+        return [done]
+
+    def _snapshot(self) -> None:
+        every, where = self._config.snapshot_every, self._config.snapshot_dir
+        if where and every and self._state.step % every == 0 and self._config.local_rank == 0:
+            state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
+            folders.keep_newest(Path(where), 1)
+
+    def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
+        if step != self._state.step:
+            return WorkerError(f"this replica is at step {self._state.step}, it cannot save step {step}", fatal=False)
+        if self._config.local_rank == 0:
+            state.save(folder, step, self._state.updates)
+        return Saved(str(folder), step, time.monotonic() - begin)
+
+    def _load(self, folder: Path) -> FromWorker:
+        try:
+            self._state = folders.read_state(folders.resolve(folder))
+        except (OSError, ValueError) as error:
+            return WorkerError(str(error), fatal=False)
+        return Loaded(self._state.step)
+
+
+def _tokens(sample: Sample) -> int:
+    return len(sample.tokens) // TOKEN_BYTES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a twin; exit codes: 0 asked to leave, 2 a user's mistake (one sentence on stderr)."""
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.twin.trainer", description="One simulated process of a training replica.")
+    parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
+    parser.add_argument("--pace", required=True, help="Pace as JSON")
+    options = parser.parse_args(arguments)
+    pace = msgspec.json.decode(options.pace, type=Pace)
+    try:
+        Trainer(read_config(options.config), pace, EngineSocket(options.socket, to_worker, from_worker), begin).run()
+    except (EOFError, ConnectionError):
+        return 0
+    except UserError as error:
+        print(f"libra-hpc: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

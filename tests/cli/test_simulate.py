@@ -1,0 +1,102 @@
+"""`libra-hpc simulate` from the command line: its table, its JSON, its picture, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from libra_hpc_cli.app import run
+
+from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.traces.read import write_trace
+
+FLEET = ["--buckets", "2xTP1,1xTP2", "--model", "qwen3-8b", "--device", "a800"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "search.jsonl.gz"
+    write_trace(path, generate("search", Dials(trajectories=32, seed=1)))
+    return path
+
+
+def simulate(*arguments: str) -> int:
+    return run(["simulate", *arguments])
+
+
+def test_json_has_every_policy_against_the_oracle(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(str(trace), *FLEET, "--gpus", "9", "--policy", "least_loaded,cmlfq", "--json") == 0
+    out = capsys.readouterr()
+    answer = json.loads(out.out)
+    assert answer["gpus"] == 8
+    assert "1 of 9 GPUs stay empty" in out.err
+    assert list(answer["policies"]) == ["least_loaded", "cmlfq", "oracle"]
+    generated = {row["generated_tokens"] for row in answer["policies"].values()}
+    assert len(generated) == 1
+    reference = answer["policies"]["oracle"]
+    assert reference["ratio_to_oracle"] == 1.0
+    for row in answer["policies"].values():
+        assert row["ratio_to_oracle"] == pytest.approx(row["makespan_s"] / reference["makespan_s"])
+        assert len(row["engines"]) == 6
+        assert len(row["finish_s"]) == row["trajectories"] == 32
+
+
+def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "out.png"
+    assert simulate(str(trace), *FLEET, "--policy", "libra,round_robin", "--no-oracle", "--plot", str(picture)) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[0] for line in out.splitlines() if line.strip()]
+    assert rows[-2:] == ["libra", "round_robin"]
+    assert "makespan s" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--no-oracle", "--batch-groups", "2", "--train-s", "5", "--json"]
+    assert simulate(*arguments, "--eta", "0") == 0
+    together = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
+    assert simulate(*arguments, "--eta", "1") == 0
+    overlapped = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
+    assert len(together["steps"]) == len(overlapped["steps"]) == 2
+    assert overlapped["makespan_s"] < together["makespan_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "cmflq"], ["--policy", "did you mean 'cmlfq'"]),
+        (["--policy", ","], ["--policy", "no policy"]),
+        (["--buckets", "4xTP1,2TP2"], ["--buckets", "2TP2", "4xTP1"]),
+        (["--buckets", "0xTP1"], ["--buckets", "0xTP1"]),
+        (["--gpus", "3"], ["--gpus = 3", "4 GPUs"]),
+        (["--device", "a8000"], ["a8000", "did you mean 'a800'"]),
+        (["--model", "qwen3-41b"], ["qwen3-41b", "qwen3-14b"]),
+        (["--model", "llama-3.1-70b"], ["does not fit 1 x a800"]),
+        (["--eta", "1"], ["--eta = 1", "--batch-groups"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+    assert simulate(str(trace), *FLEET, *arguments) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert len(out.err.splitlines()) == 1
+    for word in words:
+        assert word in out.err
+
+
+def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt_id": "a", "sample": 0, "prompt_tokens": 9000000, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool": null}]}\n')
+    assert simulate(str(path), *FLEET) == 2
+    assert "9000005 tokens long" in capsys.readouterr().err
+
+
+def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool": null}]}\n'
+    path.write_text(good + "{oops\n")
+    assert simulate(str(path), *FLEET, "--no-oracle") == 2
+    assert "line 2" in capsys.readouterr().err
+    assert simulate(str(path), *FLEET, "--no-oracle", "--skip-bad") == 0
+    assert "1 bad lines" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""`libra-hpc trace`: what it prints and writes, and every mistake as one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.traces.read import read_trace, write_trace
+
+from .conftest import Outcome
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.mark.parametrize("preset", ["r2e", "search", "math"])
+def test_generate_then_inspect(preset: str, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "a.jsonl.gz"
+    made = cli("trace", "generate", str(out), "--preset", preset, "--outcome", "0.5", "--seed", "7")
+    assert (made.code, made.err) == (0, "")
+    assert made.out.startswith(f"{out}: 512 trajectories")
+    assert read_trace(out).trajectories == generate(preset, Dials(outcome=0.5, seed=7))
+    table = cli("trace", "inspect", str(out))
+    assert (table.code, table.err) == (0, "")
+    assert "512 trajectories of 64 prompts (64 with siblings)" in table.out
+    assert "what remains rises with attained service" in table.out
+    lines = table.out.splitlines()
+    assert max(map(len, lines)) <= max(100, len(lines[0]))
+    assert "…" not in table.out
+    facts = json.loads(cli("trace", "inspect", str(out), "--json").out)
+    assert (facts["format"], facts["bad_lines"], facts["description"]["trajectories"]) == ("libra", 0, 512)
+    assert facts["prediction"]["prompt"][-1]["anova"]["icc"] == pytest.approx(0.69, abs=0.08)
+
+
+def test_every_dial_arrives(tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "a.jsonl"
+    options = {"trajectories": 96, "group": 4, "turns": 6, "sibling": 0.4, "outcome": 0.9, "drift": 2, "epochs": 3, "max-context": 30000, "seed": 5}
+    assert cli("trace", "generate", str(out), *(text for name, value in options.items() for text in (f"--{name}", str(value)))).code == 0
+    dials = Dials(trajectories=96, group=4, turns=6, sibling=0.4, outcome=0.9, drift=2, epochs=3, max_context=30000, seed=5)
+    assert read_trace(out).trajectories == generate("r2e", dials)
+
+
+def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
+    source, out = tmp_path / "a.csv", tmp_path / "b.jsonl.gz"
+    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\nx,y,z\n2023-11-16 18:17:04,3180,8\n")
+    refused = cli("trace", "convert", str(source), str(out))
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == (
+        f"error: {source}, line 3: ContextTokens = 'y': not a number; valid: an integer >= 0 (--skip-bad goes on without such lines).\n"
+    )
+    assert not out.exists()
+    done = cli("trace", "convert", str(source), str(out), "--skip-bad")
+    assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")
+    assert done.err.startswith("passed over 1 bad lines, the first: line 3: ")
+    assert [one.prompt_tokens for one in read_trace(out).trajectories] == [4808, 3180]
+    cli("trace", "convert", str(source), str(out), "--format", "azure", "--limit", "1")
+    assert [one.prompt_tokens for one in read_trace(out, format="libra").trajectories] == [4808]
+
+
+def test_a_trace_that_says_little_is_said_to(tmp_path: Path, cli: Cli) -> None:
+    source = tmp_path / "a.csv"
+    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,100,{tokens}\n" for tokens in range(1, 60)))
+    table = cli("trace", "inspect", str(source))
+    assert table.code == 0
+    assert "59 trajectories of 59 prompts (no siblings)" in table.out
+    assert "the prompt predicts: no siblings" in table.out
+    assert "no outcomes" in table.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["inspect", "absent.jsonl"], "absent.jsonl cannot be read (No such file or directory)."),
+        (["inspect", "empty.jsonl"], "empty.jsonl: the trace is empty."),
+        (["inspect", "good.jsonl", "--format", "moncake"], "format = 'moncake': unknown format"),
+        (["convert", "good.jsonl", "nowhere/b.jsonl"], "nowhere/b.jsonl cannot be written (No such file or directory)."),
+        (["generate", "c.jsonl", "--preset", "r2x"], "preset = 'r2x': unknown preset; valid: r2e, search, math (did you mean 'r2e'?)."),
+        (["generate", "c.jsonl", "--outcome", "2"], "outcome = 2.0: out of range; valid: a number from 0 to 1."),
+        (["generate", "c.jsonl", "--trajectories", "9"], "trajectories = 9: not a whole number of groups"),
+    ],
+)
+def test_mistakes(arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    write_trace(tmp_path / "good.jsonl", generate("math", Dials(trajectories=8)))
+    before = sorted(tmp_path.iterdir())
+    outcome = cli("trace", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    (line,) = outcome.err.splitlines()
+    assert sentence in line
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,106 @@
+"""A rehearsal on the embedded Slurm: the whole control plane around simulated engines, with a lost engine, a lost trainer, and a node that moves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.telemetry.rundir import read_lines
+from libra_hpc.train import folders
+from tests.cluster.runs import Case, trained_once
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+RUN_FILE = """
+[run]
+name = "t"
+dir = "{runs}"
+steps = {steps}
+[components]
+planner = {{ partition = "cpu", mem = "2G" }}
+train = {{ partition = "a800", gpus = 8, gpu_type = "a800", mem = "4G" }}
+hybrid = {{ partition = "a800", gpus = 8, gpu_type = "a800", mem = "4G" }}
+rollout = {{ partition = "a800", gpus = 8, gpu_type = "a800", mem = "4G" }}
+[algorithm]
+prompts_per_step = 4
+group_size = 8
+skip_zero_advantage = false
+[train]
+tp = 2
+[rollout]
+tp = [4, 8]
+engines_per_node = [2, 1]
+max_model_len = 4096
+[planner]
+interval_s = 20.0
+min_dwell_s = 20.0
+switch_cost_s = 20.0
+horizon_s = 40000.0
+margin = 1.0
+moves_per_hour = 60
+[checkpoint]
+every = 0
+[twin]
+model = "qwen3-8b"
+presets = ["math"]
+speedup = 40.0
+start_s = 20.0
+mfu = 0.1
+"""
+"""One of eight GPUs of the training node in use at a low MFU: training is the slower stage, so the hybrid node is needed there."""
+
+
+class Rehearsal(Case):
+    """A run without a policy folder."""
+
+    def __init__(self, folder: Path, executor: str, **values: int) -> None:
+        super().__init__(folder, Path(), executor)
+        self.run_file.write_text(RUN_FILE.format(runs=folder / "runs", **values))
+
+
+def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo, tmp_path: Path) -> None:
+    case = Rehearsal(tmp_path, "slurm", steps=400)
+    run = case.submit("--engine", "twin")
+    case.wait(lambda: len(case.steps()) >= 3, "first steps")
+    case.kill(3, "libra_hpc.twin.engine")
+    case.wait(lambda: case.events("engine_lost"), "the lost engine")
+    case.kill(1, "t1.0.json")
+    case.wait(lambda: len(case.events("engine_lost")) == 2, "the lost trainer")
+    before = len(case.steps())
+    case.wait(lambda: len(case.steps()) >= before + 2, "steps with a rebuilt trainer")
+
+    case.wait(lambda: case.events("move_done"), "a move on the planner's own decision")
+    started = case.events("move_started")[0]
+    assert (started["rank"], started["to"]) == (2, "train")
+    joined = [event for event in case.events("member_joined") if event["rank"] == 2]
+    assert joined[0]["received_bytes"] > 1e9, "the newcomer's share of weights and moments, as modelled"
+    case.wait(lambda: any(line["replicas"] == 2 for line in read_lines(run.metrics)), "a step of two replicas")
+
+    shown = json.loads(case.cli("status", str(run.path), "--json").stdout)["status"]
+    assert {node["component"] for node in shown["nodes"]} == {"planner", "train", "hybrid", "rollout"}
+    case.cli("cancel", str(run.path))
+    assert case.ended() == "cancelled"
+    reached = case.steps()[-1]
+    trained_once(run, reached)
+
+    done = case.cli("trace", "inspect", str(run.trajectories), "--json")
+    assert json.loads(done.stdout)["description"]["trajectories"] >= reached * 32
+
+    case.cli("submit", "--resume", str(run.path), "--wait", "-o", f"run.steps={reached + 2}")
+    assert case.ended() == "completed"
+    trained_once(run, reached + 2)
+
+
+def test_a_local_rehearsal_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
+    case = Rehearsal(tmp_path, "local", steps=4)
+    changes = ("planner.enabled=false", "components.hybrid.nodes=0", "rollout.tp=8", "rollout.engines_per_node=1")
+    run = case.submit("--engine", "twin", "--wait", *(word for change in changes for word in ("-o", change)))
+    assert case.ended() == "completed"
+    trained_once(run, 4)
+    assert folders.read_state(run.checkpoint(4)).step == 4
+    assert {event["version"] for event in case.events("weights_applied")} >= {1, 2, 3}
+    summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
+    assert summary["steps"] == 4

@@ -1,0 +1,51 @@
+"""Several engines calibrated at once: all are measured while all are loaded, and one that fails is an error with its own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.hardware.measured import measured_times
+from libra_hpc.rollout.calibrate import plans
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.together import together
+from tests.rollout.engine.engine_harness import Model, engine_config
+
+LENGTH, SEQUENCES = 256, 2
+
+
+def config(model: Model) -> EngineConfig:
+    return msgspec.structs.replace(engine_config(model, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=2)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_two_engines_at_once(old: Model) -> None:
+    heard: list[tuple[str, int, int]] = []
+    found = together(config(old), 2, "this cpu", "tiny", lambda *what: heard.append(what))
+    expected = len(list(plans(LENGTH, SEQUENCES, found.kv_capacity[1])))
+    assert heard[0] == ("starting", 0, 2)
+    assert ("starting", 2, 2) in heard
+    measuring = [(done, total) for what, done, total in heard if what == "measuring"]
+    assert measuring[-1] == (2 * expected, 2 * expected)
+    assert [done for done, _ in measuring] == sorted(done for done, _ in measuring)
+    assert found.kv_capacity == {1: 2 * 2**20 // (2 * 2 * 64 * 4)}
+    alone = [point for point in found.points if not point.decodes]
+    # Each engine measures every plan; a plan that shared a step with nothing else gives one point.
+    kinds = {(point.prefill, point.context) for point in alone}
+    assert all(sum((point.prefill, point.context) == kind for point in alone) > 3 for kind in kinds)
+    assert measured_times(found, 1).step_s(2, 200) > 0.0
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_an_engine_that_cannot_start_says_why(old: Model, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json there"):
+        together(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(OperationError, match="before it was measured"):
+        together(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")

@@ -1,0 +1,69 @@
+"""What a finished trajectory teaches is what its line teaches: the policy's evidence survives a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.rollout import Generated
+from libra_hpc.rollout.history import check_warm_start, history
+from libra_hpc.rollout.record import Ended, trace_line
+from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.sched.persist import MAX_RECORDS
+from libra_hpc.telemetry.events import LineLog
+
+
+def played(turns: int) -> Trajectory:
+    """``turns`` turns of 2 tokens under rising weight versions; each but the last calls a tool that adds 3 tokens."""
+    trajectory = Trajectory(4, 1, 0, 0, 10.0)
+    trajectory.prompt_id = "p"
+    trajectory.add_environment(pack_i32([1] * 5))
+    trajectory.prompt_tokens = 5
+    for number in range(turns):
+        trajectory.add_generated(Generated("r", pack_i32([7, 8]), pack_f32([-1, -2]), "stop", ((number, 2),), 0, 0.0, 0.0), "e0")
+        if number < turns - 1:
+            trajectory.add_signal(Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2))
+            trajectory.add_environment(pack_i32([9] * 3))
+    return trajectory
+
+
+def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    originals = [played(turns) for turns in (1, 3)]
+    LineLog(path).write_all(trace_line(Ended(trajectory, 100.0, 5.0)) for trajectory in originals)
+    found = history(path, "", "code")
+    for read, original in zip(found, originals, strict=True):
+        assert msgspec.structs.replace(read, trajectory="") == msgspec.structs.replace(original.finished("code"), trajectory="")
+    assert found[1].version == 2
+
+
+def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) -> None:
+    other, own = tmp_path / "other", tmp_path / "trajectories.jsonl"
+    other.mkdir()
+    for folder, turns in ((other, 3), (tmp_path, 2)):
+        LineLog(folder / "trajectories.jsonl").write_all([{"foreign": 1}, trace_line(Ended(played(turns), 100.0, 5.0))])
+    for name in (str(other), str(other / "trajectories.jsonl")):
+        assert [(record.turns, record.version) for record in history(own, name, "code")] == [(3, 0), (2, 1)]
+    assert [record.turns for record in history(own, "", "code")] == [2]
+
+
+def test_the_newest_lines_count(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    turns = [{"new_tokens": 0, "gen_tokens": 1}]
+    LineLog(path).write_all({"prompt_id": str(n), "sample": 0, "prompt_tokens": 1, "turns": turns} for n in range(MAX_RECORDS + 2))
+    found = [record.prompt_id for record in history(path, "", "code")]
+    assert (len(found), found[0], found[-1]) == (MAX_RECORDS, "2", str(MAX_RECORDS + 1))
+
+
+def test_missing_and_foreign_files(tmp_path: Path) -> None:
+    assert history(tmp_path / "absent.jsonl", "", "code") == []
+    with pytest.raises(UserError, match=r"rollout\.warm_start = .*trajectories\.jsonl does not exist; valid: a run directory, or"):
+        check_warm_start(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    with pytest.raises(UserError, match=r"rollout\.warm_start = .*no line of .*notes\.txt is a trajectory with prompt_id"):
+        check_warm_start(str(tmp_path / "notes.txt"))

@@ -1,0 +1,321 @@
+"""The rules with a model of length: Libra's C-MLFQ, LA-MLFQ, Seer, and the oracle."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.protocol.env import Signal
+from libra_hpc.sched.baselines.drain import Load, drain_s, prefill_s
+from libra_hpc.sched.baselines.la_mlfq import FOLLOW_S, LaMlfq
+from libra_hpc.sched.baselines.length_buckets import LengthBuckets
+from libra_hpc.sched.baselines.libra import Libra
+from libra_hpc.sched.baselines.oracle import Foresight, Oracle, Work
+from libra_hpc.sched.baselines.prefix_tree import RING, Node, PrefixTree, symbol
+from libra_hpc.sched.baselines.seer import Seer
+from libra_hpc.sched.dispatch import Dispatcher
+from tests.sched.boards import ERROR, OK, Linear, board_of, ended, turn_of
+
+MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
+
+
+@pytest.mark.parametrize(("length", "level"), [(0, 0), (4_000, 0), (4_001, 1), (12_000, 1), (12_001, 2), (90_000, 2)])
+def test_a_length_belongs_to_the_first_threshold_not_below_it(length: int, level: int) -> None:
+    assert LengthBuckets().level(length, 3) == level
+    assert LengthBuckets().level(length, 2) == min(level, 1)
+    assert LengthBuckets().level(length, 1) == 0
+
+
+def test_buckets_fill_their_class_then_the_others_then_ignore_the_limit() -> None:
+    buckets, board = LengthBuckets(max_queue_length=1), board_of(*MIXED)
+    chosen = [buckets.choose(1, turn_of(f"t{i}"), board) for i in range(6)]
+    assert [e.engine for e in chosen if e] == ["two", "one", "uno", "four", "one", "uno"]
+    buckets.homes.drop("t0")
+    again = buckets.choose(1, turn_of("t9"), board)
+    assert again is not None
+    assert again.engine == "two"
+
+
+def test_symbols_carry_tool_size_and_status() -> None:
+    assert [symbol(Signal("t", o, 1, 0.0))[2] for o in ("ok", "error", "timeout", "miss")] == ["success", "failure", "timeout", "success"]
+    assert [symbol(Signal("t", "ok", n, 0.0))[1] for n in (500, 501, 5_000, 5_001)] == [0, 1, 1, 2]
+
+
+def test_a_node_keeps_the_mean_of_all_and_the_p90_of_the_last() -> None:
+    node = Node()
+    for value in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100):
+        node.add(value)
+    assert (node.mean, node.p90) == (55.0, 90)
+    for _ in range(RING):
+        node.add(7)
+    assert node.p90 == 7
+    assert node.mean == pytest.approx((550 + 7 * RING) / (10 + RING)), "the mean never forgets"
+
+
+def test_the_tree_asks_the_prompt_first_and_walks_as_deep_as_it_matches() -> None:
+    tree = PrefixTree()
+    tree.insert(ended("a", "p", 1000, signals=(OK, ERROR), at=(100, 400)))
+    assert tree.look_up("p", (OK, ERROR)).mean == 600
+    assert tree.look_up("p", (OK, OK)).mean == 900, "the deepest match"
+    assert tree.look_up("q", (OK, ERROR)).mean == 600, "no tree of its own: the global one"
+    tree.insert(ended("b", "q", 50, signals=(ERROR,), at=(10,)))
+    assert tree.look_up("q", (OK, ERROR)).mean == 50, "its own root, although the global tree knows the path"
+    tree.insert(ended("c", "p", 77))
+    assert tree.look_up("p", ()).count == 1, "a trajectory without tools teaches nothing"
+
+
+def test_the_tree_is_rebuilt_from_recent_trajectories() -> None:
+    tree = PrefixTree()
+    for version in (0, 4, 5):
+        tree.insert(ended(f"t{version}", "p", 100 + version, signals=(OK,), at=(1,), version=version))
+    assert tree.look_up("p", ()).count == 3, "rebuilding loses nothing that is recent"
+
+
+def libra_with(remaining: list[int]) -> Libra:
+    """A policy that has seen these remaining lengths after one ok."""
+    policy = Libra()
+    for i, left in enumerate(remaining):
+        policy.finished(ended(f"old{i}", "p", 10 + left, signals=(OK,), at=(10,)), 0.0)
+    return policy
+
+
+def test_libra_starts_low_and_moves_when_mean_and_p90_agree() -> None:
+    policy, board = libra_with([20_000] * 5), board_of(*MIXED)
+    first = policy.route(turn_of("t"), board, 0.0)
+    assert (first.engine, first.level) == ("one", 0), "the shortest bucket, although the prompt is known to be long"
+    gap = turn_of("t", at="one", turns=1, context=600, attained=10, signals=(OK,))
+    moved = policy.route(gap, board, 1.0)
+    assert (moved.engine, moved.level) == ("four", 2)
+    assert moved.reason == "bucket 2, least connections four: mean 20000 and p90 20000 of the remaining tokens agree"
+
+
+def test_libra_stays_when_they_disagree_or_nothing_is_known() -> None:
+    board = board_of(*MIXED)
+    for policy, reason in (
+        (libra_with([100] * 8 + [30_000] * 2), "mean 6080 and p90 30000 of the remaining tokens disagree"),
+        (libra_with([]), "nothing is known"),
+        (libra_with([100] * 5), "mean 100 and p90 100 of the remaining tokens agree"),
+    ):
+        policy.route(turn_of("s"), board, 0.0)
+        assert policy.route(turn_of("t"), board, 0.0).engine == "uno", "least connections"
+        gap = turn_of("t", at="uno", turns=1, context=600, attained=10, signals=(OK,))
+        assert policy.route(gap, board, 1.0).reason == f"stay on uno: {reason}"
+
+
+def test_libra_moves_down_too_and_again_whatever_it_costs() -> None:
+    policy, board = libra_with([20_000] * 5), board_of(*MIXED)
+    policy.route(turn_of("t"), board, 0.0)
+    policy.route(turn_of("t", at="one", turns=1, attained=10, signals=(OK,)), board, 1.0)
+    for i in range(60):
+        policy.finished(ended(f"new{i}", "p", 130, signals=(OK, ERROR), at=(10, 30)), 2.0)
+    back = policy.route(turn_of("t", at="four", turns=2, context=90_000, attained=30, signals=(OK, ERROR)), board, 3.0)
+    assert (back.engine, back.level) == ("one", 0)
+
+
+def test_libra_counts_a_trajectory_until_it_ends() -> None:
+    policy, board = Libra(), board_of(("a", 1), ("b", 1))
+    assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(3)] == ["a", "b", "a"]
+    policy.finished(ended("t1", "p", 10), 1.0)
+    assert policy.route(turn_of("t4"), board, 1.0).engine == "b"
+
+
+def test_la_mlfq_siblings_follow_their_scout() -> None:
+    policy, board = LaMlfq(), board_of(*MIXED)
+    dispatcher = Dispatcher(policy, board)
+    for i in range(3):
+        dispatcher.ready(turn_of(f"t{i}", "p"), 0.0)
+    dispatcher.ready(turn_of("other", "q", ready=1.0), 1.0)
+    sent = dispatcher.dispatch(1.0)
+    assert [(turn.trajectory, d.level) for turn, d in sent] == [("t0", 0), ("other", 0)]
+    dispatcher.finished(ended("t0", "p", 9_000), 20.0)
+    sent = dispatcher.dispatch(20.0)
+    assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t1", "two"), ("t2", "two")]
+
+
+def test_la_mlfq_patience_and_lost_scouts() -> None:
+    policy, board = LaMlfq(), board_of(*MIXED)
+    dispatcher = Dispatcher(policy, board)
+    for i in range(3):
+        dispatcher.ready(turn_of(f"t{i}", "p"), 0.0)
+    assert [turn.trajectory for turn, _ in dispatcher.dispatch(0.0)] == ["t0"]
+    assert dispatcher.dispatch(FOLLOW_S - 1.0) == []
+    dispatcher.forget("t0", "p", 5.0)
+    assert [turn.trajectory for turn, _ in dispatcher.dispatch(5.0)] == ["t1"], "a new scout"
+    assert [(turn.trajectory, d.level) for turn, d in dispatcher.dispatch(FOLLOW_S)] == [("t2", 0)], "a minute is enough"
+
+
+def test_la_mlfq_climbs_by_attained_service_and_forgets_old_history() -> None:
+    policy, board = LaMlfq(), board_of(*MIXED)
+    assert policy.route(turn_of("t"), board, 0.0).engine == "one"
+    stays = policy.route(turn_of("t", at="one", turns=1, attained=4_000), board, 1.0)
+    assert stays.reason == "stay in bucket 0 on one"
+    assert policy.route(turn_of("t", at="one", turns=2, attained=4_001), board, 2.0).engine == "two"
+    policy.finished(ended("t", "p", 4_001, version=0), 3.0)
+    policy.finished(ended("x", "q", 10, version=5), 4.0)
+    assert policy.route(turn_of("s"), board, 5.0).level == 1
+    policy.finished(ended("y", "q", 10, version=6), 6.0)
+    assert policy.route(turn_of("r", "p"), board, 7.0).level == 0, "history of six versions ago: a scout again"
+
+
+def test_seer_probes_first_then_longest_groups_first() -> None:
+    policy, board = Seer(), board_of(("a", 1), cap=1)
+    dispatcher = Dispatcher(policy, board)
+    for name in ("short/0", "short/1", "long/0", "long/1", "new/0", "new/1"):
+        dispatcher.ready(turn_of(name, name.split("/")[0]), 0.0)
+    order = []
+    for _ in range(6):
+        (turn, decision), = dispatcher.dispatch(1.0)
+        order.append(turn.trajectory)
+        board.answered("a", 500)
+        if turn.trajectory in ("short/0", "long/0"):
+            dispatcher.finished(ended(turn.trajectory, turn.prompt_id, {"short/0": 100, "long/0": 9_000}[turn.trajectory]), 1.0)
+    assert order == ["short/0", "long/0", "new/0", "new/1", "long/1", "short/1"], "probes; the unknown group; the long one; the short one"
+    assert decision.reason == "group of 100 tokens: a has the fewest KV tokens in flight"
+
+
+def test_seer_probes_shortest_first_and_stays_unless_kv_is_pooled() -> None:
+    policy, board = Seer(), board_of(("a", 1), ("b", 1))
+    young, old = turn_of("x", "p", attained=10), turn_of("y", "q", attained=500)
+    assert policy.key(young, 0.0) < policy.key(old, 0.0) < policy.key(turn_of("z", "p"), 0.0)
+    board.sent("a", 90_000)
+    gap = turn_of("x", "p", at="a", turns=1)
+    assert policy.route(gap, board, 0.0).engine == "a"
+    assert Seer(pooled=True).route(gap, board, 0.0).engine == "b"
+
+
+def load(tokens: int, name: str = "", prefill: float = 0.0, tools: float = 0.0, context: int = 0) -> Load:
+    """A trajectory at an engine."""
+    return Load(tokens, name, prefill, tools, context)
+
+
+def test_an_engine_drains_in_stages() -> None:
+    steps = Linear(1)
+    assert drain_s([], steps, 8) == 0.0
+    assert drain_s([load(100)], steps, 8) == pytest.approx(100 * steps.step_s(1, 0))
+    both = 100 * steps.step_s(2, 0) + 200 * steps.step_s(1, 0)
+    assert drain_s([load(100), load(300)], steps, 8) == pytest.approx(both)
+    assert drain_s([load(100, prefill=3.0), load(300, tools=5.0)], steps, 8) > both + 7.0
+    assert drain_s([load(100), load(100)], steps, 1) == pytest.approx(2 * 100 * steps.step_s(1, 0)), "one slot: one after the other"
+    crowd = [load(100, context=60_000) for _ in range(2)]
+    assert drain_s(crowd, steps, 8) > 100 * steps.step_s(2, 120_000), "more KV than fits: they take turns"
+    assert prefill_s(steps, 0, 500) == 0.0
+    assert prefill_s(steps, 10_000, 0) == pytest.approx(10_000 * 0.02 / 250)
+
+
+class Told:
+    """Trajectories of one turn with known lengths."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.left = {f"t{i}": Work(tokens, 100, 0, 0.0) for i, tokens in enumerate(lengths)}
+
+    def __call__(self, trajectory: str, turns: int) -> Work:
+        return self.left[trajectory]
+
+
+def told(told: Told) -> Oracle:
+    """An oracle of those."""
+    return Oracle(Foresight(told, {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
+
+
+def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
+    truth = Told([100, 9_000, 5_000, 100])
+    policy, board = told(truth), board_of(("slow", 1), ("fast", 4))
+    dispatcher = Dispatcher(policy, board)
+    for name in truth.left:
+        dispatcher.ready(turn_of(name, context=100), 0.0)
+    sent = dispatcher.dispatch(0.0)
+    assert [turn.trajectory for turn, _ in sent] == ["t1", "t2", "t0", "t3"]
+    assert [d.engine for _, d in sent] == ["fast", "fast", "slow", "slow"]
+    priorities = [d.priority for _, d in sent]
+    assert priorities == sorted(priorities)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(50, 9_000), min_size=1, max_size=6))
+def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]) -> None:
+    tps = {"a": 1, "b": 1, "c": 4}
+    truth = Told(lengths)
+    policy, board = told(truth), board_of(*tps.items(), cap=8)
+    dispatcher = Dispatcher(policy, board)
+    for name in truth.left:
+        dispatcher.ready(turn_of(name, context=100), 0.0)
+    where = {turn.trajectory: d.engine for turn, d in dispatcher.dispatch(0.0)}
+
+    def makespan(assigned: tuple[str, ...]) -> float:
+        ends = []
+        for engine, tp in tps.items():
+            steps = Linear(tp)
+            mine = sorted(load(n, str(i), prefill_s(steps, 100, 0), 0.0, 100 + n // 2) for i, n in enumerate(lengths) if assigned[i] == engine)
+            ends.append(drain_s(mine, steps, 8))
+        return max(ends)
+
+    best = min(makespan(assigned) for assigned in product(tps, repeat=len(lengths)))
+    assert makespan(tuple(where[name] for name in truth.left)) <= 1.15 * best
+
+
+def test_the_oracle_moves_when_it_pays_and_else_keeps_its_prefix() -> None:
+    truth = Told([4_000, 60])
+    policy, board = told(truth), board_of(("slow", 1), cap=2)
+    for i in range(2):
+        assert policy.route(turn_of(f"t{i}", context=100), board, 0.0).engine == "slow"
+    board.up("fast", 4, 100_000, 0)
+    truth.left["t1"] = Work(50, 10, 0, 0.0)
+    stays = policy.route(turn_of("t1", context=5_000, at="slow", turns=1), board, 1.0)
+    assert (stays.engine, stays.reason.split(",")[0]) == ("slow", "stays on slow"), "the other one decides when slow ends"
+    truth.left["t0"] = Work(3_900, 10, 0, 0.0)
+    moves = policy.route(turn_of("t0", context=5_000, at="slow", turns=1), board, 1.0)
+    assert moves.engine == "fast"
+    assert moves.reason.startswith("moves to fast: the later of both ends falls by ")
+    truth.left["t0"] = Work(3_000, 10, 0, 0.0)
+    assert policy.route(turn_of("t0", context=6_000, at="fast", turns=2), board, 2.0).engine == "fast"
+    board.down("fast")
+    assert policy.route(turn_of("t0", context=6_000, at="fast", turns=2), board, 3.0).engine == "slow"
+
+
+def test_the_oracle_weighs_the_prefill_it_would_repeat() -> None:
+    for context, engine in ((1_000, "fast"), (99_000, "slow")):
+        truth = Told([400])
+        policy, board = told(truth), board_of(("slow", 1))
+        policy.route(turn_of("t0", context=context), board, 0.0)
+        board.up("fast", 4, 200_000, 0)
+        truth.left["t0"] = Work(100, 10, 0, 0.0)
+        assert policy.route(turn_of("t0", context=context, at="slow", turns=1), board, 1.0).engine == engine
+
+
+def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
+    truth = Told([9_000, 8_000, 20])
+    policy, board = told(truth), board_of(("slow", 1), ("fast", 4), cap=1)
+    dispatcher = Dispatcher(policy, board)
+    dispatcher.ready(turn_of("t0", context=100), 0.0)
+    assert dispatcher.dispatch(0.0)[0][1].engine == "fast"
+    truth.left["t0"] = Work(100, 10, 0, 0.0)
+    dispatcher.withdraw("t0")
+    policy.forget("t0")
+    policy.route(turn_of("t0", context=100, at="fast", turns=1), board, 1.0)
+    for name in ("t1", "t2"):
+        dispatcher.ready(turn_of(name, context=100), 1.0)
+    sent = dispatcher.dispatch(1.0)
+    assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t2", "slow")], "100 tokens at fast are sooner over than 8,000 at slow"
+    waiting = policy.route(turn_of("t1", context=100), board, 1.5)
+    assert (waiting.engine, waiting.wait, waiting.reason) == ("", "slot", "wait: fast is full and still the best")
+    board.answered("fast", 100)
+    assert [(turn.trajectory, d.engine) for turn, d in dispatcher.dispatch(2.0)] == [("t1", "fast")]
+
+
+def test_random_truth_is_followed_to_the_end() -> None:
+    rng = random.Random(3)
+    truth = Told([rng.randint(1, 5_000) for _ in range(40)])
+    policy, board = told(truth), board_of(*MIXED, cap=40)
+    dispatcher = Dispatcher(policy, board)
+    for name in truth.left:
+        dispatcher.ready(turn_of(name, context=100), 0.0)
+    ends: dict[str, list[Load]] = {name: [] for name in board.engines}
+    for turn, decision in dispatcher.dispatch(0.0):
+        tokens = truth.left[turn.trajectory].decode_tokens
+        ends[decision.engine].append(load(tokens, turn.trajectory, 0.0, 0.0, 100 + tokens // 2))
+    finish = [drain_s(sorted(loads), Linear(board.engines[name].tp), 40) for name, loads in ends.items()]
+    assert max(finish) < 1.3 * min(finish), "all engines end at about the same time"

@@ -1,0 +1,218 @@
+"""Where C-MLFQ sends turns, whom it lets go first, and how long caches are kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
+from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sched.seats import Resident, Seats
+from libra_hpc.sched.ttl import SLACK, KeepTimes, best_keep_s
+from tests.sched.views import MISS, OK, board, finished, turn
+
+
+def knowing(**totals: int) -> CausalMlfq:
+    """A policy that has seen eight trajectories of each prompt."""
+    policy = CausalMlfq()
+    for i in range(8):
+        for prompt, total in totals.items():
+            policy.finished(finished(total + i, prompt, f"{prompt}{i}"), 0.0)
+    return policy
+
+
+def send(policy: CausalMlfq, made: Board, name: str, prompt: str, **options: object) -> str:
+    view = turn(name, prompt, **options)  # type: ignore[arg-type]
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    if decision.engine:
+        made.sent(decision.engine, view.context_tokens)
+    assert decision.reason
+    return decision.engine
+
+
+def test_a_long_trajectory_gets_the_fast_engine_and_short_ones_leave_it_alone() -> None:
+    policy, made = knowing(long=30_000, short=200), board(("slow0", 1), ("slow1", 1), ("fast", 4))
+    assert send(policy, made, "l", "long") == "fast"
+    placed = [send(policy, made, f"s{i}", "short") for i in range(6)]
+    assert "fast" not in placed
+    assert set(placed) == {"slow0", "slow1"}
+
+
+def test_work_goes_to_a_fast_engine_that_would_idle() -> None:
+    policy, made = knowing(p=2000), board(("slow", 1), ("fast", 4))
+    placed = [send(policy, made, f"t{i}", "p", context=30_000) for i in range(24)]
+    assert placed.count("fast") > placed.count("slow") > 0
+
+
+def test_in_a_tool_gap_it_stays_unless_moving_pays_by_the_margin() -> None:
+    policy, made = knowing(p=3000), board(("a", 1), ("b", 1))
+    first = send(policy, made, "t", "p", context=5000)
+    made.answered(first, 5000)
+    assert send(policy, made, "t", "p", at=first, turns=1, context=5200, attained=100, signals=(OK,)) == first
+
+
+def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> None:
+    policy, made = knowing(p=30_000), board(("slow", 1))
+    assert send(policy, made, "t", "p", context=500) == "slow"
+    made.answered("slow", 500)
+    made.up("fast", 8, 100_000, 0)
+    view = turn("t", "p", at="slow", turns=1, context=700, attained=200, signals=(OK,))
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert (decision.engine, decision.level) == ("fast", 1)
+    assert decision.reason.startswith("move: fast adds ")
+
+
+def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound() -> None:
+    policy, made = knowing(p=500), board(("a", 1), ("b", 1), cap=1)
+    first = send(policy, made, "t", "p", context=60_000)
+    view = turn("t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,))
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert (decision.engine, decision.wait, decision.wanted) == ("", "engine", first)
+    late = policy.route(view, made, AGEING_S)
+    assert late.engine not in ("", first)
+
+
+def test_new_weights_empty_the_cache_so_nothing_is_waited_for() -> None:
+    policy, made = knowing(p=500), board(("a", 1), ("b", 1), cap=1)
+    first = send(policy, made, "t", "p", context=60_000)
+    made.applied(first, 1)
+    assert send(policy, made, "t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,)) not in ("", first)
+
+
+def test_a_context_goes_where_it_fits_and_to_anybody_when_it_fits_nowhere() -> None:
+    policy, made = CausalMlfq(), board(("small", 1), kv=1000)
+    made.up("large", 2, 50_000, 0)
+    assert send(policy, made, "t", "p", context=20_000) == "large"
+    assert send(policy, made, "u", "p", context=90_000) != "", "for the engine to refuse"
+
+
+def test_all_full_waits_for_any_slot() -> None:
+    policy, made = CausalMlfq(), board(("a", 1), cap=1)
+    made.sent("a", 5)
+    view = turn()
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert (decision.engine, decision.wait) == ("", "slot")
+    assert decision.reason.startswith("wait: ")
+
+
+def test_the_probe_goes_first_then_the_longest() -> None:
+    policy = knowing(long=20_000, short=100)
+    keys = {name: policy.key(turn(name, prompt, sample=sample), 0.0) for name, prompt, sample in (("l", "long", 1), ("s", "short", 1), ("probe", "new", 0))}
+    assert keys["probe"] < keys["l"] < keys["s"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 900.0), st.sampled_from(("a", "b", "new")), st.integers(0, 3), st.integers(0, 9000)), min_size=2, max_size=30))
+def test_nobody_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(turns: list[tuple[float, str, int, int]]) -> None:
+    policy, made = knowing(a=100, b=9000), board(("e", 1), cap=1)
+    queue = Dispatcher(policy, made)
+    for i, (ready, prompt, done, attained) in enumerate(turns):
+        queue.ready(turn(f"t{i}", prompt, sample=i, turns=done, attained=attained, ready=ready, context=1), 1000.0)
+    served: list[float] = []
+    while len(queue):
+        for view, _ in queue.dispatch(1000.0):
+            served.append(view.ready_at)
+            made.answered("e", 1)
+    assert len(served) == len(turns)
+    for i, ready in enumerate(served):
+        assert all(before <= ready + AGEING_S for before in served[:i])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 60_000), st.booleans(), st.sampled_from("abcd")), max_size=60))
+def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int, int, bool, str]]) -> None:
+    policy, made = knowing(p0=500, p1=9000), board(("a", 1), ("b", 1), ("c", 2), cap=2)
+    flying: dict[str, tuple[str, int]] = {}
+    done: dict[str, int] = {}
+    for i, context, ends, engine in steps:
+        name = f"t{i}"
+        if engine == "d" and len(made.engines) > 1 and ends:
+            gone = sorted(made.engines)[0]
+            made.down(gone)
+            flying = {n: f for n, f in flying.items() if f[0] != gone}
+        elif name in flying:
+            made.answered(*flying.pop(name))
+            if ends:
+                policy.finished(finished(800, f"p{i % 3}", name), 0.0)
+                done.pop(name, None)
+        else:
+            turns = done.get(name, 0)
+            view = turn(name, f"p{i % 3}", at=engine if turns else "", turns=turns, context=context, attained=100 * turns, signals=(MISS,) * turns)
+            policy.key(view, 0.0)
+            decision = policy.route(view, made, 0.0)
+            if decision.engine:
+                chosen = made.engines[decision.engine]
+                assert chosen.open
+                assert chosen.inflight < chosen.cap
+                assert decision.level == chosen.level
+                made.sent(decision.engine, context)
+                flying[name] = (decision.engine, context)
+                done[name] = turns + 1
+    for tracked in list(policy._tracked):
+        policy.forget(tracked)
+    for seat in policy._seats._seats.values():
+        assert (seat.work, seat.longest, seat.finish) == (0.0, 0.0, 0.0)
+    assert not policy._tracked
+
+
+def test_the_lightest_seat_is_the_lightest_within_the_slack() -> None:
+    made, seats = board(*((f"e{i}", 1) for i in range(6))), Seats()
+    seats.follow(made)
+    residents: list[Resident] = []
+    for i in range(200):
+        seat = seats.lightest(made.classes[0])
+        assert seat is not None
+        every = [s for n in made.engines if (s := seats.get(n)) is not None]
+        assert seat.finish <= min(s.finish for s in every) / 0.95**2 + 1e-9
+        one = Resident()
+        left = float(100 + i * 37 % 500)
+        seat.sit(one, left, left * 1000, 500.0, seat.finish_with(left, left * 1000, 500.0))
+        residents.append(one)
+        if i % 3 == 2:
+            gone = residents.pop(i % len(residents))
+            assert gone.seat is not None
+            gone.seat.leave(gone)
+            seats.changed(gone.seat)
+
+
+def test_a_cache_is_kept_for_quick_tools_and_not_for_slow_ones() -> None:
+    keep = KeepTimes()
+    assert keep.keep_s("quick", 1, 1e-4, 300_000) == 0.0, "nothing measured"
+    for _ in range(20):
+        keep.learn("quick", 2.0)
+        keep.learn("slow", 500.0)
+    assert keep.keep_s("quick", 1, 1e-4, 300_000) == pytest.approx(SLACK * 2.0)
+    assert keep.keep_s("slow", 1, 1e-4, 300_000) == 0.0, "30 s of the whole cache is what its prefill costs"
+
+
+def test_the_keep_time_maximises_the_gain() -> None:
+    durations = sorted([0.5] * 8 + [100.0] * 2)
+    assert best_keep_s(durations, 1e-4, 300_000) == pytest.approx(SLACK * 0.5)
+    assert best_keep_s([], 1e-4, 300_000) == 0.0
+
+
+def test_engines_may_come_between_a_turn_and_the_end_of_its_trajectory() -> None:
+    policy = CausalMlfq()
+    made = board(("slow", 1))
+    assert send(policy, made, "t0", "p0") == "slow"
+    # The class of the only engine becomes the second, before anything is routed again.
+    made.up("slower", 1, 100_000, 0)
+    made.down("slow")
+    made.up("fast", 4, 100_000, 0)
+    policy.finished(finished(400, "p0", "t0"), 1.0)
+    assert send(policy, made, "t1", "p1") in ("slower", "fast")
+
+
+def test_a_class_that_moves_up_a_level_keeps_its_books() -> None:
+    policy = CausalMlfq()
+    made = board(("a", 8))
+    assert send(policy, made, "t0", "p0") == "a"
+    made.up("b", 4, 100_000, 0)
+    policy.finished(finished(400, "p0", "t0"), 1.0)
+    assert send(policy, made, "t1", "p1") in ("a", "b")

@@ -1,0 +1,41 @@
+"""What the oracle is told, and that knowing it pays."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_hpc.sched.baselines.oracle import Work
+from libra_hpc.sched.registry import make_policy, policy_names
+from libra_hpc.sim.foresight import foresight_of
+from libra_hpc.sim.settings import EngineSpec, SimSettings
+from libra_hpc.sim.simulate import simulate
+from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from tests.sched.boards import Linear
+
+
+def test_the_future_of_each_turn() -> None:
+    turns = (TurnSpec(0, 100, "run", "ok", 2.0), TurnSpec(30, 50, "run", "ok", 4.0), TurnSpec(7, 20))
+    engines = [EngineSpec("a", 1, Linear(1)), EngineSpec("b", 1, Linear(1)), EngineSpec("c", 4, Linear(4))]
+    told = foresight_of([TrajectorySpec("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
+    name = "p/0"
+    assert told.truth(name, 0) == Work(170, 500, 37, 6.0)
+    assert told.truth(name, 1) == Work(70, 30, 7, 4.0)
+    assert told.truth(name, 2) == Work(20, 7, 0, 0.0)
+    assert {tp: steps.tp for tp, steps in told.steps.items()} == {1: 1, 4: 4}
+    assert told.max_num_seqs == 8
+
+
+@pytest.mark.parametrize("preset", ["search", "math"])
+def test_no_baseline_ends_sooner_than_the_oracle(preset: str) -> None:
+    work = generate(preset, Dials(trajectories=64, group=8, seed=3, max_context=60_000))
+    engines = [EngineSpec(f"{tp}-{i}", tp, Linear(tp, 400_000 * tp)) for tp, count in ((1, 4), (2, 2), (4, 1)) for i in range(count)]
+    settings = SimSettings(max_num_seqs=16, max_inflight=24)
+    told = foresight_of(work, engines, settings)
+    ends = {}
+    for name in policy_names(live=False):
+        if name != "cmlfq":
+            result = simulate(work, engines, make_policy(name, live=False, foresight=told), settings)
+            assert result.trajectories == 64
+            ends[name] = result.makespan_s
+    assert min(ends, key=ends.__getitem__) == "oracle", ends

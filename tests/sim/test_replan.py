@@ -1,0 +1,99 @@
+"""The twin of re-planning: nodes move as stated, rules do what they are described to do, and the live planner beats standing still."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from libra_hpc.sim.replan import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
+from libra_hpc.sim.replan_pool import Site, StepTruth
+from libra_hpc.sim.replan_verl import VerlLike
+from libra_hpc.sim.replan_work import SHAPES, curriculum, drifting, steady
+
+SITE = Site(nodes=6, prompts=8, group=4)
+
+
+def _played(ends: list[float]) -> Played:
+    return Played(ends[-1], 1, ends, 0, 0.0, [], [])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_work_is_whole_batches_and_drifts(name: str) -> None:
+    work = drifting(SHAPES[name], 24, 8, 4, seed=1)
+    assert len(work) == 24 * 8 * 4
+    assert len({t.prompt_id for t in work}) == 24 * 8
+    assert work == drifting(SHAPES[name], 24, 8, 4, seed=1)
+    share = [sum(t.generated for t in part) / sum(t.context for t in part) for part in (work[:256], work[256:512], work[512:])]
+    assert max(share) > 2.0 * min(share)
+
+
+def test_training_seconds_fall_with_nodes_less_than_evenly_and_scatter() -> None:
+    site = msgspec.structs.replace(SITE, regroup_s=0.0)
+    one, four = StepTruth(site, 1), StepTruth(site, 1)
+    alone = sorted(one(100_000, 1) for _ in range(101))
+    shared = sorted(four(100_000, 4) for _ in range(101))
+    assert 0.25 * alone[50] < shared[50] < 0.4 * alone[50]
+    assert alone[-1] > 1.2 * alone[0]
+    assert one.replicas == [1] * 101
+
+
+def test_the_first_step_after_a_change_is_longer() -> None:
+    plain, changed = StepTruth(SITE, 2), StepTruth(SITE, 2)
+    plain(1000, 3)
+    changed(1000, 2)
+    assert changed(1000, 3) - plain(1000, 3) == pytest.approx(SITE.regroup_s)
+
+
+def test_a_schedule_moves_nodes_both_ways_and_every_move_takes_its_time() -> None:
+    work = drifting(steady, 16, SITE.prompts, SITE.group, seed=3)
+    done = play(SITE, work, Schedule([3] * 4 + [5] * 6 + [2] * 6, lead=1), 3, seed=3)
+    assert len(done.ends) == 16
+    assert done.moves == 2 + 3
+    assert done.switching_s >= 2 * SITE.to_train_s + 3 * SITE.to_rollout_s
+    assert done.tokens == play(SITE, work, Static(), 3, seed=3).tokens
+
+
+def test_the_best_schedule_is_the_cheapest_path() -> None:
+    slow_then_fast, fast_then_slow = [20.0 * (i + 1) for i in range(10)], [10.0 * (i + 1) for i in range(10)]
+    runs = {
+        2: _played(slow_then_fast + [200.0 + 10.0 * (i + 1) for i in range(10)]),
+        4: _played(fast_then_slow + [100.0 + 20.0 * (i + 1) for i in range(10)]),
+    }
+    assert best_schedule(runs, 5.0) == [4] * 10 + [2] * 10
+    assert set(best_schedule(runs, 1e6)) in ({2}, {4})
+
+
+def test_the_live_planner_leaves_a_bad_split_and_its_outcomes_are_judged() -> None:
+    work = drifting(steady, 30, SITE.prompts, SITE.group, seed=4)
+    stands, moves = play(SITE, work, Static(), 1, seed=4), play(SITE, work, Live(SETTINGS, SITE), 1, seed=4)
+    assert moves.seconds < 0.7 * stands.seconds
+    assert moves.outcomes
+    assert moves.outcomes[0].realised > 0.0
+    assert all(d.nodes and d.candidates and d.triggers for d in moves.decisions)
+
+
+def test_no_drift_and_the_best_split_moves_nothing() -> None:
+    work = drifting(steady, 120, SITE.prompts, SITE.group, seed=5)
+    probe = work[: 24 * SITE.prompts * SITE.group]
+    best = min(range(1, SITE.nodes), key=lambda n: play(SITE, probe, Static(), n, seed=5).seconds)
+    rule = Live(SETTINGS, SITE)
+    assert play(SITE, work, rule, best, seed=5).moves == 0
+    assert rule.looks > 100
+
+
+def test_a_curriculum_is_followed() -> None:
+    work = drifting(curriculum, 60, SITE.prompts, SITE.group, seed=6)
+    done = play(SITE, work, Live(SETTINGS, SITE), 3, seed=6)
+    assert {d.action for d in done.decisions} == {"to_train", "to_rollout"}
+    assert done.moves <= 12
+
+
+def test_verl_activates_between_steps_when_samples_are_short_and_stops_when_they_are_not() -> None:
+    work = drifting(curriculum, 24, SITE.prompts, SITE.group, seed=7)
+    starved, fed = VerlLike(), VerlLike()
+    play(SITE, work, starved, 5, seed=7)
+    play(SITE, work, fed, 1, seed=7)
+    assert starved.cycles
+    assert all(seconds >= 10.0 for seconds in starved.cycles)
+    assert not fed.cycles
+    assert fed.ratio < 0.3 < starved.ratio

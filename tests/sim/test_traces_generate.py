@@ -1,0 +1,166 @@
+"""The generator keeps what its docstring states: tails, dials, cuts, and the same trace for the same seed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.sim.traces.describe import describe, tail_share
+from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.traces.predict import predict
+from libra_hpc.sim.traces.profiles import PROFILES, R2E
+from libra_hpc.sim.traces.record import trajectory
+
+DECODE_S = 1 / 50
+"""Seconds a token in the test of rollout time."""
+
+
+def signals(outcome: float, seed: int = 0) -> dict[str, float]:
+    prediction = predict(generate("r2e", Dials(outcome=outcome, seed=seed)))
+    return {signal.signal: signal.share or 0.0 for signal in prediction.signals}
+
+
+@pytest.mark.parametrize("preset", PROFILES)
+def test_every_trajectory_keeps_what_readers_promise(preset: str) -> None:
+    dials = Dials(trajectories=128, seed=3)
+    made = generate(preset, dials)
+    assert len(made) == 128
+    assert Counter(one.prompt_id for one in made) == {f"{preset}/{prompt}": 8 for prompt in range(16)}
+    for one in made:
+        assert trajectory(one.prompt_id, one.sample, one.prompt_tokens, one.turns, one.reward) == one
+        assert one.context <= dials.max_context
+        for turn, following in zip(one.turns, one.turns[1:], strict=False):
+            assert turn.tool is not None
+            assert turn.outcome in ("ok", "error", "timeout")
+            assert following.new_tokens >= 1
+            assert (turn.exit_code == 0) == (turn.outcome == "ok")
+            if turn.failed is not None and turn.passed is not None:
+                assert turn.passed + turn.failed == 20
+                assert (turn.failed > 0) == (turn.outcome == "error")
+
+
+def test_the_seed_decides_the_trace() -> None:
+    assert generate("r2e", Dials(seed=1)) == generate("r2e", Dials(seed=1))
+    assert generate("r2e", Dials(seed=1)) != generate("r2e", Dials(seed=2))
+
+
+def test_the_outcome_dial_changes_outcomes_only() -> None:
+    def without(outcome: float) -> list[Any]:
+        made = generate("r2e", Dials(outcome=outcome))
+        return [(one.prompt_tokens, one.reward, [(turn.new_tokens, turn.gen_tokens, turn.tool, turn.tool_s) for turn in one.turns]) for one in made]
+
+    assert without(0.0) == without(1.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_longest_tenth_is_more_than_half_of_the_rollout_time(seed: int) -> None:
+    made = generate("r2e", Dials(seed=seed))
+    assert tail_share(sorted(one.generated for one in made)) > 0.5
+    assert tail_share(sorted(one.generated * DECODE_S + sum(turn.tool_s for turn in one.turns) for one in made)) > 0.5
+
+
+def test_r2e_looks_like_the_agents_it_follows() -> None:
+    what = describe(generate("r2e", Dials(trajectories=2048)))
+    assert what.tool_s is not None
+    assert what.payload is not None
+    assert 17 < what.turns.mean < 22
+    assert 0.03 < what.tool_s.p50 < 0.06
+    assert 350 < what.payload.p50 < 480
+    assert 1300 < what.payload.p90 < 1600
+    failed = sum(use.outcomes.get("error", 0) for use in what.tools) / sum(use.calls for use in what.tools)
+    assert 0.13 < failed < 0.2
+    test, fastest = (next(use for use in what.tools if use.tool == name) for name in ("test", "read"))
+    assert test.seconds.p50 > 100 * fastest.seconds.p50
+
+
+@pytest.mark.parametrize("sibling", [0.0, 0.3, 0.69, 1.0])
+def test_the_sibling_dial_is_the_share_the_prompt_explains(sibling: float) -> None:
+    row = next(row for row in predict(generate("math", Dials(sibling=sibling))).prompt if row.quantity == "log generated")
+    assert row.anova.icc == pytest.approx(sibling, abs=0.08)
+    assert row.r_probe == pytest.approx(sibling, abs=0.12)
+
+
+def test_the_outcome_dial_is_how_much_outcomes_tell() -> None:
+    nothing, little, much, all_of_it = (signals(outcome) for outcome in (0.0, 0.2, 0.7, 1.0))
+    assert abs(nothing["last outcome"]) < 0.02
+    assert nothing["failed tests"] < 0.02
+    assert nothing["error streak"] < 0.01
+    assert little["failed tests"] < 0.1
+    assert little["last outcome"] < much["last outcome"] < all_of_it["last outcome"]
+    assert 0.2 < much["failed tests"] < all_of_it["failed tests"]
+    assert all_of_it["failed tests"] > 0.5
+
+
+def test_at_full_dial_a_test_run_tells_exactly_what_remains() -> None:
+    runs = []
+    for one in generate("r2e", Dials(outcome=1.0)):
+        left = one.generated
+        for turn in one.turns:
+            left -= turn.gen_tokens
+            # A cut trajectory lost some of the work its outcomes spoke of.
+            if turn.failed is not None and one.context < 100_000:
+                runs.append((left, turn.failed))
+    runs.sort()
+    assert [failed for _, failed in runs] == sorted(failed for _, failed in runs)
+
+
+def test_drift_changes_the_typical_length_along_the_trace() -> None:
+    def ratio(drift: float) -> float:
+        logs = [math.log(one.generated) for one in generate("math", Dials(trajectories=4096, drift=drift, sibling=0.0))]
+        first, last = logs[:1024], logs[-1024:]
+        return math.exp((sum(last) - sum(first)) / 1024)
+
+    assert ratio(1.0) == pytest.approx(1.0, rel=0.2)
+    # Quarters at the ends: their middles are three quarters of the way apart.
+    assert ratio(8.0) == pytest.approx(8.0**0.75, rel=0.2)
+
+
+def test_epochs_repeat_the_prompts_in_another_order() -> None:
+    made = generate("search", Dials(trajectories=256, epochs=2))
+    order = [one.prompt_id for one in made[::8]]
+    assert sorted(order[:16]) == sorted(order[16:])
+    assert order[:16] != order[16:]
+    assert {one.sample for one in made} == set(range(8))
+
+
+def test_a_trajectory_is_cut_where_the_context_ends() -> None:
+    whole, cut = (generate("r2e", Dials(max_context=tokens)) for tokens in (10**9, 20_000))
+    shortened = [after for before, after in zip(whole, cut, strict=True) if before.context > 20_000]
+    assert len(shortened) > 50
+    for one in shortened:
+        assert one.context <= 20_000
+        assert one.turns[-1].tool is None
+
+
+def test_turns_can_be_chosen() -> None:
+    assert describe(generate("r2e", Dials(turns=5, trajectories=2048))).turns.mean == pytest.approx(5, rel=0.15)
+    assert {len(one.turns) for one in generate("r2e", Dials(turns=1))} == {1}
+    one_tool = msgspec.structs.replace(R2E, name="own", tools=R2E.tools[:1])
+    assert {turn.tool for one in generate(one_tool) for turn in one.turns} == {"bash", None}
+
+
+MISTAKES: dict[str, tuple[str, Dials, str]] = {
+    "preset": ("r2d", Dials(), "preset = 'r2d': unknown preset; valid: r2e, search, math (did you mean 'r2e'?)."),
+    "groups": ("r2e", Dials(trajectories=100), "trajectories = 100: not a whole number of groups; valid: a multiple of group * epochs = 8."),
+    "epochs": ("r2e", Dials(epochs=3), "a multiple of group * epochs = 24"),
+    "none": ("r2e", Dials(trajectories=0), "trajectories = 0: out of range"),
+    "sibling": ("r2e", Dials(sibling=1.5), "sibling = 1.5: out of range; valid: a number from 0 to 1."),
+    "outcome": ("r2e", Dials(outcome=math.nan), "outcome = nan: out of range"),
+    "drift": ("r2e", Dials(drift=0), "drift = 0: out of range"),
+    "turns": ("r2e", Dials(turns=0.5), "turns = 0.5: out of range"),
+    "no tools": ("math", Dials(turns=3), "turns = 3: preset math has no tools"),
+    "context": ("r2e", Dials(max_context=4000), "max_context = 4000: the longest prompt leaves no room for an answer; valid: an integer >= 8001."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_dial_out_of_range(case: str) -> None:
+    preset, dials, sentence = MISTAKES[case]
+    with pytest.raises(UserError) as caught:
+        generate(preset, dials)
+    assert sentence in str(caught.value)
