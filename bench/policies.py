@@ -83,9 +83,9 @@ def play(job: tuple[str, int, int, list[str]]) -> Row:
 def interval(values: Sequence[float]) -> str:
     """Mean and half the width of its 95 % interval."""
     if len(values) < 2:
-        return f"{values[0]:.3f}"
+        return f"{values[0]:.2f}"
     half = T_95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.3f} ±{half:.3f}"
+    return f"{statistics.fmean(values):.2f} ±{half:.2f}"
 
 
 def rows_of(rows: Sequence[Row], policies: Sequence[str]) -> list[list[Any]]:
