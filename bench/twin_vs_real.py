@@ -211,7 +211,7 @@ async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> tup
                 sim = twin.predict(work, policy, load.open_groups)
                 found += pairs(load.name, policy, sim, own.predict(work, policy, load.open_groups), played)
                 words = f"{sim.makespan_s:.2f} s predicted, {played.makespan_s:.2f} s real, load {played.load:.1f}"
-                print(f"{repeat + 1}: {load.name}, {policy}: {words}; {own.facts()}", file=sys.stderr)
+                print(f"{repeat + 1}: {load.name}, {policy}: {words}", file=sys.stderr)
     finally:
         await replayer.stop()
     return found, notes
