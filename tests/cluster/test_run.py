@@ -30,7 +30,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     case = Case(tmp_path, policy, "slurm", steps=STEPS, hybrid=0)
     run = case.submit()
     case.wait(lambda: len(case.steps()) >= 4, "first steps")
-    case.kill(2, "libra_hpc.rollout.engine")
+    case.kill_busy_engine(2)
     case.wait(lambda: case.events("engine_lost"), "the lost engine")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) >= before + 6, "steps with a rebuilt vLLM engine")
