@@ -160,9 +160,15 @@ class Agent:
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that no task of ours is waiting for ends the run, with its traceback in this agent's log."""
         error = context.get("exception")
-        log.error("%s", context["message"], exc_info=error)
         if isinstance(error, Exception):
-            self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
+            self._fail(context["message"], error)
+        else:
+            log.error("%s", context["message"], exc_info=error)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        """A defect of ours: traceback into this agent's log, the reason to the coordinator, which ends the run."""
+        log.error("%s", what, exc_info=error)
+        self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
 
     def _spawn(self, work: Any, then: Any = None) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -174,8 +180,7 @@ class Agent:
                 return
             error = finished.exception()
             if error is not None:
-                log.error("a task of this agent failed", exc_info=error)
-                self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
+                self._fail("a task of this agent failed", error)
             if then is not None:
                 then()
 
@@ -193,8 +198,7 @@ class Agent:
         try:
             self._route(source, message, blob)
         except Exception as error:
-            log.exception("message %s from rank %d", type(message).__name__, source)
-            self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
+            self._fail(f"message {type(message).__name__} from rank {source}", error)
 
     def _route(self, source: int, message: Any, blob: bytes) -> None:
         lead, node, train, leader = self.rollout_lead, self.rollout_node, self.train_node, self.train_leader

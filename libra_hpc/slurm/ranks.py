@@ -8,7 +8,7 @@ The ranks stay in the launcher's process group, so a signal to the group reaches
 leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code: rank 0's.
 
 With ``--begun FILE`` (any number), files of which the ranks make one once they are one world, a start that ended without any is repeated
-(`writer.START_TRIES`), unless the launcher was told to leave meanwhile.
+(`START_TRIES`), unless the launcher was told to leave meanwhile.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .writer import START_TRIES
-
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Between two looks for ended ranks: once started up, ranks rarely say anything."""
+START_TRIES = 3
+"""Starts of an attempt's agents, while they do not even meet: connecting many processes at once fails now and then (seen with UCX, once in a few hundred
+starts), and costs a second to repeat, but a place in the queue to give up."""
 MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
 """Limits the ranks' libraries respect when they split long values over several keys; those of MPICH's own launcher."""
 

@@ -21,13 +21,10 @@ from libra_hpc.errors import invalid
 from libra_hpc.telemetry.rundir import RunDir
 
 from .fit import present_components
+from .ranks import START_TRIES
 
 WARNING_S = 60
 """Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
-
-START_TRIES = 3
-"""Starts of an attempt's agents, while they do not even meet: connecting many processes at once fails now and then (seen with UCX, once in a few hundred
-starts), and costs a second to repeat, but a place in the queue to give up."""
 
 
 def component_counts(config: RunConfig) -> str:

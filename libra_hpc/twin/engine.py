@@ -6,14 +6,12 @@ something is due; an idle engine takes no time at all.  It ends as the real one 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
 import msgspec
 
-from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.rollout import Abort, FromEngine, Generate, Shutdown, Sleep, ToEngine, UpdateWeights, Wake, from_engine, to_engine
@@ -22,6 +20,7 @@ from libra_hpc.sim.engine import IDLE
 
 from .clock import Clock, wait
 from .core import TwinEngine
+from .entry import run
 from .settings import Pace
 
 
@@ -63,22 +62,13 @@ def _obey(engine: TwinEngine, message: ToEngine, now: float) -> list[FromEngine]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a twin; exit codes: 0 asked to leave, 2 a user's mistake (one sentence on stderr)."""
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.twin.engine", description="A simulated rollout engine.")
-    parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")
-    parser.add_argument("--config", required=True, type=Path, help="JSON file with an EngineConfig")
-    parser.add_argument("--pace", required=True, help="Pace as JSON")
-    options = parser.parse_args(arguments)
-    config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
-    pace = msgspec.json.decode(options.pace, type=Pace)
-    try:
-        serve(EngineSocket(options.socket, to_engine, from_engine), config, pace)
-    except (EOFError, ConnectionError):
-        return 0
-    except UserError as error:
-        print(f"libra-hpc: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    """Run a twin; exit codes as `entry.run`."""
+
+    def work(socket: str, path: Path, pace: Pace) -> None:
+        config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+        serve(EngineSocket(socket, to_engine, from_engine), config, pace)
+
+    return run("engine", "A simulated rollout engine.", arguments, work)
 
 
 if __name__ == "__main__":

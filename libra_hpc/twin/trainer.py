@@ -8,14 +8,10 @@ survivor committed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
-import msgspec
-
-from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.codec import EngineSocket
@@ -46,6 +42,7 @@ from libra_hpc.train.settings import WorkerConfig, read_config
 
 from . import state
 from .clock import wait
+from .entry import run
 from .law import TrainLaw
 from .settings import Pace
 
@@ -171,22 +168,13 @@ def _tokens(sample: Sample) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a twin; exit codes: 0 asked to leave, 2 a user's mistake (one sentence on stderr)."""
+    """Run a twin; exit codes as `entry.run`."""
     begin = time.monotonic()
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.twin.trainer", description="One simulated process of a training replica.")
-    parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
-    parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
-    parser.add_argument("--pace", required=True, help="Pace as JSON")
-    options = parser.parse_args(arguments)
-    pace = msgspec.json.decode(options.pace, type=Pace)
-    try:
-        Trainer(read_config(options.config), pace, EngineSocket(options.socket, to_worker, from_worker), begin).run()
-    except (EOFError, ConnectionError):
-        return 0
-    except UserError as error:
-        print(f"libra-hpc: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    def work(socket: str, path: Path, pace: Pace) -> None:
+        Trainer(read_config(path), pace, EngineSocket(socket, to_worker, from_worker), begin).run()
+
+    return run("trainer", "One simulated process of a training replica.", arguments, work)
 
 
 if __name__ == "__main__":
