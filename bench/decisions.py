@@ -49,7 +49,7 @@ def record(rng: random.Random, name: str, prompt: str) -> Finished:
 
 def busy_board() -> Board:
     """64 engines that have reported."""
-    board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
+    board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False, max_context=131_072)
     for i, tp in enumerate(LAYOUT):
         board.up(f"engine-{i}", tp, 300_000 * tp, 0)
         for n in range(3):

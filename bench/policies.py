@@ -1,7 +1,8 @@
 """Every scheduling policy on the same simulated engines and the same work: makespan against the clairvoyant oracle and against C-MLFQ.
 
-Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not), in one batch of 512 trajectories, and any trace file
-given with ``--trace`` (a sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4.  Per seed, all policies play the
+Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not), in one batch of 512 trajectories from a clean start;
+the same in the third epoch, every policy having played two batches of other trajectories of the same prompts before; and any trace file given with
+``--trace`` (a sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4.  Per seed, all policies play the
 same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval (Student's t over seeds).  Step times are operator
 tables; queueing, batching, caching and preemption are the simulator's.
 
@@ -20,16 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import report
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.compare import compare, parse_policies
 from libra_hpc.sim.fleet import build_fleet
 from libra_hpc.sim.settings import SimSettings
 from libra_hpc.sim.traces.generate import Dials, generate
 from libra_hpc.sim.traces.read import read_trace
-from libra_hpc.sim.workload import TrajectorySpec
 
 GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
-WORK: dict[str, tuple[str, dict[str, float]]] = {
+MAX_CONTEXT = Dials().max_context
+"""Where the generator cuts trajectories, as a run file would; nothing is known of where a recorded trace was cut."""
+WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "r2e, outcomes tell": ("r2e", {"outcome": 1.0}),
     "r2e, siblings alone tell": ("r2e", {"outcome": 0.0}),
     "r2e, nothing tells": ("r2e", {"outcome": 0.0, "sibling": 0.0}),
@@ -37,6 +40,10 @@ WORK: dict[str, tuple[str, dict[str, float]]] = {
     "search, nothing tells": ("search", {"outcome": 0.0, "sibling": 0.0}),
     "math, siblings tell": ("math", {}),
     "math, nothing tells": ("math", {"sibling": 0.0}),
+    "r2e, outcomes tell, third epoch": ("r2e", {"outcome": 1.0, "epochs": 3}),
+    "r2e, siblings alone tell, third epoch": ("r2e", {"outcome": 0.0, "epochs": 3}),
+    "search, outcomes tell, third epoch": ("search", {"outcome": 1.0, "epochs": 3}),
+    "math, siblings tell, third epoch": ("math", {"epochs": 3}),
 }
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """Student's t for a two-sided 95 % interval, by number of seeds."""
@@ -44,17 +51,17 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 Row = dict[str, dict[str, float]]
 
 
-def work_of(name: str, seed: int, trajectories: int) -> list[TrajectorySpec]:
-    """The work of one seed: generated, or groups drawn from a trace until there are enough trajectories."""
+def work_of(name: str, seed: int, trajectories: int) -> list[TrajectoryRecord]:
+    """The work of one seed: generated (all epochs), or groups drawn from a trace until there are enough trajectories."""
     if name in WORK:
         preset, dials = WORK[name]
-        return generate(preset, Dials(trajectories=trajectories, seed=seed, **dials))
-    groups: dict[str, list[TrajectorySpec]] = {}
+        return generate(preset, Dials(trajectories=trajectories * dials.get("epochs", 1), seed=seed, **dials))
+    groups: dict[str, list[TrajectoryRecord]] = {}
     for spec in read_trace(Path(name)).trajectories:
         groups.setdefault(spec.prompt_id, []).append(spec)
     order = sorted(groups)
     random.Random(seed).shuffle(order)
-    drawn: list[TrajectorySpec] = []
+    drawn: list[TrajectoryRecord] = []
     for prompt in order:
         if len(drawn) < trajectories:
             drawn += groups[prompt]
@@ -62,10 +69,15 @@ def work_of(name: str, seed: int, trajectories: int) -> list[TrajectorySpec]:
 
 
 def play(job: tuple[str, int, int, list[str]]) -> Row:
-    """All policies on the work of one seed."""
+    """All policies on the work of one seed; of several epochs, the last one counts."""
     name, seed, trajectories, policies = job
     fleet = build_fleet(BUCKETS, GPUS, DEVICE, MODEL)
-    done = compare(work_of(name, seed, trajectories), fleet.engines, policies, SimSettings())
+    work, settings = work_of(name, seed, trajectories), SimSettings()
+    before: list[list[TrajectoryRecord]] = []
+    if name in WORK:
+        settings = SimSettings(max_model_len=MAX_CONTEXT)
+        *before, work = [work[start : start + trajectories] for start in range(0, len(work), trajectories)]
+    done = compare(work, fleet.engines, policies, settings, before=before)
     return {
         policy: {
             "makespan_s": one.result.makespan_s,

@@ -5,7 +5,7 @@ and sees what a live run would show it.  ``x static``: against the best static s
 the better of two numbers of training nodes, that split and one more; ``x clairvoyant``: against the better of two played schedules made from the static
 runs.  The last line is the case without drift.
 
-    python -m bench.replan [--seeds 5] [--steps 72] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2]
+    python -m bench.replan [--seeds 5] [--steps 120] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bench.harness import report
 from libra_hpc.sim.replan import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
 from libra_hpc.sim.replan_pool import Site
 from libra_hpc.sim.replan_verl import VerlLike
-from libra_hpc.sim.replan_work import SHAPES, drifting, steady
+from libra_hpc.sim.replan_work import LAWS, drifting, steady
 
 SITE = Site()
 WORSE = 1.25
 """Static splits are played outwards from the even one until two in a row take this much longer than the best: neither the best nor a clairvoyant uses those."""
-SWITCH_S = 40.0
+SWITCH_S = 60.0
 """What a change of split costs the clairvoyant's plan, in seconds of the loop: a node is away for some 75 s, and a twelfth to a third of a stage with it."""
 Job = tuple[str, int, int]
 
@@ -46,7 +46,7 @@ def statics(run: Any) -> dict[int, Played]:
 def compare(job: Job) -> dict[str, Any]:
     """All rules on one workload and seed."""
     name, seed, steps = job
-    work = drifting(SHAPES[name], steps, SITE.prompts, SITE.group, seed)
+    work = drifting(LAWS[name], steps, SITE.prompts, SITE.group, seed)
 
     def run(rule: Rule, train: int) -> Played:
         return play(SITE, work, rule, train, seed)
@@ -91,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=72)
-    parser.add_argument("--work", default="|".join(SHAPES), help="names separated by |")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--work", default="|".join(LAWS), help="names separated by |")
     parser.add_argument("--idle-steps", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()

@@ -25,8 +25,8 @@ from libra_hpc.pool.rollout_lead import RolloutLead
 from libra_hpc.pool.rollout_node import RolloutNode
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
-from libra_hpc.sim.workload import TrajectorySpec
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 LAYOUT = Layout.parse("planner:1,train:1,rollout:1")
@@ -120,7 +120,7 @@ class Replayer:
         self._up: dict[str, wire.EngineUp] = {}
         self._stats: dict[str, EngineStats] = {}
         self._seen: dict[str, int] = {}
-        self._work: list[TrajectorySpec] = []
+        self._work: list[TrajectoryRecord] = []
         self._group_size = 1
         self._asked: dict[str, int] = {}
         self._answers: dict[str, list[tuple[float, float, float, int]]] = {}
@@ -142,7 +142,7 @@ class Replayer:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def play(self, work: list[TrajectorySpec], policy: str, open_groups: int) -> Played:
+    async def play(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> Played:
         """Run a workload, at most ``open_groups`` of its groups at once.  Its groups are equally large and stand together, in order."""
         self._plays += 1
         groups = len({spec.prompt_id for spec in work})
@@ -207,7 +207,7 @@ class Replayer:
         number = self._asked[episode] = self._asked.get(episode, -1) + 1
         return msgspec.structs.replace(request, max_tokens=self._spec(episode).turns[number].gen_tokens)
 
-    def _spec(self, episode: str) -> TrajectorySpec:
+    def _spec(self, episode: str) -> TrajectoryRecord:
         index, sample, attempt = map(int, episode.split("."))
         if attempt:
             raise OperationError(f"trajectory {episode} had to be restarted: what was replayed is not the workload any more")

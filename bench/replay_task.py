@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.protocol.env import Signal
-from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
 
 TOKENS = (3, 96)
@@ -27,11 +26,11 @@ def random_tokens(count: int, *seed: Any) -> list[int]:
 
 
 class Replay(Task):
-    """``work`` is a JSON file with a list of `TrajectorySpec`, ``group_size`` for each prompt."""
+    """``work`` is a JSON file with a list of `TrajectoryRecord`, ``group_size`` for each prompt."""
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, work: str, group_size: int) -> None:
         super().__init__(tokenizer, seed=seed)
-        self._work = msgspec.json.decode(Path(work).read_bytes(), type=list[TrajectorySpec])
+        self._work = msgspec.json.decode(Path(work).read_bytes(), type=list[TrajectoryRecord])
         self._group_size = group_size
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
@@ -42,7 +41,7 @@ class Replay(Task):
 class ReplayedEpisode(Episode):
     """One trajectory; it ends after its last turn."""
 
-    def __init__(self, spec: TrajectorySpec, seed: int) -> None:
+    def __init__(self, spec: TrajectoryRecord, seed: int) -> None:
         self._spec, self._seed, self._turn = spec, seed, 0
         self.prompt_id = spec.prompt_id
         self.prompt = random_tokens(spec.prompt_tokens, seed, spec.prompt_id)
@@ -60,8 +59,6 @@ class ReplayedEpisode(Episode):
             await asyncio.sleep(turn.tool_s)
         done = self._turn == len(spec.turns)
         count = 0 if done else spec.turns[self._turn].new_tokens
-        signal = None
-        if turn.tool is not None:
-            signal = Signal(turn.tool, turn.outcome or "ok", count, turn.tool_s, turn.exit_code, turn.passed, turn.failed)
+        signal = None if turn.tool is None else signal_of(turn, count)
         added = random_tokens(count, self._seed, spec.prompt_id, spec.sample, self._turn)
         return Turn(added, signal, done, reward=0.0)

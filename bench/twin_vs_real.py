@@ -1,15 +1,18 @@
-"""Does the simulator predict real engines?  Calibrate it on one real run, and let it predict others with other lengths and another concurrency.
+"""Does the simulator predict real engines?  Calibrate it on some real runs, and let it predict others with other lengths and another concurrency.
 
-Two real vLLM engines (tiny model, fp32, one thread each), the production leader, policy and environment host replay workloads (`bench.replay`): first the one
-that calibrates, then those to be predicted, each under every policy, all on the same engines and in turns over the repeats, so that a slow moment of the
-machine spreads.  From the calibrating run come the step times (`libra_hpc.hardware.measured`, from the engines' own step logs) and the hops
-(`Hops`); from the predicted runs nothing at all.
+Two real vLLM engines (tiny model, fp32, one thread each), the production leader, policy and environment host replay workloads (`bench.replay`): two
+kinds that calibrate, and those to be predicted, each under every policy, all on the same engines.  From the calibrating runs come the step times
+(`libra_hpc.hardware.measured`, from the engines' own step logs) and the hops (`Hops`); from the predicted runs nothing at all.
 
-A further column says what the simulator makes of each run with that run's own step times: the error of its physics alone, whatever else the machine was
-doing.  And the two policies are compared with each other, in reality and in the simulator.
+A fit interpolates well and extrapolates badly: the time of a batch of 4 with long contexts does not follow from batches of 20 with short ones.  So one
+calibrating kind is crowded and shallow, the other sparse and deep, and what is predicted lies between.  The machine's speed drifts: so the calibrating
+runs stand between the predicted ones, in the reverse order with every other repeat, and all of them together make one calibration.
 
-Both engines, the leader and the environment share the cores of the machine.  The calibrating run is as loaded, so that its step times hold what the
-processes take from one another.
+A further column says what the simulator makes of each run with that run's own step times: the error of its physics alone, whatever else the machine
+was doing.  And the two policies are compared with each other, in reality and in the simulator.
+
+Both engines, the leader and the environment share the cores of the machine.  The calibrating runs are as loaded, so that their step times hold what
+the processes take from one another.
 
     python bench/twin_vs_real.py [--repeat 3] [--scale 1.0]
 """
@@ -34,11 +37,11 @@ import msgspec
 from bench.harness import POLICIES, engine_environment, median, report
 from bench.replay import Played, Replayer, Setup
 from libra_hpc.hardware.measured import Calibration, MeasuredTimes, measured_times
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.sim.result import SimResult, quantiles
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 
 GROUP_SIZE = 4
 MOST = 2.0
@@ -67,14 +70,18 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sigma: float = 0.6
 
 
-CALIBRATION = Load(name="calibration", groups=20, open_groups=10, turns=(2, 6), prompt=120, generated=50, new=30, tool_s=0.2)
+CALIBRATIONS = (
+    Load(name="crowded", groups=20, open_groups=16, turns=(2, 4), prompt=120, generated=45, new=30, tool_s=0.1),
+    Load(name="deep", groups=6, open_groups=4, turns=(2, 4), prompt=400, generated=120, new=60, tool_s=0.3),
+)
+"""Up to `Setup.max_num_seqs` sequences at an engine, and few with the longest contexts."""
 PREDICTED = (
     Load(name="short", groups=32, open_groups=16, turns=(2, 8), prompt=80, generated=30, new=20, tool_s=0.1),
     Load(name="long", groups=9, open_groups=5, turns=(2, 5), prompt=250, generated=110, new=60, tool_s=0.4),
 )
 
 
-def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectorySpec]:
+def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectoryRecord]:
     """Trajectories of a kind; siblings share the prompt and half of the variance of the lengths."""
     rng = random.Random(f"{load.name}:{seed}")
     half = load.sigma / 2**0.5
@@ -95,8 +102,8 @@ def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectorySpec]
                 last = number + 1 == count
                 new = length(load.new, load.sigma) if number else 0
                 tool_s = 0.0 if last else load.tool_s * spread(load.sigma)
-                turns.append(TurnSpec(new, length(typical * load.generated, half), None if last else "tool", None if last else "ok", tool_s))
-            work.append(TrajectorySpec(f"{load.name} {group}", sample, prompt, tuple(turns)))
+                turns.append(TurnRecord(new, length(typical * load.generated, half), None if last else "tool", None if last else "ok", tool_s))
+            work.append(TrajectoryRecord(f"{load.name} {group}", sample, prompt, tuple(turns)))
     return work
 
 
@@ -109,16 +116,20 @@ class Hops(msgspec.Struct, frozen=True):
     """Leader, environment host, leader: added to every tool time."""
 
     @classmethod
-    def of(cls, played: Played) -> Hops:
-        """From a real run.
+    def of(cls, runs: Sequence[Played]) -> Hops:
+        """From real runs; a mean over them.
 
         A turn's time outside its engine's queue and steps is both hops and the wait for the end of the step that ran when it arrived.  The latter is physics
         that the simulator has: half a step in the median, which is taken off.
         """
-        outside = median([turn.answered - turn.sent - turn.queue_s - turn.run_s for turn in played.turns])
-        hops = max(0.0, outside - median([step.seconds for step in played.steps]) / 2)
+        hops = fmean(max(0.0, _outside(played) - median([step.seconds for step in played.steps]) / 2) for played in runs)
         # A mean: over a trajectory these add up.
-        return cls(hops / 2, hops / 2, max(0.0, fmean(turn.env_s for turn in played.turns if turn.env_s)))
+        return cls(hops / 2, hops / 2, max(0.0, fmean(turn.env_s for played in runs for turn in played.turns if turn.env_s)))
+
+
+def _outside(played: Played) -> float:
+    """Median seconds of a turn that are neither its engine's queue nor its steps."""
+    return median([turn.answered - turn.sent - turn.queue_s - turn.run_s for turn in played.turns])
 
 
 class Twin(msgspec.Struct, frozen=True):
@@ -130,11 +141,12 @@ class Twin(msgspec.Struct, frozen=True):
     engines: int
 
     @classmethod
-    def of(cls, played: Played, setup: Setup) -> Twin:
-        """Calibrate on a real run."""
-        header = played.header
-        calibration = Calibration(device="cpu", model="tiny", kv_capacity={header.tp: header.kv_tokens}, points=played.steps)
-        hops = Hops.of(played)
+    def of(cls, runs: Sequence[Played], setup: Setup) -> Twin:
+        """Calibrate on real runs of the same engines."""
+        header = runs[0].header
+        points = [point for played in runs for point in played.steps]
+        calibration = Calibration(device="cpu", model="tiny", kv_capacity={header.tp: header.kv_tokens}, points=points)
+        hops = Hops.of(runs)
         limits = SimSettings(
             max_inflight=setup.max_inflight, max_num_seqs=header.max_num_seqs, max_num_batched_tokens=header.max_num_batched_tokens,
             block_size=header.block_size, max_model_len=setup.max_model_len, send_s=hops.send_s, answer_s=hops.answer_s,
@@ -146,13 +158,13 @@ class Twin(msgspec.Struct, frozen=True):
         fit = self.times.fit
         return {"fit": msgspec.to_builtins(fit), "hops": msgspec.to_builtins(self.hops)}
 
-    def predict(self, work: list[TrajectorySpec], policy: str, open_groups: int) -> SimResult:
+    def predict(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> SimResult:
         """Play a workload in the simulator, under a fresh policy of this name."""
         engines = [EngineSpec(f"r2.{number}", self.times.tp, self.times) for number in range(self.engines)]
         limits = msgspec.structs.replace(self.limits, max_open_groups=open_groups)
         return simulate([self._with_hop(spec) for spec in work], engines, make_policy(policy), limits)
 
-    def _with_hop(self, spec: TrajectorySpec) -> TrajectorySpec:
+    def _with_hop(self, spec: TrajectoryRecord) -> TrajectoryRecord:
         turns = tuple(msgspec.structs.replace(turn, tool_s=turn.tool_s + self.hops.env_s) for turn in spec.turns)
         return msgspec.structs.replace(spec, turns=turns)
 
@@ -191,30 +203,51 @@ def figures(sim: SimResult) -> tuple[float, ...]:
     return (sim.makespan_s, sim.turn_latency.p50, sim.turn_latency.p95, *map(float, counts))
 
 
-async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> tuple[list[Pair], list[dict[str, Any]]]:
-    """All plays; also what each calibration found."""
+class Play(msgspec.Struct, frozen=True):
+    """One run of the measurement."""
+
+    load: Load
+    policy: str
+    repeat: int
+
+
+def plays(repeat: int) -> list[Play]:
+    """What a repeat plays: a calibrating run, then one kind of work under every policy, and so on; every other repeat in reverse."""
+    out = []
+    for calibration, predicted in zip(CALIBRATIONS, PREDICTED, strict=True):
+        out += [Play(calibration, SCHEDULERS[0], repeat), *(Play(predicted, policy, repeat) for policy in SCHEDULERS)]
+    return out[::-1] if repeat % 2 else out
+
+
+async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> list[tuple[Play, Played]]:
+    """All runs, in the order in which they were made."""
     replayer = Replayer(setup, folder)
-    found: list[Pair] = []
-    notes: list[dict[str, Any]] = []
+    found = []
+    todo = [play for repeat in range(repeats) for play in plays(repeat)]
     await replayer.start()
     try:
-        await replayer.play(make_work(CALIBRATION, -1, WARM_UP), SCHEDULERS[0], CALIBRATION.open_groups)
-        for repeat in range(repeats):
-            twin: Twin | None = None
-            for load, policy in ((CALIBRATION, SCHEDULERS[0]), *((load, policy) for load in PREDICTED for policy in SCHEDULERS)):
-                work = make_work(load, repeat, scale)
-                played = await replayer.play(work, policy, load.open_groups)
-                own = Twin.of(played, setup)
-                if twin is None:
-                    twin = own
-                    notes.append({"load": played.load, **own.facts(), "header": msgspec.to_builtins(played.header)})
-                sim = twin.predict(work, policy, load.open_groups)
-                found += pairs(load.name, policy, sim, own.predict(work, policy, load.open_groups), played)
-                words = f"{sim.makespan_s:.2f} s predicted, {played.makespan_s:.2f} s real, load {played.load:.1f}"
-                print(f"{repeat + 1}: {load.name}, {policy}: {words}", file=sys.stderr)
+        await replayer.play(make_work(CALIBRATIONS[0], -1, WARM_UP), SCHEDULERS[0], CALIBRATIONS[0].open_groups)
+        for number, play in enumerate(todo, 1):
+            played = await replayer.play(make_work(play.load, play.repeat, scale), play.policy, play.load.open_groups)
+            found.append((play, played))
+            words = f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {played.makespan_s:.2f} s, load {played.load:.1f}"
+            print(words, file=sys.stderr, flush=True)
     finally:
         await replayer.stop()
-    return found, notes
+    return found
+
+
+def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> tuple[list[Pair], dict[str, Any]]:
+    """Predictions of the runs that do not calibrate; also what the calibration found."""
+    twin = Twin.of([played for play, played in done if play.load in CALIBRATIONS], setup)
+    found: list[Pair] = []
+    for play, played in done:
+        if play.load in PREDICTED:
+            work = make_work(play.load, play.repeat, scale)
+            own = Twin.of([played], setup)
+            sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (twin, own))
+            found += pairs(play.load.name, play.policy, sim, its, played)
+    return found, {**twin.facts(), "header": msgspec.to_builtins(done[0][1].header), "loads": [played.load for _, played in done]}
 
 
 def ratio(predicted: float, real: float) -> float:
@@ -270,15 +303,16 @@ def main() -> None:
     arguments = parser.parse_args()
     setup = Setup(model=model())
     with tempfile.TemporaryDirectory(prefix="libra-twin-") as folder:
-        found, notes = asyncio.run(measure(setup, Path(folder), arguments.repeat, arguments.scale))
+        done = asyncio.run(measure(setup, Path(folder), arguments.repeat, arguments.scale))
+    found, facts = compare(done, setup, arguments.scale)
     columns = ["workload, policy, figure", "predicted", "real", "ratio (median)", "range", "own steps"]
     words = [
         f"{setup.engines} vLLM engines, {LAYERS} layers x {HIDDEN}, fp32, one thread each; medians of {arguments.repeat} repeats.",
-        "The last rows are ratios of makespans.  Each repeat calibrates on a run of its own; load averages at the starts of those: "
-        + ", ".join(f"{note['load']:.1f}" for note in notes),
+        f"One calibration on {len(CALIBRATIONS) * arguments.repeat} other runs between those predicted.  The last rows are ratios of makespans.",
+        "Load averages at the starts of all runs: " + ", ".join(f"{load:.1f}" for load in facts["loads"]) + ".",
     ]
     table = [*rows(found), *ranking(found)]
-    report("twin_vs_real", "Simulator against real engines", columns, table, words, {"pairs": msgspec.to_builtins(found), "calibrations": notes})
+    report("twin_vs_real", "Simulator against real engines", columns, table, words, {"pairs": msgspec.to_builtins(found), "calibration": facts})
 
 
 if __name__ == "__main__":

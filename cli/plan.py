@@ -16,7 +16,6 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.measured import load
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planner import picture
 from libra_hpc.planner.initial import initial_plan
 from libra_hpc.planner.request import Assumed, Request, check_gpus, request
 from libra_hpc.planner.search import Result, Search, Steps
@@ -96,7 +95,9 @@ def plan(
         return
     result = search.run(keep)
     if plot is not None:
-        picture.draw_plans(result.plans, plan_tables.title(asked), plot)
+        from libra_hpc.planner.picture import draw_plans
+
+        draw_plans(result.plans, plan_tables.title(asked), plot)
     if json:
         say_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
         return
@@ -131,7 +132,9 @@ def show_sweep(asked: Request, search: Search, low: int, high: int, json: bool, 
         raise UserError(points[-1].why)
     at = knee(points)
     if plot is not None:
-        picture.draw_sweep(points, plan_tables.title(asked, sized=False), plot)
+        from libra_hpc.planner.picture import draw_sweep
+
+        draw_sweep(points, plan_tables.title(asked, sized=False), plot)
     if json:
         say_json({"request": facts(asked), "points": msgspec.to_builtins(points), "knee": None if at is None else points[at].devices})
         return

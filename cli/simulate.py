@@ -39,6 +39,7 @@ def simulate(
     sync_s: Annotated[float, typer.Option("--sync-s", min=0, metavar="S", help="Pause of an engine for a weight update.")] = 0.0,
     max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences an engine runs at once.")] = DEFAULTS.max_num_seqs,
     max_inflight: Annotated[int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")] = DEFAULTS.max_inflight,
+    max_context: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Context at which the run ends trajectories, if it does.")] = 0,
     calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
@@ -59,7 +60,7 @@ def simulate(
     work = load(file, format, skip_bad, limit).trajectories
     settings = SimSettings(
         max_num_seqs=max_num_seqs, max_inflight=max_inflight, batch_groups=batch_groups, eta=eta, train_s=train_s, sync_s=sync_s, seed=seed,
-        max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs),
+        max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs), max_model_len=max_context,
     )  # fmt: skip
     with Console(stderr=True).status("reading") as status:
         done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}") if sys.stderr.isatty() else None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.errors import UserError
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
@@ -25,10 +26,9 @@ def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption 
 
 def draw(run: RunDir) -> None:
     """Write the run's picture; a folder of someone else's that cannot be written only costs the picture."""
-    # matplotlib takes half a second to import, which no other verb should pay.
     from libra_hpc.telemetry.plot import plot
 
     try:
         plot(run, run.summary_picture)
-    except OSError as error:
+    except UserError as error:
         note(f"no picture: {error}")

@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from libra_hpc.errors import OperationError
 from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.slurm.devcluster.packages import ensure_packages
 from libra_hpc.slurm.site import clean_environment
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("libra", deadline=None)
+settings.load_profile("libra")
 
 
 @pytest.fixture(scope="session")

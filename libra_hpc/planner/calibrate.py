@@ -1,21 +1,20 @@
-"""Online correction: a factor for every term of the next step's time, and the prediction itself, made before the step from past data only.
+"""Predicted step times, made from past data only, and what they are made of.
 
-*Terms.*  The time from commit to commit is a wait for the batch and the training of it.
+The time from commit to commit is a wait for the batch and the training of it.
 
-* Training is nominally tokens per replica times a reference: the plan's seconds per token, without a plan the first measured ones.  The tokens are those
-  of the batch itself as soon as it is complete, the median of the last `BATCHES` = 8 batches before.
+* Training follows `libra_hpc.planner.trainlaw`, fitted to the steps measured last; before the first of them, the plan's seconds per token.  The tokens are
+  those of the batch itself as soon as it is complete, the median of the last `BATCHES` = 8 batches before.
 * A batch is complete its *latency* after the commit that admitted its prompts, eta + 1 batches before: nominally the reference (the plan's, or the first
   measured one).  The wait is what is left of the latency at the commit before; a batch that is late already is taken for the median of those later still.
 
-*Factors* are measured over nominal seconds.  Each is the median of its last `RECENT` = 24 ratios, so that single outliers (a checkpoint, a busy neighbour)
-count for nothing.  When the last `RUN` = 6 ratios all lie on one side of the median of the ones before, by more than `TOLERANCE` = 10 % in their own
-median, the older ones are forgotten: without a change six of one side happen by chance once in 32 looks and cost samples, no more.  A drift reported
-from outside leaves the newest `KEPT` = 2 ratios.  A factor is between 1 / `BOUND` and `BOUND` = 8: a reference that is further off was made for other
-hardware, and is replaced by what is measured.
+A step is predicted twice: *ahead*, at the commit before, when its batch may still be open; and at its *start*, when the batch is complete, so that the wait
+and the tokens are known and training of it begins.
 
-Factors are kept apart by what changes the speed of hardware, not the work: the nodes of the stage, and for training how long the batch let the trainers wait
-(not at all, less than half a latency, more).  The longer the wait, the further the next batch is by then; where the stages share cores or links, a
-step that starts at once, beside a rollout that has just got new credit, is the slowest.  A kind that is new starts from the one seen last.
+*The latency's factor* is measured over nominal seconds: the median of its last `RECENT` = 24 ratios, so that single outliers count for nothing.  When
+the last `RUN` = 6 ratios all lie on one side of the median of the ones before, by more than `TOLERANCE` = 10 % in their own median, the older ones are
+forgotten.  A drift reported from outside leaves the newest `KEPT` = 2 ratios.  A factor is between 1 / `BOUND` and `BOUND` = 8: a reference that is
+further off was made for other hardware, and is replaced by what is measured.  Factors are kept apart by the number of rollout nodes; a number that is new
+starts from the one seen last.
 """
 
 from __future__ import annotations
@@ -26,13 +25,10 @@ from statistics import median
 
 import msgspec
 
-RECENT = 24
-RUN = 6
-TOLERANCE = 0.1
+from .trainlaw import RECENT, RUN, TOLERANCE, WARM, Load, TrainLaw
+
 BOUND = 8.0
 KEPT = 2
-WARM = 3
-"""Measurements before a term without a plan's reference is predicted."""
 AT_ONCE = 0.01
 """Seconds of waiting that are none."""
 BATCHES = 8
@@ -137,9 +133,11 @@ class PredictedStep(msgspec.Struct, frozen=True):
     step: int
     predicted_s: float | None
     """From the commit before to this one, as predicted at the commit before."""
+    predicted_start_s: float | None
+    """The same, as predicted when its batch was complete and the trainers were free."""
     measured_s: float
     predicted_train_s: float | None
-    """Of training the batch, as predicted when its size was known."""
+    """Of training the batch, as predicted then."""
     measured_train_s: float
     latency_s: float | None
     """From the commit that admitted the batch's prompts until it was complete; None when that was before this attempt."""
@@ -150,16 +148,17 @@ class _Next(msgspec.Struct):
 
     step: int
     split: Split
-    kind: Hashable
-    seconds: float | None
-    train: float | None
+    load: Load
+    ahead: float | None
+    start: float | None = None
+    train: float | None = None
 
 
 class StepForecast:
     """Told of every complete batch and every commit in order of time; times are seconds of one clock."""
 
     def __init__(self, eta: int, train_s_per_token: float = 0.0, latency_s: float = 0.0) -> None:
-        self.train, self.latency = Term(train_s_per_token), Term(latency_s)
+        self.train, self.latency = TrainLaw(train_s_per_token), Term(latency_s)
         self._eta = eta
         self._sizes: deque[int] = deque(maxlen=BATCHES)
         self._ready: dict[int, int] = {}
@@ -178,46 +177,56 @@ class StepForecast:
             self.latency.measured(rollout_nodes, 1.0, now - admitted)
         following = self._next
         if following is not None and following.step == step:
-            following.kind = self._kind(following.split, now - self._commits[step - 1])
-            following.train = self.train.predict(following.kind, tokens / following.split.replicas)
+            self._begin(following, tokens, now - self._commits[step - 1], now)
 
     def committed(self, step: int, split: Split, step_s: float, wait_s: float, train_s: float, now: float) -> PredictedStep:
         """A step is committed: compare it with its prediction, learn from it, and predict the one after it."""
         tokens = self._ready.pop(step, 0)
         made = self._next if self._next is not None and self._next.step == step else None
-        kind = made.kind if made is not None and made.split == split else self._kind(split, wait_s)
-        self.train.measured(kind, tokens / split.replicas, train_s)
+        load = made.load if made is not None and made.split == split else self._load(step, tokens, split, wait_s, now - train_s)
+        self.train.measured(split.replicas, load, train_s)
         self._commits[step] = now
         for old in [s for s in self._commits if s < step - self._eta - 1]:
             del self._commits[old]
         self._next = self._predict(step + 1, split, now)
-        predicted, train = (None, None) if made is None else (made.seconds, made.train)
-        return PredictedStep(step, predicted, step_s, train, train_s, self._latencies.pop(step, None))
+        ahead, start, train = (None, None, None) if made is None else (made.ahead, made.start, made.train)
+        return PredictedStep(step, ahead, start, step_s, train, train_s, self._latencies.pop(step, None))
 
     def drifted(self) -> None:
-        """Lengths changed: what was measured before counts less."""
-        self.train.decay()
+        """Lengths changed: latencies measured before count less; the law of training knows tokens."""
         self.latency.decay()
 
     @property
     def upcoming(self) -> float | None:
         """Predicted seconds of the step that runs."""
-        return None if self._next is None else self._next.seconds
+        if self._next is None:
+            return None
+        return self._next.ahead if self._next.start is None else self._next.start
 
     def _predict(self, step: int, split: Split, now: float) -> _Next:
-        waits = step not in self._ready
-        tokens = median(self._sizes) if waits and self._sizes else self._ready.get(step, 0)
-        wait: float | None = 0.0
-        if waits:
-            admitted = self._commits.get(step - 1 - self._eta)
-            passed = 0.0 if admitted is None else now - admitted
-            whole = None if admitted is None else self.latency.predict(split.rollout_nodes, 1.0, passed)
-            wait = None if whole is None else whole - passed
-        kind = self._kind(split, wait or 0.0)
-        train = self.train.predict(kind, tokens / split.replicas)
-        return _Next(step, split, kind, None if train is None or wait is None else wait + train, train)
+        complete = self._ready.get(step)
+        if complete is not None:
+            made = _Next(step, split, Load(0.0), None)
+            self._begin(made, complete, 0.0, now)
+            made.ahead = made.start
+            return made
+        admitted = self._commits.get(step - 1 - self._eta)
+        passed = 0.0 if admitted is None else now - admitted
+        whole = None if admitted is None else self.latency.predict(split.rollout_nodes, 1.0, passed)
+        wait = 0.0 if whole is None else whole - passed
+        load = self._load(step, median(self._sizes) if self._sizes else 0.0, split, wait, now + wait)
+        train = self.train.predict(split.replicas, load)
+        return _Next(step, split, load, None if train is None or whole is None else wait + train)
 
-    def _kind(self, split: Split, wait: float) -> Hashable:
-        """Circumstances of a training step whose batch came ``wait`` seconds after the commit before."""
-        whole = self.latency.predict(split.rollout_nodes, 1.0) or 0.0
-        return split.replicas, 0 if wait <= AT_ONCE else 1 if wait < whole / 2 else 2
+    def _begin(self, made: _Next, tokens: int, wait: float, now: float) -> None:
+        """The batch is there: the wait and the size are known."""
+        made.load = self._load(made.step, tokens, made.split, wait, now)
+        made.train = self.train.predict(made.split.replicas, made.load)
+        made.start = None if made.train is None else wait + made.train
+
+    def _load(self, step: int, tokens: float, split: Split, wait: float, begins: float) -> Load:
+        """Of a step whose training ``begins`` so many seconds after the commit before; the next batch was admitted eta commits before it."""
+        whole = self.latency.predict(split.rollout_nodes, 1.0)
+        admitted = self._commits.get(step - self._eta, begins)
+        left = 1.0 - (begins - admitted) / whole if whole else 0.0
+        return Load(tokens / split.replicas, min(1.0, max(0.0, left)), wait <= AT_ONCE)

@@ -6,24 +6,27 @@ split that hybrid nodes can reach is predicted.  The best one is taken if all of
 
 * *Evidence*: enough steps, windows and trajectories since the last change of split or workload.  A drift alarm throws older measurements away; where there
   is a cost model, new lengths alone are enough: training goes with the tokens of a batch, rollout by the model (`law`).
-* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost (`brake`), and T_after is at
-  least the share ``min_gain`` below T_now.  The horizon is ``horizon_s``, or what is left of the run when that is less.  Where the work per batch has a
-  significant trend the saving is the mean over `POINTS` moments of the horizon (`forecast`), and what is there now must be a gain as well: a forecast can veto
-  or strengthen a move, never create one that is not worth it today.
-* *Robustness*: the gain is the least of three: as measured, and with the two times `ERRORS` = 1.645 standard errors apart from the measured ones in
-  either direction (one-sided 95 %).  What noise could have made is not acted on.
-* *No contradiction by the queues*: with overlapping stages, trainers that wait for data are not the slower stage, and rollout is not when trainers hardly wait.
+* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost, and T_after is at least the
+  share ``min_gain`` below T_now.  The cost is what `brake` measured, node seconds, times the share of its stage that is away.  The horizon is ``horizon_s``,
+  at least `LEAST_BATCHES` = 12 batches, never more than what is left of the run.  Where the work has a significant trend the saving is the mean over
+  `POINTS` moments of it (`forecast`), and the present must gain as well: a forecast can veto or strengthen a move, not create one.
+* *Robustness*: the gain is the least of three: as measured, and with the ratio of the two times `ERRORS` = 1.645 standard errors off in either direction
+  (one-sided 95 %), each time taking its part of it.  What noise could have made is not acted on.
+* *Twice*: looked at often enough, noise exceeds any bound.  After `SETTLED` = 32 steps of one split without drift or trend, new steps alone must confirm it.
+* *No contradiction by the queues*: with overlapping stages, unless the commits themselves show trainers that wait, trainers that wait for data are
+  not the slower stage, and rollout is not when trainers hardly wait.
 * *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back, the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 
 If hybrid nodes have nothing to offer, the drift is older than a period and a `Repartition` is at hand, other core layouts are held against the same test,
 with the cost of a new start.  That is advice: the run goes on meanwhile, and each proposal is made once.
 
-The first complete measurement after a move is compared with the last one before it (`outcomes`): it teaches `scaling`, and a loss brakes that direction.
+The first complete measurement after a move is compared with standing still at the work of now (`outcomes`): it teaches `scaling`, a loss is a brake.
 """
 
 from __future__ import annotations
 
+from math import hypot
 from statistics import fmean
 from typing import NamedTuple
 
@@ -32,8 +35,8 @@ import msgspec
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.brake import Brake, Direction
 from libra_hpc.planner.drift import Drift, DriftDetector
-from libra_hpc.planner.law import MODEL_ERROR, STARVED, RolloutLaw
-from libra_hpc.planner.model import Correction, Measured, Split, Times, ahead, measure, predict, renewed
+from libra_hpc.planner.law import MODEL_ERROR, RolloutLaw
+from libra_hpc.planner.model import Correction, Measured, Split, Times, ahead, measure, predict, renewed, with_work
 from libra_hpc.planner.repartition import Repartition
 from libra_hpc.planner.scaling import Scaling
 from libra_hpc.planner.snapshot import Candidate, NodeFact, PlanDecision, PlanSnapshot
@@ -43,6 +46,10 @@ POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the horizon at which a trend is followed."""
 WAITING = 0.2
 """Share of the trainers' time without data from which on the queues press: twice what uneven batches cause."""
+LEAST_BATCHES = 12
+"""The horizon is never shorter, unless the run is: a few batches say nothing, and batches of large runs take many minutes."""
+SETTLED = 32
+"""Steps, four times what is measured at once.  Before, a late move costs more than a needless one."""
 KEPT = 5
 QUANTITIES = ("generated tokens", "context tokens", "turns", "seconds in tools")
 
@@ -95,7 +102,7 @@ class Planner:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""
         self._settings = settings
-        self._law, self._repartition = law, repartition
+        self.law, self.repartition = law, repartition
         self._detector: DriftDetector | None = None
         self._next_index = 0
         self._split: Split | None = None
@@ -126,13 +133,15 @@ class Planner:
         numbers = self._numbers(snapshot, measured)
         triggers = self._triggers(snapshot, measured, now)
         if not triggers:
+            self._brake.proposal = None
             return _hold(f"hold: the stages balance (train {measured.times.train:.2f} s, rollout {measured.times.rollout:.2f} s) and nothing drifts", numbers)
         self._looked, self._alarmed = now, False
         moves = sorted(self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True)
         decision = self._verdict(moves, measured, numbers) if moves else _hold("hold: every stage is down to its last movable node", numbers)
+        decision = self._confirmed(decision, measured, snapshot, now)
         lasting = self._drift is not None and now - self._drifted >= self._settings.period_s
-        if decision.action == "hold" and lasting and self._repartition is not None and not (moves and moves[0].blocked):
-            decision = self._repartition.advise(snapshot, measured, self._drifted, self._horizon(snapshot, measured), self._settings) or decision
+        if decision.action == "hold" and lasting and self.repartition and not self._brake.proposal and not (moves and moves[0].blocked):
+            decision = self.repartition.advise(snapshot, measured, self._drifted, self._horizon(snapshot, measured), self._settings) or decision
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
 
@@ -154,31 +163,32 @@ class Planner:
         self._brake.observe(snapshot.nodes, now)
         split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
         if split != self._split:
-            self._split, self._since = split, now
+            self._split, self._since, self._brake.proposal = split, now, None
 
     def _measure(self, snapshot: PlanSnapshot, split: Split) -> Measured | str:
         """The model at this split: fitted to the present workload, or while too little of it is measured, carried over from the one before."""
-        measured = measure(snapshot, split, max(self._since, self._drifted), self._drifted)
+        proposal = self._brake.proposal
+        measured = measure(snapshot, split, proposal.at if proposal else max(self._since, self._drifted), self._drifted)
         if not isinstance(measured, str):
             return self._with_law(snapshot, measured)
-        if self._law is None or self._drifted <= self._since:
+        if self.law is None or self._drifted <= self._since or proposal:
             return measured
         before = measure(snapshot, split, self._since, self._drifted)
         if isinstance(before, str):
             return measured
-        self._law.observe(snapshot, self._drifted)
-        return renewed(before, snapshot, self._drifted, self._law.unthrottled(split.rollout), MODEL_ERROR) or measured
+        self.law.observe(snapshot, self._drifted)
+        return renewed(before, snapshot, self._drifted, self.law.unthrottled(split.rollout), MODEL_ERROR) or measured
 
     def _with_law(self, snapshot: PlanSnapshot, measured: Measured) -> Measured:
         """Put the cost model's rollout in place of one that trainers hold up; learn from one that holds up trainers."""
-        if self._law is None or snapshot.eta == 0:
+        if self.law is None or snapshot.eta == 0:
             return measured
-        self._law.observe(snapshot, self._drifted)
+        self.law.observe(snapshot, self._drifted)
         nodes, times = measured.split.rollout, measured.times
-        if snapshot.queue.trainer_wait > STARVED:
-            self._law.learn(nodes, times.rollout)
+        if measured.starved:
+            self.law.learn(nodes, times.rollout)
             return measured
-        free = self._law.unthrottled(nodes)
+        free = self.law.unthrottled(nodes)
         if free is None or free >= times.rollout:
             return measured
         error = max(measured.rollout_error, MODEL_ERROR)
@@ -195,7 +205,7 @@ class Planner:
             return
         predicted = before.times.batch - predict(before, measured.split, self._scaling.correction(before.split, measured.split)).batch
         self._scaling.learn(before, measured)
-        realised = before.times.batch - measured.times.batch
+        realised = with_work(before, measured).batch - measured.times.batch
         self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, predicted, realised, count))
         if realised < 0.0:
             self._brake.failed(pending.direction)
@@ -213,7 +223,8 @@ class Planner:
         return tuple(name for name, holds in found.items() if holds)
 
     def _horizon(self, snapshot: PlanSnapshot, measured: Measured) -> float:
-        return min(self._settings.horizon_s, snapshot.steps_left * measured.times.batch)
+        batch = measured.times.batch
+        return min(max(self._settings.horizon_s, LEAST_BATCHES * batch), snapshot.steps_left * batch)
 
     def _moves(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> list[_Move]:
         """Every split that hybrid nodes can reach, all in one direction."""
@@ -235,7 +246,8 @@ class Planner:
         mean = share
         if share > 0.0 and (measured.train_trend.rate or measured.rollout_trend.rate):
             mean = fmean(_gain(ahead(measured, point * horizon), to, correction)[1] for point in POINTS)
-        cost = self._brake.cost(direction, snapshot)
+        stage = measured.split.rollout if direction == "to_train" else measured.split.train
+        cost = self._brake.cost(direction, snapshot) * len(nodes) / stage
         needed = self._brake.times(direction) * cost
         blocked = self._blocked(nodes, snapshot, measured, now)
         ranks = tuple(n.rank for n in nodes)
@@ -252,7 +264,7 @@ class Planner:
         if times.train <= times.rollout:
             # Rollout slower by a share makes trainers wait for that share.
             contradicted = gated > waits and waits < 0.5 * (1.0 - times.train / times.rollout)
-        if snapshot.eta > 0 and contradicted:
+        if snapshot.eta > 0 and contradicted and not measured.starved:
             return f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the staleness gate {gated:.0%}"
         return ""
 
@@ -276,8 +288,19 @@ class Planner:
         price = f"{best.needed / best.cost:.1f} x {best.cost:.1f} s switch cost"
         if best.pays <= best.needed:
             return _hold(f"hold: {what}, which does not pay {price}", numbers)
-        self._pending = _Pending(best.direction, best.nodes[0], measured)
         return PlanDecision(best.direction, best.nodes[0], f"{best.direction}: {what}, more than {price}{self._because()}", numbers, best.nodes)
+
+    def _confirmed(self, decision: PlanDecision, measured: Measured, snapshot: PlanSnapshot, now: float) -> PlanDecision:
+        """The decision; but a move of a settled loop only when it was proposed before."""
+        if decision.action in ("hold", "repartition"):
+            self._brake.proposal = None
+            return decision
+        trend = measured.train_trend.rate or measured.rollout_trend.rate
+        settled = not trend and sum(s.at > max(self._since, self._drifted) for s in snapshot.steps) >= SETTLED
+        if not self._brake.passes(decision.action, settled, now):
+            return _hold(f"hold: nothing changed for {SETTLED} steps, and new ones must confirm that {decision.reason}", decision.numbers)
+        self._pending = _Pending(decision.action, decision.node, measured)
+        return decision
 
     def _because(self) -> str:
         drift = self._drift
@@ -311,10 +334,14 @@ class Planner:
 
 def _gain(measured: Measured, to: Split, correction: Correction) -> tuple[float, float]:
     """Least seconds saved per batch, and their share of the present batch time, over the three readings of the measured times."""
+    if to.train < measured.split.train:
+        measured = measured._replace(fixed=0.0)  # how much of a step is fixed is an estimate; when trainers leave, none is the unfavourable one
     readings = []
-    for shift in (0.0, ERRORS, -ERRORS):
-        here = predict(measured, measured.split, Correction(), shift, -shift).batch
-        saved = here - predict(measured, to, correction, shift, -shift).batch
+    spread = max(hypot(measured.train_error, measured.rollout_error), 1e-9)
+    for sign in (0.0, ERRORS, -ERRORS):
+        train, rollout = sign * measured.train_error / spread, -sign * measured.rollout_error / spread
+        here = predict(measured, measured.split, Correction(), train, rollout).batch
+        saved = here - predict(measured, to, correction, train, rollout).batch
         readings.append((saved, saved / here))
     return min(readings)
 

@@ -5,15 +5,16 @@ largest vertical distance D between two empirical distribution functions.  The r
 it is full, so that a slow drift adds up until it is noticed.
 
 Trajectories of one group share a prompt and are alike (on tau-bench the prompt explains 0.59 of the variance), so n of them carry the evidence of fewer.
-The test counts a group as one observation, which is safe however alike its members are.  Short trajectories of a batch finish first, so a block is whole
-batches: `BLOCK_GROUPS` = 32 groups or more, whatever whole number of batches that is, and the reference is twice as long.  Every `LONG` = 4 blocks, those four
-together are tested as well, which finds changes too small for one block.  With n and m groups an alarm needs
+The test counts a group as one observation, which is safe however alike its members are.  Short trajectories of a batch finish first, so a block is
+whole batches: `BLOCK_GROUPS` = 16 groups or more, whatever whole number of batches that is.  The reference is `REFERENCE_GROUPS` = 64 groups, and two
+blocks at least.  The last two blocks are tested together as well, and every `LONG` = 8 blocks all eight, which finds changes too small for one.  With
+n and m groups an alarm needs
 
     D > sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)),      alpha = `FALSE_ALARM` / (tests at that moment), `FALSE_ALARM` = 0.001.
 
-Tests at that moment are the measured quantities times one or two lengths of block; dividing by their number (Bonferroni) keeps the rate whatever their
+Tests at that moment are the measured quantities times one to three lengths of block; dividing by their number (Bonferroni) keeps the rate whatever their
 dependence.  Without drift at most one block in a thousand therefore raises an alarm (the bound is conservative for small samples and ties).  With one
-quantity and 32 against 64 groups D > 0.42 is needed, with four D > 0.46.  A false alarm costs one round of fresh measurements.
+quantity and 16 against 64 groups D > 0.54 is needed, with four quantities and two lengths D > 0.61.  A false alarm costs one round of fresh measurements.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-BLOCK_GROUPS = 32
+BLOCK_GROUPS = 16
 REFERENCE_GROUPS = 64
-LONG = 4
+LONG = 8
 FALSE_ALARM = 0.001
 UNKNOWN = -1.0
 """Value of a quantity that was not measured; it is left out of the test."""
@@ -71,7 +72,7 @@ class DriftDetector:
         groups = -(-BLOCK_GROUPS // prompts) * prompts
         self._group = group_size
         self._block_size = groups * group_size
-        self._reference_size = REFERENCE_GROUPS * self._block_size // BLOCK_GROUPS
+        self._reference_size = max(2 * groups, -(-REFERENCE_GROUPS // groups) * groups) * group_size
         self._reference: list[Sequence[float]] = []
         self._fresh: list[Sequence[float]] = []
         """Up to `LONG` blocks, the last one still growing."""
@@ -97,7 +98,8 @@ class DriftDetector:
         return found
 
     def _test(self, long: bool) -> Drift | None:
-        sizes = [self._block_size, *([len(self._fresh)] if long else [])]
+        blocks = len(self._fresh) // self._block_size
+        sizes = [count * self._block_size for count in (1, 2, LONG) if count <= blocks and (count < LONG or long)]
         quantities = [q for q in range(len(self._fresh[0])) if any(row[q] != UNKNOWN for row in self._fresh)]
         alarm = FALSE_ALARM / (len(sizes) * len(quantities))
         clearest: Drift | None = None

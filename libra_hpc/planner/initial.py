@@ -60,7 +60,7 @@ def initial_plan(config: RunConfig) -> Initial:
     _check(config)
     parts = config.components
     alike = _kind(parts.train) == _kind(parts.rollout)
-    planned = _with_devices(_as_rehearsed(config))
+    planned = as_planned(config)
     asked = request(planned, node_layouts=True)
     asked = msgspec.structs.replace(asked, pools=_pools(planned, asked.pools, alike))
     first = asked.pools[0]
@@ -71,6 +71,11 @@ def initial_plan(config: RunConfig) -> Initial:
     result = search.run(KEPT, trainers=(0,))
     chosen = _nodes(config, asked, result.plans[0], alike) | _engines(config, asked, result, alike)
     return Initial(_filled(config, chosen), asked, result, chosen)
+
+
+def as_planned(config: RunConfig) -> RunConfig:
+    """``config`` with the hardware and model that are planned with: a rehearsal's are those it simulates."""
+    return _with_devices(_as_rehearsed(config))
 
 
 def record(made: Initial) -> dict[str, Any]:

@@ -25,8 +25,6 @@ from libra_hpc.planner.snapshot import PlanSnapshot, TrajectoryFact
 from libra_hpc.planner.training import Batch
 
 KEPT = 8
-STARVED = 0.1
-"""Share of the trainers' time without data from which on rollout is surely the slower stage."""
 MODEL_ERROR = 0.05
 """Relative standard error of what comes from the model: it is within 10 % of the simulator in two of three cases."""
 CLOSE = 1e-3

@@ -19,7 +19,7 @@ from statistics import NormalDist, fmean
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.protocol.trace import TrajectoryRecord
 
 BODY = 16
 """Equal shares; 64 of them change predicted times of a batch by less than 3 %, of a rollout by up to 4 %."""
@@ -121,7 +121,7 @@ def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
     )
 
 
-def observe(trajectories: Iterable[TrajectorySpec]) -> list[Observed]:
+def observe(trajectories: Iterable[TrajectoryRecord]) -> list[Observed]:
     """What a trace says about lengths; trajectories that generated nothing are left out."""
     result = []
     for t in trajectories:

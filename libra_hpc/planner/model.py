@@ -1,17 +1,19 @@
 """Cost model: seconds each stage needs for one global batch, at the present split of nodes and at its neighbours, from measured times.
 
-Both stages are in the same unit.  *Measured* at the present split (n training replicas, m rollout nodes), since the last change of split or of
-lengths:
+Both stages are in the same unit.  *Measured* at the present split (n training replicas, m rollout nodes), over the last `MAX_STEPS` = 8 steps since the last
+change of split or of lengths: older steps are of a policy that was another one.
 
 * T_train: the median of the train stage's own seconds per step (compute, reduce, optimizer of the slowest replica).  Waiting for data is not in it: in an
   asynchronous loop the slower stage holds up the other, and only own work says how fast a stage could be.
-* T_rollout: work / (m * rate).  Work is the mean generated length times the trajectories of a batch; rate is generated tokens per *busy* node second,
-  median over windows, for the same reason.  A rollout that idles most of the time runs small batches and shows too low a rate; but no stage can be slower than
-  the loop it is part of, so T_rollout is never above the median time between two commits.
+* T_rollout, where trainers wait for it (the mean time between commits exceeds the mean step by `STARVED` = 10 % or more): the mean time between commits.
+  Nothing else bounds the loop then, so that this is the time itself.  It is a mean, because a batch that takes longer leaves the next one less to do.
+* T_rollout otherwise: work / (m * rate).  Work is the mean generated length times the trajectories of a batch; rate is all generated tokens over all
+  *busy* node seconds.  A rollout that idles most of the time runs small batches and shows too low a rate; but no stage can be slower than the loop it
+  is part of, so T_rollout is then never above the mean time between commits.
 * The straggler bound: a batch cannot end before its longest trajectory.  With eta + 1 batches in flight it has that many batch times, so
   T_rollout >= (longest * decode_s + its time in tools) / (eta + 1), longest being the quantile 1 - 1/N of lengths for N trajectories a batch.  Nodes do not
   shorten it.
-* Both stages are medians of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the middle of what was measured to
+* Both stages are of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the middle of what was measured to
   now, and `ahead` continues them.
 
 *Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the intercept of a Theil-Sen line of
@@ -39,8 +41,13 @@ MIN_STEPS = 4
 """Steps and windows a median is taken over at least: one outlier cannot move it."""
 MIN_GROUPS = 16
 """Groups of finished trajectories the mean length is taken over at least: its error is then some 20 % for lengths as scattered as their mean."""
-MAX_SAMPLES = 64
-"""Newest steps and windows used; the Theil-Sen line takes 2,016 pairs of them."""
+MAX_STEPS = 8
+"""Newest steps used, and windows and trajectories of their time (some more where steps are so short that too few fall into it): older ones are of another
+policy."""
+MAX_FIT = 64
+"""Newest steps the Theil-Sen line is fitted to: it takes 2,016 pairs of them."""
+STARVED = 0.1
+"""Share by which the time between commits exceeds training from which on rollout is surely the slower stage."""
 TREND_STEPS = 32
 """Newest steps a trend is looked for in."""
 MAX_FIXED = 0.9
@@ -87,6 +94,8 @@ class Measured(NamedTuple):
     """Tokens of a batch that were generated."""
     train_trend: Trend = Trend()
     rollout_trend: Trend = Trend()
+    starved: bool = False
+    """Whether trainers wait for rollout, whose time is then the time between commits."""
 
 
 class Correction(NamedTuple):
@@ -101,43 +110,53 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
 
     Trends of the work are taken from all steps after ``drifted``, the last sudden change, whatever the split.
     """
-    steps = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_SAMPLES:]
+    steps = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
+    fitted, steps = steps, steps[-MAX_STEPS:]
     windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
-    windows = windows[-MAX_SAMPLES:]
     done = [t for t in snapshot.trajectories if t.at > since]
     need = MIN_GROUPS * snapshot.group_size
+    if len(steps) == MAX_STEPS:
+        began = steps[0].at - steps[0].seconds
+        windows = windows[-max(MIN_STEPS, sum(w.at - w.seconds >= began for w in windows)) :]
+        done = done[-max(need, sum(t.at > began for t in done)) :]
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
         return (
             f"{len(steps)} of {MIN_STEPS} steps, {len(windows)} of {MIN_STEPS} rollout windows and {len(done)} of {need} trajectories measured with "
             f"{split.train} training and {split.rollout} rollout nodes since the last change"
         )
     train = median(s.seconds for s in steps)
-    fixed = min(_intercept(steps), MAX_FIXED * train)
+    fixed = min(_intercept(fitted), MAX_FIXED * train)
     recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
     train_trend = trend([(s.at, float(s.tokens)) for s in recent])
     rollout_trend = trend([(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0])
     age = (steps[-1].at - steps[0].at) / 2.0
     train = fixed + (train - fixed) * train_trend.past(age)
-    rates = [w.generated_tokens / (w.seconds * w.nodes * w.busy) for w in windows]
-    rate = median(rates)
     straggler = _straggler(snapshot, done, windows)
     work = fmean(t.generated for t in done) * snapshot.prompts_per_step * snapshot.group_size
+    rate = sum(w.generated_tokens for w in windows) / sum(w.seconds * w.nodes * w.busy for w in windows)
     rollout = max(straggler, work / (split.rollout * rate))
-    if snapshot.eta > 0 and len(steps) > 1:
-        rollout = min(rollout, max(train, median(b.at - a.at for a, b in pairwise(steps))))
+    error = _relative_error([float(t.generated) for t in done], len(done) / snapshot.group_size)
+    starved = False
+    if snapshot.eta > 0:
+        intervals = [b.at - a.at for a, b in pairwise(steps)]
+        between = fmean(intervals)
+        if between > (1.0 + STARVED) * fmean(s.seconds for s in steps):
+            starved, rollout = True, between
+        else:
+            rollout = min(rollout, max(train, between))
     rollout *= rollout_trend.past(age)
-    lengths_error = _relative_error([float(t.generated) for t in done], len(done) / snapshot.group_size)
     return Measured(
         split,
         Times(train, rollout, snapshot.eta),
         _median_error([s.seconds for s in steps]),
-        sqrt(lengths_error**2 + _median_error(rates) ** 2),
+        error,
         fixed,
         min(straggler, rollout),
         median(s.tokens for s in steps),
         work,
         train_trend,
         rollout_trend,
+        starved,
     )
 
 
@@ -162,6 +181,12 @@ def renewed(before: Measured, snapshot: PlanSnapshot, since: float, rollout: flo
         train_trend=Trend(),
         rollout_trend=Trend(),
     )
+
+
+def with_work(before: Measured, after: Measured) -> Times:
+    """Times of ``before`` had its batches had the tokens of those of ``after``: what standing still would take now."""
+    train = before.fixed + (before.times.train - before.fixed) * after.train_tokens / before.train_tokens
+    return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)
 
 
 def ahead(now: Measured, seconds: float) -> Measured:

@@ -3,8 +3,12 @@
 *One step.*  A replica with n open trajectories of context k decodes a of them at once; the others are in a tool or wait for a slot.  Per generated
 token a trajectory needs one step s, u seconds of tools, and p computed prompt tokens (tool results, and context that the prefix cache lost), which
 share the steps as chunks.  In balance a = n s / (s + u), at most ``max_num_seqs`` and at most what the KV cache holds; all n advance by one token in
-n s / a seconds, which is s + u while nothing is short. With more open context than KV cache the excess is evicted, and comes back as prompt tokens at
-each turn.
+n s / a seconds, which is s + u while nothing is short.
+
+*Short KV.*  The a that decode hold their context; what is left of the cache keeps that of the n - a others, and none of it once sequences wait.  What is
+lost comes back as prompt tokens at the next turn.  While sequences wait the cache is full, and every token that is generated takes the place of another
+one: running sequences are preempted and computed again (`PREEMPTED`).  Those that wait begin when others have ended.  Until the first trajectory ends all
+of them advance in lockstep, in waves, of which the last does not fill the replica (`WAVE`); later there is always one that takes a free place.
 
 *One batch.*  Position x is the number of tokens a trajectory has generated; trajectories that end before x are gone.  With eta = 0 the class starts
 its N trajectories together and drains: T is the integral of the time per position over the live number n(x).  With eta >= 1 the next batches fill the
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,6 +39,13 @@ from .training import Batch
 
 CHUNK = 2048
 """Most prompt tokens of one step: vLLM's default budget of batched tokens."""
+PREEMPTED = 0.5
+"""Tokens computed again for each token generated while sequences wait for KV: 1 if a sequence that ends left no room for the growth of the others; 0.3 (many
+turns) to 0.7 (one long turn) where `libra_hpc.sim` counts them."""
+WAVE = 0.5
+"""Share of a wave that is empty in the last one, on average."""
+GROWTH = 1.3
+"""Largest ratio of the contexts at the two ends of a stretch of positions that counts as one."""
 CONTEXTS = 6
 """Contexts at which step times are tabulated; they are linear in the KV tokens of a batch, prefill is slightly convex."""
 
@@ -56,6 +68,49 @@ class _Ladder(NamedTuple):
     """Minus the seconds, hence not falling."""
 
 
+class _Replica(NamedTuple):
+    """One replica at one context."""
+
+    rows: list[tuple[int, float, float]]
+    """Batch size, seconds of a step that decodes only, and of each prompt token beside it; sizes rising up to the largest possible one."""
+    room: float
+    """Contexts the KV cache holds."""
+    most: float
+    """The largest batch."""
+    tool: float
+    """Seconds of tools per generated token."""
+    new: float
+    """Prompt tokens per generated token."""
+    again: float
+    """Tokens of earlier context that turns come back to, per generated token."""
+    hits: float
+    """Share of them that is cached when KV is not short."""
+    preempted: float
+    """Seconds of computing preempted sequences again, per generated token while some wait for KV."""
+
+    def position(self, live: float) -> tuple[float, bool]:
+        """Seconds per position of ``live`` trajectories, and whether some of them wait for others.
+
+        In balance the batch is the one that tools empty as fast as they refill it.
+        """
+        before: tuple[float, float] | None = None
+        for size, decode, prefill in self.rows:
+            a, step = float(size), decode + size * self._computed(size, live) * prefill
+            need = a * (step + self.tool) / step
+            if need >= live:
+                if before is None or need <= before[0]:
+                    return step + self.tool, False
+                weight = max(0.0, (live - before[0]) / (need - before[0]))
+                return before[1] + weight * (step + self.tool - before[1]), False
+            before = (need, step + self.tool)
+        return live * (step / min(a, self.most) + self.preempted), True
+
+    def _computed(self, decodes: float, live: float) -> float:
+        """Prompt tokens computed per generated token while so many of the ``live`` trajectories decode."""
+        kept = 1.0 if live <= self.room else max(0.0, min(1.0, (self.room - decodes) / (live - decodes)))
+        return self.new + self.again * (1.0 - self.hits * kept)
+
+
 class ReplicaCost:
     """One TP class; times are those of ``replicas`` equal replicas."""
 
@@ -70,8 +125,11 @@ class ReplicaCost:
         self._contexts = sorted({low * (self._top / low) ** (k / (CONTEXTS - 1)) for k in range(CONTEXTS)})
         most = max(2.0, batch.trajectories * (batch.eta + 1.0))
         self._live = [2.0 ** (g / 2) for g in range(math.ceil(2 * math.log2(most)) + 2)]
-        self._table = [self._curve(k) for k in self._contexts] if steps.kv_capacity > 0 else []
+        self._table: list[list[float]] = []
+        self._waits: list[list[float]] = []
         if steps.kv_capacity > 0:
+            for context in self._contexts:
+                self._tabulate(context)
             self._prompt_s = lengths.prompt * batch.trajectories * steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
             self._prepare()
 
@@ -90,7 +148,7 @@ class ReplicaCost:
 
     def position_s(self, live: float, context: float) -> float:
         """Seconds in which ``live`` open trajectories of ``context`` tokens advance by one token each."""
-        return _at(self._blend(context), self._live, live)
+        return _at(self._blend(self._table, context), self._live, live)
 
     @property
     def latency(self) -> float:
@@ -163,44 +221,57 @@ class ReplicaCost:
         self._squares = [0.0, *accumulate(b.share * b.generated**2 for b in bins)]
         self._pieces: list[list[float]] = []
         self._through: list[list[float]] = []
+        width = len(self._live)
+        sums, waits = [0.0] * width, [0.0] * width
+        # A sequence waits for a turn of another one, not for its end: places stay empty in the last turn only.
+        share = WAVE / max(1.0, lengths.turns_per_token * lengths.generated)
         for b in bins:
-            stretch = self._blend(lengths.context_at((positions + b.generated) / 2))
-            piece = [(b.generated - positions) * seconds for seconds in stretch]
+            piece = [0.0] * width
+            for stretch, context in self._stretches(positions, b.generated):
+                piece = _plus(piece, stretch, self._blend(self._table, context))
+                waits = _plus(waits, share * stretch, self._blend(self._waits, context))
+            sums = _plus(sums, 1.0, piece)
             self._pieces.append(piece)
-            self._through.append([x + y for x, y in zip(self._through[-1], piece, strict=True)] if self._through else piece)
+            self._through.append(_plus(sums, 1.0, waits))
             positions = b.generated
 
-    def _blend(self, context: float) -> list[float]:
+    def _stretches(self, start: float, end: float) -> Iterator[tuple[float, float]]:
+        """Number of positions and context in their middle, of parts in which contexts hardly grow."""
+        at = self._batch.lengths.context_at
+        parts = max(1, math.ceil(math.log(at(end) / at(start)) / math.log(GROWTH)))
+        width = (end - start) / parts
+        for part in range(parts):
+            yield width, at(start + (part + 0.5) * width)
+
+    def _blend(self, table: list[list[float]], context: float) -> list[float]:
         """The curve over live numbers at ``context``, between the tabulated ones."""
         contexts = self._contexts
         k = min(max(bisect_right(contexts, context) - 1, 0), max(len(contexts) - 2, 0))
         if len(contexts) == 1:
-            return self._table[0]
+            return table[0]
         weight = min(max((context - contexts[k]) / (contexts[k + 1] - contexts[k]), 0.0), 1.0)
-        return [x + weight * (y - x) for x, y in zip(self._table[k], self._table[k + 1], strict=True)]
+        return [x + weight * (y - x) for x, y in zip(table[k], table[k + 1], strict=True)]
 
-    def _curve(self, context: float) -> list[float]:
-        """Seconds per position at every tabulated live number."""
-        lengths, factors = self._batch.lengths, self._factors
-        tool = lengths.tool_s_per_token * factors.tool
-        returns = max(0.0, lengths.turns_per_token - 1.0 / lengths.generated)
+    def _tabulate(self, context: float) -> None:
+        """Add the seconds per position at every tabulated live number, and the seconds of a step of one sequence wherever some wait."""
+        lengths, factors, hits = self._batch.lengths, self._factors, self._options.prefix_hits
+        again = max(0.0, lengths.turns_per_token - 1.0 / lengths.generated) * context
         room = self.kv_capacity / context
         most = max(1.0, min(float(self._options.max_num_seqs), room))
-        fresh = lengths.new_per_token + returns * (1.0 - self._options.prefix_hits) * context
-        rows = [(a, *self._step(a, context, fresh)) for a in _batches(most)]
-        curve, floor = [], 0.0
-        for live in self._live:
-            kept = self._options.prefix_hits * min(1.0, room / live)
-            computed = lengths.new_per_token + returns * (1.0 - kept) * context
-            floor = max(floor, _balance(rows, live, most, computed, tool))
-            curve.append(floor)
-        return curve
+        fresh = lengths.new_per_token + again * (1.0 - hits)
+        rows = [(a, *self._step(a, context, max(lengths.turn_tokens, a * fresh))) for a in _batches(most)]
+        # From its beginning, hence half of the context on average, and in whole chunks.
+        preempted = PREEMPTED * self._step(int(most), context / 2, CHUNK)[1] if most >= room else 0.0
+        replica = _Replica(rows, room, most, lengths.tool_s_per_token * factors.tool, lengths.new_per_token, again, hits, preempted)
+        positions = [replica.position(live) for live in self._live]
+        self._table.append(list(accumulate((seconds for seconds, _ in positions), max)))
+        self._waits.append(list(accumulate((rows[0][1] * waiting for _, waiting in positions), max)))
 
-    def _step(self, decodes: int, context: float, fresh: float) -> tuple[float, float]:
-        """Seconds of a step that decodes only, and what one prompt token beside it adds; chunks hold a turn's tokens at least."""
+    def _step(self, decodes: int, context: float, tokens: float) -> tuple[float, float]:
+        """Seconds of a step that decodes only, and what each of so many prompt tokens beside it adds, or of a chunk if there are more."""
         kv = round(decodes * context)
         alone = self._steps.step_s(decodes, kv)
-        chunk = max(1, min(CHUNK, round(max(self._batch.lengths.turn_tokens, decodes * fresh))))
+        chunk = max(1, min(CHUNK, round(tokens)))
         mixed = self._steps.step_s(decodes, kv, chunk, round(context))
         return alone * self._factors.decode, max(0.0, mixed - alone) / chunk * self._factors.prefill
 
@@ -214,20 +285,9 @@ def _batches(most: float) -> list[int]:
     return sorted(sizes)
 
 
-def _balance(rows: list[tuple[int, float, float]], live: float, most: float, computed: float, tool: float) -> float:
-    """Seconds per position of ``live`` trajectories: at the batch that tools empty as fast as they refill it, or at the largest one."""
-    before: tuple[float, float] | None = None
-    step = a = 0.0
-    for size, decode, prefill in rows:
-        a, step = float(size), decode + size * computed * prefill
-        need = a * (step + tool) / step
-        if need >= live:
-            if before is None or need <= before[0]:
-                return step + tool
-            weight = max(0.0, (live - before[0]) / (need - before[0]))
-            return before[1] + weight * (step + tool - before[1])
-        before = (need, step + tool)
-    return live * step / min(a, most)
+def _plus(totals: list[float], weight: float, values: list[float]) -> list[float]:
+    """``totals + weight * values``."""
+    return [total + weight * value for total, value in zip(totals, values, strict=True)]
 
 
 def _at(curve: list[float], grid: list[float], live: float) -> float:

@@ -6,8 +6,10 @@ e = 1 means nodes change nothing.  The exponent of all lessons is a ridge estima
 
     e = sum(x y) / (sum(x x) + `PRIOR`),     x = log node ratio, y = log correction,
 
-so that one move by a small ratio, whose y is mostly noise, says little: a doubling of nodes (x = 0.69) counts 0.9, six to seven nodes 0.3.  It is kept within
-0..1: superlinear and falling speed are believed only of the very splits they were seen at.  With a cost model the lesson of rollout is what it missed.
+so that one move by a small ratio, whose y is mostly noise, says little: a doubling of nodes (x = 0.69) counts 0.9, six to seven nodes 0.3.  It is
+kept within 0..1: superlinear and falling speed are believed only of the very splits they were seen at.  With a cost model the lesson of rollout is
+what it missed, taken only from moves with waiting trainers on both sides: the time of a rollout that is held up is an estimate itself; and pairs are
+kept for training only.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Scaling:
         there, back = correct(before, after), correct(after, before)
         self._pairs[before.split, after.split], self._pairs[after.split, before.split] = there, back
         self._train = [*self._train, (math.log(after.split.train / before.split.train), math.log(there.train))][-LESSONS:]
+        if self._law is not None and not (before.starved and after.starved):
+            return
         missed = there.rollout / self._expected(before.split, after.split)
         self._rollout = [*self._rollout, (math.log(after.split.rollout / before.split.rollout), math.log(missed))][-LESSONS:]
 
@@ -45,10 +49,12 @@ class Scaling:
 
     def correction(self, there: Split, to: Split) -> Correction:
         """Measured over ideal when going from one split to another."""
+        if there == to:
+            return Correction()
         known = self._pairs.get((there, to))
-        if known is not None or there == to:
-            return known or Correction()
         rollout = self._expected(there, to) * (to.rollout / there.rollout) ** _exponent(self._rollout)
+        if known is not None:
+            return known if self._law is None else Correction(known.train, rollout)
         return Correction((to.train / there.train) ** _exponent(self._train), rollout)
 
     def _expected(self, there: Split, to: Split) -> float:

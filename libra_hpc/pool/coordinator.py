@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from libra_hpc.planner.calibrate import Split, StepForecast
-from libra_hpc.planner.decide import Planner
+from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol.mesh import (
     BatchReady,
@@ -75,7 +75,7 @@ class Coordinator:
         self._nodes = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
         self._pool: states.Pool | None = None
         self._observations = Observations()
-        self._planner = Planner(self._config.planner)
+        self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
         self._forecast = forecast(context)
         self._moves: dict[int, tuple[Role, float]] = {}
@@ -274,7 +274,8 @@ class Coordinator:
         self._metrics.write(
             {
                 "t": now, "step": report.step, **m, "rollout_nodes": split.rollout_nodes, "rollout_tokens_per_s": speed,
-                "predicted_s": timed.predicted_s, "predicted_train_s": timed.predicted_train_s, "latency_s": timed.latency_s,
+                "predicted_s": timed.predicted_s, "predicted_start_s": timed.predicted_start_s,
+                "predicted_train_s": timed.predicted_train_s, "latency_s": timed.latency_s,
             }
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import msgspec
 
 from libra_hpc.planner.decide import Planner
 from libra_hpc.planner.snapshot import PlanDecision
-from libra_hpc.telemetry.status import CandidateStatus, DecisionStatus
+from libra_hpc.telemetry.status import DecisionStatus
 
 FIGURE = re.compile(r"\d+(\.\d+)?")
 
@@ -41,11 +41,7 @@ class DecisionLog:
                 predicted_gain_s=predicted_gain(decision),
             )  # fmt: skip
         self._repeats = self._repeats + 1 if same else 0
-        candidates = [CandidateStatus(**msgspec.structs.asdict(candidate)) for candidate in decision.candidates]
-        self.last = DecisionStatus(
-            now, decision.action, decision.node, decision.reason, decision.numbers, list(decision.nodes), list(decision.triggers), candidates,
-            decision.layout, self._repeats + 1,
-        )  # fmt: skip
+        self.last = DecisionStatus(**msgspec.structs.asdict(decision), at=now, looks=self._repeats + 1)
 
     def close(self) -> None:
         """Write how often the last decision was repeated."""

@@ -71,11 +71,12 @@ def _forecast(seen: Observations, forecast: StepForecast) -> ForecastStatus | No
     timed = list(seen.predictions)
     if not timed:
         return None
-    steps = [StepForecastStatus(s.step, s.predicted_s, s.measured_s, s.predicted_train_s, s.measured_train_s) for s in timed]
+    steps = [StepForecastStatus(s.step, s.predicted_s, s.predicted_start_s, s.measured_s, s.predicted_train_s, s.measured_train_s) for s in timed]
     whole = [(s.predicted_s, s.measured_s) for s in steps]
+    start = [(s.predicted_start_s, s.measured_s) for s in steps]
     train = [(s.predicted_train_s, s.measured_train_s) for s in steps]
     return ForecastStatus(
-        steps[-SHOWN_STEPS:], median_error(whole), window_error(whole), median_error(train), forecast.upcoming,
+        steps[-SHOWN_STEPS:], median_error(whole), median_error(start), window_error(whole), median_error(train), forecast.upcoming,
         {"train": forecast.train.present, "latency": forecast.latency.present},
     )  # fmt: skip
 

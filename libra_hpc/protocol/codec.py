@@ -20,6 +20,7 @@ LENGTH = struct.Struct("<I")
 MAX_FRAME = (1 << 32) - 1
 
 T = TypeVar("T")
+A = TypeVar("A", int, float)
 
 
 class FrameError(ValueError):
@@ -28,36 +29,33 @@ class FrameError(ValueError):
 
 def pack_i32(values: Sequence[int]) -> bytes:
     """Encode integers as little-endian int32 bytes."""
-    out = array("i", values)
-    if sys.byteorder == "big":
-        out.byteswap()
-    return out.tobytes()
+    return _little_endian(array("i", values)).tobytes()
 
 
 def unpack_i32(data: bytes) -> list[int]:
     """Decode little-endian int32 bytes."""
-    out = array("i")
-    out.frombytes(data)
-    if sys.byteorder == "big":
-        out.byteswap()
-    return out.tolist()
+    items = array("i")
+    items.frombytes(data)
+    return _little_endian(items).tolist()
 
 
 def pack_f32(values: Sequence[float]) -> bytes:
     """Encode floats as little-endian float32 bytes."""
-    out = array("f", values)
-    if sys.byteorder == "big":
-        out.byteswap()
-    return out.tobytes()
+    return _little_endian(array("f", values)).tobytes()
 
 
 def unpack_f32(data: bytes) -> list[float]:
     """Decode little-endian float32 bytes."""
-    out = array("f")
-    out.frombytes(data)
+    items = array("f")
+    items.frombytes(data)
+    return _little_endian(items).tolist()
+
+
+def _little_endian(items: array[A]) -> array[A]:
+    """Between the order of the machine and that of frames, either way."""
     if sys.byteorder == "big":
-        out.byteswap()
-    return out.tolist()
+        items.byteswap()
+    return items
 
 
 class Codec(Generic[T]):

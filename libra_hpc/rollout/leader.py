@@ -80,7 +80,7 @@ class RolloutLeader:
         self._send, self._train_leader, self._to_host, self._log = send, train_leader, to_host, log
         self._ended, self._routed = ended, routed
         self._hosts_ready = [False] * hosts
-        self._board = Board(settings.max_inflight)
+        self._board = Board(settings.max_inflight, max_context=settings.max_model_len)
         self._fleet = Fleet(self._board)
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None

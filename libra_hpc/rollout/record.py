@@ -1,9 +1,8 @@
 """What the rollout leader leaves behind: the lines of `trajectories.jsonl` and `decisions.jsonl`.
 
-A trajectory's line follows the trace schema, so that a user can replay their own run in the simulator: ``prompt_id``, ``sample``, ``prompt_tokens``, and
-``turns`` of ``new_tokens`` (0 on the first turn, whose context is the prompt), ``gen_tokens``, ``tool``, ``outcome``, ``tool_s``, and, where the tool said so,
-``exit_code``, ``passed`` and ``failed``; ``reward``.  The other fields are for people.  A decision's line says which turn of which trajectory went where,
-the policy's reason and the numbers it rests on.  Times are epoch seconds, durations seconds.
+A trajectory's line is a `libra_hpc.protocol.trace.TrajectoryRecord`, so that a user can replay their own run in the simulator; its other fields are for
+people.  A decision's line says which turn of which trajectory went where, the policy's reason and the numbers it rests on.  Times are epoch seconds,
+durations seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 
 from libra_hpc.sched.protocol import Decision, TurnView
 
-from .trajectory import Trajectory, TurnRecord
+from .trajectory import Trajectory
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -39,19 +38,10 @@ def trace_line(ended: Ended) -> dict[str, Any]:
     trajectory = ended.trajectory
     return {
         "prompt_id": trajectory.prompt_id, "sample": trajectory.sample, "prompt_tokens": trajectory.prompt_tokens,
-        "turns": [_turn(record, first=number == 0) for number, record in enumerate(trajectory.turns)],
+        "turns": [turn.line() | {"tool_s": round(turn.tool_s, 6)} for turn in trajectory.turns],
         "reward": trajectory.reward, "index": trajectory.index, "attempt": trajectory.attempt, "info": trajectory.info, "versions": trajectory.versions,
         "started_at": ended.at - ended.seconds, "finished_at": ended.at,
     }  # fmt: skip
-
-
-def _turn(record: TurnRecord, *, first: bool) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "new_tokens": 0 if first else record.new_tokens, "gen_tokens": record.gen_tokens, "tool": record.tool, "outcome": record.outcome,
-        "tool_s": round(record.tool_s, 6), "engine": record.engine, "versions": record.versions,
-    }  # fmt: skip
-    found = {"exit_code": record.exit_code, "passed": record.passed, "failed": record.failed}
-    return line | {key: value for key, value in found.items() if value is not None}
 
 
 def decision_line(routed: Routed) -> dict[str, Any]:

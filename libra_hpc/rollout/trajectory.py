@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from array import array
 
-import msgspec
+from msgspec.structs import replace
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated
+from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.sched.protocol import Finished, TurnView
 
 
-class TurnRecord(msgspec.Struct):
-    """One turn in the trace schema: tokens the environment added before this generation, tokens generated, the tool called at its end and what it said."""
+class ServedTurn(TurnRecord, frozen=True):
+    """A turn, who generated (the end of) it, and under which weights."""
 
-    new_tokens: int
-    gen_tokens: int
-    tool: str | None = None
-    outcome: str | None = None
-    tool_s: float = 0.0
-    exit_code: int | None = None
-    passed: int | None = None
-    failed: int | None = None
     engine: str = ""
-    versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    versions: tuple[tuple[int, int], ...] = ()
+    """(weight version, tokens generated under it), in order."""
 
 
 class Trajectory:
@@ -43,7 +37,7 @@ class Trajectory:
         self.prompt_tokens = self.attained = self.max_tokens = self.errors = 0
         self.stop_ids: tuple[int, ...] = ()
         self.turn: list[int] = []
-        self.turns: list[TurnRecord] = []
+        self.turns: list[ServedTurn] = []
         self.signals: list[Signal] = []
         self.at_signal: list[int] = []
         self.versions: list[tuple[int, int]] = []
@@ -55,13 +49,13 @@ class Trajectory:
         self.info: dict[str, float] = {}
 
     def add_environment(self, tokens: bytes) -> None:
-        """Append tokens the policy did not generate (int32 bytes), and open the next turn."""
+        """Append tokens the policy did not generate (int32 bytes; the prompt, then answers of tools), and open the next turn."""
         count = len(tokens) // self.context.itemsize
         self.context.frombytes(tokens)
         self.mask.extend(bytes(count))
         self.logprobs.extend([0.0] * count)
         self.turn = []
-        self.turns.append(TurnRecord(count, 0))
+        self.turns.append(ServedTurn(count if self.turns else 0, 0))
 
     def add_generated(self, generated: Generated, engine: str) -> None:
         """Append (part of) a turn's generated tokens."""
@@ -71,10 +65,9 @@ class Trajectory:
         self.logprobs.frombytes(generated.logprobs)
         self.turn.extend(tokens)
         self.attained += len(tokens)
-        record = self.turns[-1]
-        record.gen_tokens += len(tokens)
-        record.engine = engine
-        record.versions.extend(generated.versions)
+        turn = self.turns[-1]
+        versions = (*turn.versions, *generated.versions)
+        self.turns[-1] = replace(turn, gen_tokens=turn.gen_tokens + len(tokens), engine=engine, versions=versions)
         for version, count in generated.versions:
             if self.versions and self.versions[-1][0] == version:
                 self.versions[-1] = (version, self.versions[-1][1] + count)
@@ -84,9 +77,10 @@ class Trajectory:
 
     def add_signal(self, signal: Signal) -> None:
         """Note what the tool at the end of the last turn said."""
-        record = self.turns[-1]
-        record.tool, record.outcome, record.tool_s = signal.tool, signal.outcome, signal.seconds
-        record.exit_code, record.passed, record.failed = signal.exit_code, signal.passed, signal.failed
+        self.turns[-1] = replace(
+            self.turns[-1], tool=signal.tool, outcome=signal.outcome, tool_s=signal.seconds, exit_code=signal.exit_code, passed=signal.passed,
+            failed=signal.failed,
+        )  # fmt: skip
         self.signals.append(signal)
         self.at_signal.append(self.attained)
 

@@ -22,7 +22,7 @@ A `Blend` without signals uses the first `PLAIN` = 3 features alone; the tree ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, log
 
 CENTRE = 7.0
 """log of some 1,100 tokens: keeps the constant and the slope apart."""
@@ -44,12 +44,12 @@ _LARGE = 1e9
 class Blend:
     """Weighted ridge regression on the first ``size`` features."""
 
-    __slots__ = ("_actual", "_expected", "_matrix", "_scale", "_stale", "_vector", "count", "p50", "p90", "size", "smear", "weights")
+    __slots__ = ("_actual", "_expected", "_matrix", "_scale", "_stale", "_vector", "count", "log_smear", "p50", "p90", "size", "weights")
 
     def __init__(self, size: int = len(PRIOR)) -> None:
         self.size = size
         self.weights = list(PRIOR[:size])
-        self.smear = 1.0
+        self.log_smear = 0.0
         self.count = 0
         """Observations, ever."""
         # Offsets of an exponential rest's quantiles from its mean.
@@ -122,4 +122,4 @@ class Blend:
             found[i] = (target[i] - sum(matrix[i][j] * found[j] for j in range(i + 1, size))) / matrix[i][i]
         self.weights = found
         prior = SMEAR_PRIOR * scale
-        self.smear = min(SMEAR_MOST, max(1.0 / SMEAR_MOST, (self._actual + prior) / (self._expected + prior)))
+        self.log_smear = log(min(SMEAR_MOST, max(1.0 / SMEAR_MOST, (self._actual + prior) / (self._expected + prior))))

@@ -3,6 +3,11 @@
 Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single sequence.  What a trajectory has left
 comes from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
 
+**What is left.**  Of a trajectory that is expected to generate m more tokens, m b / (m + b) count, b being what its context has room for when its tools go on
+adding to it as they did: the mean of a rest with a Pareto tail of index 2 (as in `survival`) and mean m when it is cut off at b.  Long trajectories tend
+to end at the limit, so the nearer one comes to it the better it is known what is left.  What it may *reach* is `UPPER` = 1.3 times the expected (the
+fourth root of the mean fourth power where the error of m is some half of it), and at most b.
+
 **Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every engine is credited with the
 work of the trajectories that sit there (`seats`), which gives the second at which it would finish.  A turn goes where it adds least to
 
@@ -16,9 +21,9 @@ break ties between placements that do not matter.
 
 **Moving.**  The engine of the last turn has the prefix cached (unless its weights changed since), every other one prefills the context again; that is part
 of its finish.  A trajectory moves, in a tool gap only, when staying adds more than `MOVE_MARGIN` = 3 times as much, because what is left is only an
-estimate.  On eight simulated batches of 512 trajectories (48 A800) the mean makespan varied by 4 % between margins of 1.2 and 6, within the spread of
-the batches, while moves fell tenfold; 3 had the shortest mean.  When the engine of the last turn
-is full but would win by the same margin, the turn waits for a slot there, a matter of seconds, rather than prefill elsewhere.
+estimate.  On simulated batches of 512 trajectories (48 A800, three kinds of work, eight seeds each) margins of 2 and 3 were equally fast on average,
+the latter with a third fewer moves; 6 was slower by 2, 2 and 6 %.  When the engine of the last turn is full but would win by the same margin, the turn
+waits for a slot there, a matter of seconds, rather than prefill elsewhere.
 
 **Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.  The credit is `AGEING_S` = 300 s for the
 first sibling of a group (the probe: the sooner it runs, the sooner the group is known); for others r / (r + m) of the same, r being expected left tokens
@@ -40,6 +45,7 @@ from libra_hpc.sched.tree import CausalTree, Cursor
 from libra_hpc.sched.ttl import KeepTimes
 
 MOVE_MARGIN = 3.0
+UPPER = 1.3
 OWN = 0.02
 AGEING_S = 300.0
 WARM = 0.5
@@ -103,14 +109,24 @@ class CausalMlfq:
         seats, cursor, context, signals = self._seats, tracked.cursor, turn.context_tokens, turn.signals
         if board.generation != seats.generation:
             seats.follow(board)
-        left = cursor.left
+        left, turns_left = cursor.left, cursor.turns_left - 1.0
+        reach = UPPER * left
+        if board.max_context:
+            attained = turn.attained_tokens
+            room = float(max(1, board.max_context - context))
+            if attained:
+                room *= attained / (attained + cursor.payload)
+            fits = room / (left + room)
+            left *= fits
+            turns_left *= fits
+            if reach > room:
+                reach = room
         # What tools will add, and the mean context from here on.
-        future = cursor.payload / len(signals) * (cursor.turns_left - 1.0) if signals else 0.0
+        future = cursor.payload / len(signals) * turns_left if signals else 0.0
         work = left * (context + 0.5 * (left + future))
         before = tracked.seat
         if before is not None:
             before.leave(tracked)
-            tracked.seat = None
         # The engine of the last turn.
         home = seats.get(turn.engine)
         home_add = home_finish = inf
@@ -119,7 +135,7 @@ class CausalMlfq:
             view = home.view
             if view.open and view.version == tracked.version and view.kv_capacity >= context:
                 kept = future + signals[-1].payload_tokens if signals else future
-                home_finish = home.finish_with(left, work, kept)
+                home_finish = home.finish_with(reach, work, kept)
                 home_add = _added(home.finish, home_finish)
             else:
                 home = None
@@ -130,7 +146,7 @@ class CausalMlfq:
         for members in board.classes:
             seat = seats.lightest(members)
             if seat is not None and seat is not home and (seat.kv_capacity >= context or not self._fits(board, context)):
-                finish = seat.finish_with(left, work, fresh)
+                finish = seat.finish_with(reach, work, fresh)
                 add = _added(seat.finish, finish) + OWN * (finish - seat.finish)
                 if add < best_add:
                     best, best_add, best_finish = seat, add, finish
@@ -146,7 +162,7 @@ class CausalMlfq:
         else:
             return self._wait(tracked, before, priority, None)
         view = seat.view
-        seat.sit(tracked, left, work, prefill, finish)
+        seat.sit(tracked, reach, work, prefill, finish)
         if before is not None:
             seats.changed(before)
         tracked.version = view.version
@@ -187,13 +203,12 @@ class CausalMlfq:
         if seat is not None:
             seat.leave(tracked)
             self._seats.changed(seat)
-            tracked.seat = None
 
     def _wait(self, tracked: _Tracked, before: Seat | None, priority: int, wanted: Seat | None) -> Decision:
         """It keeps its seat while it waits."""
         left = tracked.cursor.left
         if before is not None:
-            before.sit(tracked, tracked.left, tracked.work, tracked.prefill, before.finish_with(tracked.left, tracked.work, tracked.prefill))
+            before.sit(tracked, tracked.reach, tracked.work, tracked.prefill, before.finish_with(tracked.reach, tracked.work, tracked.prefill))
         if wanted is None:
             return Decision("", priority, 0, WAITS, {"remaining": left})
         name = wanted.view.engine

@@ -49,11 +49,6 @@ class TaskStats:
         self.pairs: OrderedDict[int, Context] = OrderedDict()
         """By the last two symbols, least recently learned first."""
 
-    @property
-    def mean_total(self) -> float:
-        """Expected tokens of a trajectory of which nothing is known."""
-        return self.tables[0].rest[0]
-
     def judge(self, log_total: float, gap: float, count: float) -> None:
         """Predict a finished trajectory from its siblings' gap under every k."""
         off = log_total - self.tables[0].log_total[0]

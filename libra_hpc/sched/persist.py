@@ -12,11 +12,13 @@ evidence leaves a trace of.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.sched.protocol import Finished
 from libra_hpc.sched.tree import CausalTree
 
@@ -24,30 +26,17 @@ MAX_RECORDS = 20_000
 _encoder = msgspec.json.Encoder()
 
 
-class _TraceTurn(msgspec.Struct):
-    gen_tokens: int
-    new_tokens: int = 0
-    tool: str | None = None
-    outcome: str | None = None
-    tool_s: float = 0.0
-    exit_code: int | None = None
-    passed: int | None = None
-    failed: int | None = None
+class _Line(TrajectoryRecord, frozen=True):
+    """What a run writes beyond the trace."""
 
-
-class _Trace(msgspec.Struct):
-    prompt_id: str
-    sample: int
-    prompt_tokens: int
-    turns: list[_TraceTurn]
     index: int = 0
     attempt: int = 0
     task: str = ""
-    versions: list[tuple[int, int]] = []
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 _finished = msgspec.json.Decoder(Finished)
-_trace = msgspec.json.Decoder(_Trace)
+_line = msgspec.json.Decoder(_Line)
 
 
 def to_line(record: Finished) -> bytes:
@@ -100,22 +89,23 @@ def _read(line: bytes, task: str) -> Finished | None:
     except UnicodeDecodeError:
         return None
     try:
-        trace = _trace.decode(line)
+        found = _line.decode(line)
     except msgspec.MsgspecError:
         return None
-    return _of_trace(trace, task) if trace.turns else None
+    return _learned(found, task) if found.turns else None
 
 
-def _of_trace(trace: _Trace, task: str) -> Finished:
+def _learned(line: _Line, task: str) -> Finished:
     signals: list[Signal] = []
     at: list[int] = []
-    total = 0
-    for turn, following in zip(trace.turns, [*trace.turns[1:], None], strict=True):
-        total += turn.gen_tokens
-        if turn.tool is not None and following is not None:
-            signals.append(Signal(turn.tool, turn.outcome or "ok", following.new_tokens, turn.tool_s, turn.exit_code, turn.passed, turn.failed))
-            at.append(total)
-    context = trace.prompt_tokens + total + sum(turn.new_tokens for turn in trace.turns)
-    name = f"{trace.prompt_id}/{trace.index}-{trace.sample}-{trace.attempt}"
-    version = trace.versions[-1][0] if trace.versions else 0
-    return Finished(name, trace.prompt_id, trace.sample, trace.task or task, total, len(trace.turns), tuple(at), tuple(signals), version, context)
+    attained = 0
+    for turn, following in pairwise(line.turns):
+        attained += turn.gen_tokens
+        if turn.tool is not None:
+            signals.append(signal_of(turn, following.new_tokens))
+            at.append(attained)
+    name = f"{line.prompt_id}/{line.index}-{line.sample}-{line.attempt}"
+    version = line.versions[-1][0] if line.versions else 0
+    return Finished(
+        name, line.prompt_id, line.sample, line.task or task, line.generated, len(line.turns), tuple(at), tuple(signals), version, line.context
+    )

@@ -9,8 +9,9 @@ Each cell also has `PRIOR_RISK` = 2 imaginary trajectories, which end with the h
 agentic turns) on: after a tokens, a more are to be expected (the longer it ran, the longer it will).  They decide alone where nobody has been yet.
 
 From the hazards follow, for every cell c with lower edge e_c and by one pass from the top: G[c] = E[T - e_c | T > e_c], the expected rest; L[c] = E[log T |
-T > e_c]; W[c] = P(T < e_c); and V[c], the inverse of the chance that one who ends in c has ended by now (expected over counted share of ends in c).  The
-pass takes some 30 us; it is done after every `REBUILD` = 16 ends.  Counts halve per `HALF_LIFE` weight versions.
+T > e_c]; W[c] = P(T < e_c); V[c], the inverse of the chance that one who ends in c has ended by now (expected over counted share of ends in c); and K[c], the
+share of those who got to c that have ended by now, which says how much of what comes after c has been seen at all.  The pass takes some 35 us; it is done
+after every `REBUILD` = 16 ends.  Counts halve per `HALF_LIFE` weight versions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def cell_of(tokens: float) -> int:
 class Survival:
     """See the module."""
 
-    __slots__ = ("_deaths", "_risk", "_stale", "_version", "below", "ends", "log_rest", "log_total", "rest", "weight")
+    __slots__ = ("_deaths", "_risk", "_stale", "_version", "below", "ends", "known", "log_rest", "log_total", "rest", "started", "weight")
 
     def __init__(self) -> None:
         self._risk = [0.0] * CELLS
@@ -51,11 +52,15 @@ class Survival:
         self._version = 0
         self.ends = 0
         """Trajectories that ended, ever."""
+        self.started = 0.0
+        """Decayed number of trajectories that began."""
         self.rest: list[float] = []
         """G, tokens."""
         self.log_rest: list[float] = []
         self.weight: list[float] = []
-        """V, within `MOST_WEIGHT` of 1."""
+        """V, at most `MOST_WEIGHT`."""
+        self.known: list[float] = []
+        """K, 0..1."""
         self.log_total: list[float] = []
         """L, natural logarithm."""
         self.below: list[float] = []
@@ -73,6 +78,7 @@ class Survival:
         if version > self._version:
             keep = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
+            self.started *= keep
             self._risk = [keep * r for r in self._risk]
             self._deaths = [keep * d for d in self._deaths]
         self._risk[cell] += 1.0
@@ -81,18 +87,6 @@ class Survival:
         self._stale += 1
         if self._stale >= REBUILD or self.ends < REBUILD:
             self._rebuild()
-
-    def quantile(self, cell: int, q: float) -> float:
-        """Quantile ``q`` of the rest of a trajectory at the lower edge of ``cell``, tokens (not for the hot path)."""
-        alive = 1.0
-        for c in range(cell, CELLS):
-            hazard = self._hazard(c)
-            after = alive * (1.0 - hazard)
-            if after <= 1.0 - q:
-                share = (alive - (1.0 - q)) / (alive - after)
-                return _EDGES[c] + share * (_EDGES[c + 1] - _EDGES[c]) - _EDGES[cell]
-            alive = after
-        return _EDGES[CELLS] - _EDGES[cell]
 
     def _hazard(self, cell: int) -> float:
         return (self._deaths[cell] + _PRIOR[cell]) / (self._risk[cell] + PRIOR_RISK)
@@ -112,7 +106,13 @@ class Survival:
         weight = [1.0] * CELLS
         for c in range(CELLS):
             below[c] = 1.0 - alive
-            weight[c] = min(MOST_WEIGHT, max(1.0 / MOST_WEIGHT, ends * alive / (self._risk[c] + PRIOR_RISK)))
+            weight[c] = min(MOST_WEIGHT, ends * alive / (self._risk[c] + PRIOR_RISK))
             alive *= 1.0 - self._hazard(c)
+        known, seen = [0.0] * CELLS, 0.0
+        for c in range(CELLS - 1, -1, -1):
+            seen += self._deaths[c]
+            reached = self._risk[c - 1] - self._deaths[c - 1] if c else self.started
+            known[c] = min(1.0, seen / (reached + PRIOR_RISK))
+        self.known = known
         self.rest, self.log_total, self.below, self.weight = rest, logs, below, weight
         self.log_rest = [log(value) for value in rest]

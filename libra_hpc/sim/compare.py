@@ -1,4 +1,4 @@
-"""Several policies on the same work and the same engines, each from a clean start."""
+"""Several policies on the same work and the same engines, each from a clean start or after the same earlier work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.errors import invalid
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import check_policy, make_policy
 from libra_hpc.sim.foresight import foresight_of
 from libra_hpc.sim.result import SimResult
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate
-from libra_hpc.sim.workload import TrajectorySpec
 
 ORACLE = "oracle"
 
@@ -37,18 +37,25 @@ def parse_policies(text: str, field: str = "--policy") -> list[str]:
 
 
 def compare(
-    work: Sequence[TrajectorySpec],
+    work: Sequence[TrajectoryRecord],
     engines: Sequence[EngineSpec],
     policies: Sequence[str],
     settings: SimSettings,
     started: Callable[[str], None] = lambda name: None,
+    before: Sequence[Sequence[TrajectoryRecord]] = (),
 ) -> dict[str, Compared]:
-    """Run every policy; ``started`` is called before each.  Raises `UserError` for what cannot be simulated."""
+    """Run every policy; ``started`` is called before each.
+
+    ``before`` are batches that each policy plays first, one after the other: what it learned from them stays.  Raises `UserError` for what cannot be
+    simulated.
+    """
     done: dict[str, Compared] = {}
     for name in policies:
         started(name)
         foresight = foresight_of(work, engines, settings) if name == ORACLE else None
         policy = make_policy(name, settings.seed, live=False, foresight=foresight)
+        for earlier in before if name != ORACLE else ():
+            simulate(earlier, engines, policy, settings)
         begin = time.perf_counter()
         result = simulate(work, engines, policy, settings)
         done[name] = Compared(result, time.perf_counter() - begin)

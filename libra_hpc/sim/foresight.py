@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.baselines.oracle import Foresight, Work
 from libra_hpc.sim.settings import EngineSpec, SimSettings, trajectory_ids
-from libra_hpc.sim.workload import TrajectorySpec
 
 
-def foresight_of(work: Sequence[TrajectorySpec], engines: Sequence[EngineSpec], settings: SimSettings) -> Foresight:
+def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> Foresight:
     """The future of ``work``, under the names `Simulation` gives its trajectories; the step times of a TP degree are those of its first engine."""
     left = {name: _remaining(spec) for name, spec in zip(trajectory_ids(work), work, strict=True)}
     steps = {engine.tp: engine.steps for engine in reversed(engines)}
     return Foresight(lambda name, turns: left[name][turns], steps, settings.max_num_seqs)
 
 
-def _remaining(spec: TrajectorySpec) -> list[Work]:
+def _remaining(spec: TrajectoryRecord) -> list[Work]:
     """Work that remains before each turn."""
     left: list[Work] = []
     decode = new = 0

@@ -10,19 +10,14 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from libra_hpc.errors import UserError
 from libra_hpc.sim.result import SimResult
+from libra_hpc.telemetry.figure import AMBER, BLUE, GREEN, GREY, GRID, PINK, RED, VIOLET, figure, save, style
 
-COLOURS = ("#1a7f37", "#2a8fbd", "#b4478c", "#e6b84c", "#6e40c9", "#d1242f", "#8b949e", "#0a3069", "#953800", "#116329", "#5a32a3", "#24292f")
+COLOURS = (GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY, "#0a3069", "#953800", "#116329", "#5a32a3", "#24292f")
 MOST_PANELS = 4
 """Policies whose engines are drawn; all are in the upper panel."""
 
@@ -32,22 +27,17 @@ def draw(results: Mapping[str, SimResult], title: str, out: Path) -> None:
     shown = list(results)[:MOST_PANELS]
     rows = max(len(result.engines) for result in results.values())
     height = 0.8 + 0.05 * rows
-    figure = Figure(figsize=(10, 3.4 + len(shown) * (height + 0.35)), dpi=130, layout="constrained")
-    panels: list[Axes] = list(figure.subplots(1 + len(shown), 1, sharex=True, gridspec_kw={"height_ratios": [2.6, *([height] * len(shown))]}))
+    drawn = figure(3.4 + len(shown) * (height + 0.35))
+    panels: list[Axes] = list(drawn.subplots(1 + len(shown), 1, sharex=True, gridspec_kw={"height_ratios": [2.6, *([height] * len(shown))]}))
     _completions(panels[0], results)
-    panels[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
     for panel, name in zip(panels[1:], shown, strict=True):
         _engines(panel, results[name])
         panel.set_title(f"{name}: {results[name].makespan_s:,.0f} s, engines idle {results[name].idle_share:.0%}", loc="left", fontsize=9)
     for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=8)
+        style(panel, title if panel is panels[0] else "")
     panels[-1].set_xlim(0, 1.02 * max(result.makespan_s for result in results.values()))
     panels[-1].set_xlabel("simulated seconds")
-    try:
-        figure.savefig(out, format="png")
-    except OSError as error:
-        raise UserError(f"--plot = {str(out)!r}: the picture cannot be written ({error.strerror}).") from None
+    save(drawn, out)
 
 
 def _completions(panel: Axes, results: Mapping[str, SimResult]) -> None:
@@ -56,7 +46,7 @@ def _completions(panel: Axes, results: Mapping[str, SimResult]) -> None:
         panel.step([0.0, *result.finish_s], [100 * i / count for i in range(count + 1)], where="post", color=colour, label=name, linewidth=1.6)
     panel.set_ylabel("trajectories done, %")
     panel.set_ylim(0, 101)
-    panel.grid(alpha=0.25)
+    panel.grid(alpha=GRID)
     panel.legend(fontsize=8, frameon=False, loc="lower right", ncols=2)
 
 
@@ -78,4 +68,4 @@ def _engines(panel: Axes, result: SimResult) -> None:
     panel.set_yticks([(low + high) / 2 for low, high in pairwise(edges)], [f"TP{tp}" for tp in degrees])
     panel.tick_params(axis="y", length=0)
     for edge in edges[1:-1]:
-        panel.axhline(edge, color="#8b949e", linewidth=0.6)
+        panel.axhline(edge, color=GREY, linewidth=0.6)

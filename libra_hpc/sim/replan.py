@@ -27,11 +27,11 @@ from libra_hpc.planner.decide import MoveOutcome, Planner
 from libra_hpc.planner.law import RolloutLaw, RolloutNode
 from libra_hpc.planner.rollout import RolloutOptions
 from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.sim.replan_pool import ReplanPool, Site, StepTruth
 from libra_hpc.sim.replan_view import View, Watched
 from libra_hpc.sim.simulate import Simulation
-from libra_hpc.sim.workload import TrajectorySpec
 
 LOOK_S = 10.0
 """Between two looks of a rule."""
@@ -83,7 +83,7 @@ class Live:
 
     def __init__(self, settings: PlannerSection, site: Site) -> None:
         node = RolloutNode(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.seats))
-        self.planner = Planner(settings, RolloutLaw(node))
+        self.planner = Planner(settings, RolloutLaw(node, lambda device, shape, tp: site.steps()))
         self.decisions: list[PlanDecision] = []
         self.looks = 0
         self._interval_s = settings.interval_s
@@ -120,7 +120,7 @@ class Schedule:
             pool.order(sim, direction, node.rank, now)
 
 
-def play(site: Site, work: Sequence[TrajectorySpec], rule: Rule, train: int, seed: int) -> Played:
+def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, seed: int) -> Played:
     """Play ``work`` from a split with ``train`` training nodes."""
     pool, truth, watched = ReplanPool(site, train), StepTruth(site, seed), Watched(make_policy(POLICY))
     steps = len(work) // (site.prompts * site.group)

@@ -20,25 +20,29 @@ import msgspec
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.planner.snapshot import NodeFact, SwitchFact
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.protocol import Policy
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import Simulation
-from libra_hpc.sim.workload import TrajectorySpec
 
 EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.785, 0.77)
 """Speed of n nodes over n times the speed of one."""
 SHAKEN = 0.02
 """Standard deviation of the table between machines (seeds)."""
+REPORT_S = 5.0
+"""Between two reports of an engine.  Batches take minutes, and the sticky policy reads nothing from reports: every second of a live run would change
+nothing."""
 NOISE = 0.03
 SLOW_SHARE, SLOW = 0.02, 1.3
 """One step in fifty takes this much longer: a checkpoint, a neighbour on the network."""
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """48 A800 as 12 nodes of 4, with a sixteenth of everything that is per trajectory.
+    """48 A800 as 12 nodes of 4, with a sixteenth of the trajectories.
 
-    What is meant: batches of 256 prompts with 8 samples each, engines with 64 seats.  Simulated: 16 prompts, 4 seats, and a training token that costs sixteen
-    times its time.  An engine is then as full as it would be and a step about as long, and a run takes seconds; single batches scatter more.
+    What is meant: batches of 256 prompts with 8 samples each, engines with 64 seats.  Simulated: 16 prompts, 4 seats, and every sequence stands for
+    `stands_for` = 16 that run in step with it: engines are as full, as slow and as short of KV cache as they would be (`Grouped`), a training token
+    costs sixteen times its time, and a run takes seconds; single batches scatter more.
     """
 
     nodes: int = 12
@@ -46,11 +50,14 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "qwen3-14b"
     tp: int = 4
     """GPUs of a node, all in one engine."""
+    stands_for: int = 16
+    """Sequences that one simulated sequence stands for."""
     seats: int = 4
-    """Most sequences an engine runs at once."""
+    """Most simulated sequences of an engine at once."""
     prompts: int = 16
     group: int = 8
-    eta: int = 1
+    eta: int = 2
+    """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, as asynchronous systems run, nodes decide."""
     sync_s: float = 2.0
     fixed_s: float = 6.0
     """Of a training step, whatever its tokens and nodes."""
@@ -65,7 +72,20 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
     def steps(self) -> StepTimes:
         """Step times of the node's engine."""
-        return lookup(self.device, self.model, self.tp)
+        return Grouped(lookup(self.device, self.model, self.tp), self.stands_for)
+
+
+class Grouped:
+    """Step times of an engine whose every sequence stands for ``size`` that run in step; tokens and capacity are counted per sequence simulated."""
+
+    def __init__(self, steps: StepTimes, size: int) -> None:
+        self.tp, self.source = steps.tp, steps.source
+        self.kv_capacity = steps.kv_capacity // size
+        self._steps, self._size = steps, size
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        """Seconds of one step of all of them."""
+        return self._steps.step_s(decodes * self._size, kv_tokens * self._size, prefill * self._size, context)
 
 
 class StepTruth:
@@ -117,12 +137,12 @@ class ReplanPool:
         self._names: dict[int, str] = {}
 
     def simulation(
-        self, work: Sequence[TrajectorySpec], policy: Policy, truth: StepTruth, control: Callable[[Simulation, float], None], look_s: float
+        self, work: Sequence[TrajectoryRecord], policy: Policy, truth: StepTruth, control: Callable[[Simulation, float], None], look_s: float
     ) -> Simulation:
         """A run on these nodes; ``control`` is called every ``look_s`` seconds, after the nodes advanced."""
         site = self.site
         settings = SimSettings(
-            batch_groups=site.prompts, eta=site.eta, max_num_seqs=site.seats, max_inflight=site.seats * 3 // 2, sync_s=site.sync_s,
+            batch_groups=site.prompts, eta=site.eta, max_num_seqs=site.seats, max_inflight=site.seats * 3 // 2, sync_s=site.sync_s, report_s=REPORT_S,
             train_nodes=self.count("train"),
         )  # fmt: skip
 

@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 
 from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.sched.protocol import Finished, TurnView
 from libra_hpc.sim.engine import Engine
 from libra_hpc.sim.request import Request
 from libra_hpc.sim.settings import trajectory_ids
-from libra_hpc.sim.workload import TrajectorySpec
 
 
 class Run:
@@ -21,7 +21,7 @@ class Run:
         "spec", "turn", "version",
     )  # fmt: skip
 
-    def __init__(self, name: str, spec: TrajectorySpec, group: str) -> None:
+    def __init__(self, name: str, spec: TrajectoryRecord, group: str) -> None:
         self.name, self.spec, self.group = name, spec, group
         self.shared = spec.prompt_tokens
         """Tokens of the prompt that all samples of the group begin with."""
@@ -59,8 +59,7 @@ class Run:
         last = self.turn == len(turns)
         if turn.tool is not None:
             payload = 0 if last else turns[self.turn].new_tokens
-            signal = Signal(turn.tool, turn.outcome or "ok", payload, turn.tool_s, turn.exit_code, turn.passed, turn.failed)
-            self.signals = (*self.signals, signal)
+            self.signals = (*self.signals, signal_of(turn, payload))
             self.at_signal = (*self.at_signal, self.attained)
         if not last:
             self.context += turns[self.turn].new_tokens
@@ -90,7 +89,7 @@ class Sent:
         """That of the trajectory then: an older one was abandoned since."""
 
 
-def grouped(work: Sequence[TrajectorySpec], seed: int) -> dict[str, list[Run]]:
+def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[Run]]:
     """Trajectories by prompt id, in the order of their first one; shuffled unless ``seed`` is 0."""
     groups: dict[str, list[Run]] = {}
     for name, spec in zip(trajectory_ids(work), work, strict=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.protocol.trace import TrajectoryRecord
 
 Training = Callable[[int, int], float]
 """(tokens of the batch, training nodes) -> seconds of one training step."""
@@ -48,7 +48,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 32
     """KV block in tokens."""
     max_model_len: int = 0
-    """Longest context of a trajectory in tokens; 0: what the engines' KV caches hold."""
+    """Context in tokens at which trajectories are ended, which policies may know; 0: unknown, what the engines' KV caches hold."""
     send_s: float = 0.002
     """From the routing of a turn to its arrival in the engine: two hops over TCP and a Unix socket."""
     answer_s: float = 0.002
@@ -82,7 +82,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most decode steps of an unchanged batch taken in one event; 1 simulates step by step, with the same result."""
 
 
-def trajectory_ids(work: Sequence[TrajectorySpec]) -> list[str]:
+def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
     """Names of the trajectories as policies see them: ``prompt_id/sample``, with ``#2``, ``#3`` ... when the pair occurs again."""
     seen: dict[str, int] = {}
     names = []
@@ -101,7 +101,7 @@ def blocks_of(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size) + 1
 
 
-def check(work: Sequence[TrajectorySpec], engines: Sequence[EngineSpec], settings: SimSettings) -> None:
+def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> None:
     """Raise `UserError` for what cannot be simulated."""
     if not work:
         raise UserError("The workload is empty: there is no trajectory to simulate.")
@@ -130,7 +130,7 @@ def check(work: Sequence[TrajectorySpec], engines: Sequence[EngineSpec], setting
             raise UserError(f"Trajectory {name} is {spec.context} tokens long; the KV cache of the largest engine holds one of at most {most}.")
 
 
-def _check_trajectory(name: str, spec: TrajectorySpec) -> None:
+def _check_trajectory(name: str, spec: TrajectoryRecord) -> None:
     if not spec.turns:
         raise UserError(f"Trajectory {name} has no turns.")
     if spec.prompt_tokens + spec.turns[0].new_tokens < 1:

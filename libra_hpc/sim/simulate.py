@@ -1,8 +1,7 @@
 """The simulator of the rollout stage: discrete events around the live policy, dispatcher, board and staleness gate.
 
-A trajectory goes from the dispatcher's queue to an engine (`engine`), from there to its tool, and back.  This module is what the rollout leader, the agents
-and the coordinator are in a live run: it opens groups as the gate admits them, tells the board what engines report, routes with the policy, trains batches,
-spreads weights, and moves engines in and out.
+A trajectory goes from the dispatcher's queue to an engine (`agents`), from there to its tool, and back.  This module is what the rollout leader and the
+coordinator are in a live run: it opens groups as the gate admits them, routes with the policy, trains batches, spreads weights, and moves engines in and out.
 
 A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under "for a controller".
 """
@@ -12,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from libra_hpc.errors import OperationError
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.protocol import Policy, TurnView
+from libra_hpc.sched.protocol import Policy
+from libra_hpc.sim.agents import Agents
 from libra_hpc.sim.deferral import Deferral
-from libra_hpc.sim.engine import IDLE, Engine
-from libra_hpc.sim.events import ROUTING, STEP, Events
+from libra_hpc.sim.events import ROUTING, Events
 from libra_hpc.sim.request import Request
 from libra_hpc.sim.result import Recorder, SimResult
 from libra_hpc.sim.run import Run, Sent, grouped
-from libra_hpc.sim.settings import EngineSpec, RoleMove, SimSettings, Training, blocks_of, check
+from libra_hpc.sim.settings import EngineSpec, RoleMove, SimSettings, Training, check
 from libra_hpc.sim.training import TrainingStage
-from libra_hpc.sim.workload import TrajectorySpec
 
 STALLED_S = 3600.0
 """A policy that lets every turn wait this long with nothing running will do so for ever."""
@@ -36,7 +35,7 @@ class Simulation:
 
     def __init__(
         self,
-        work: Sequence[TrajectorySpec],
+        work: Sequence[TrajectoryRecord],
         engines: Sequence[EngineSpec],
         policy: Policy,
         settings: SimSettings,
@@ -46,8 +45,7 @@ class Simulation:
     ) -> None:
         check(work, engines, settings)
         self.settings = settings
-        self.board = Board(settings.max_inflight, settings.adaptive)
-        self.engines: dict[str, Engine] = {}
+        self.board = Board(settings.max_inflight, settings.adaptive, settings.max_model_len)
         self.recorder = Recorder()
         self._policy = policy
         self._deferral = Deferral(policy)
@@ -57,16 +55,15 @@ class Simulation:
         self.training = TrainingStage(self._groups, settings, training)
         self._events = Events()
         self._at = self._events.at
-        self._engine_count = 0
+        self._agents = Agents(settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed)
+        self.engines = self._agents.engines
         self._sent: dict[str, Sent] = {}
-        self._requests: dict[Request, Sent] = {}
-        self._draining: dict[str, Callable[[], None]] = {}
         self._routing = self._ticking = False
         self._active_at = 0.0
         self._joining = 0
         self._controller, self._controller_s = controller, controller_s
         for spec in engines:
-            self._up(spec)
+            self._agents.up(spec, self.training.version)
         for move in settings.moves:
             self._at(move.at_s, self._move, move)
         if controller is not None:
@@ -92,9 +89,7 @@ class Simulation:
 
     def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
         """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
-        self.board.set_open(name, False)
-        self._draining[name] = then
-        self._maybe_drained(name)
+        self._agents.drain(name, then)
 
     def join(self, spec: EngineSpec, delay_s: float = 0.0) -> None:
         """A new engine accepts turns after a delay, with the newest weights."""
@@ -120,7 +115,7 @@ class Simulation:
     @property
     def in_flight(self) -> int:
         """Turns sent and not answered."""
-        return len(self._requests)
+        return self._agents.in_flight
 
     def open_runs(self) -> list[Run]:
         """Trajectories that started and have not ended."""
@@ -133,11 +128,9 @@ class Simulation:
             self._routing = True
             self._at(self.now, self._route, None, ROUTING)
 
-    def _wake(self, engine: Engine, before: float) -> None:
-        """Call an engine at its next border, if that has changed."""
-        at = engine.next_at
-        if at != before and at != IDLE:
-            self._at(at, self._step, engine, STEP, engine.number)
+    def _freed(self) -> None:
+        if len(self._queue):
+            self._kick()
 
     def _control(self, _: None) -> None:
         assert self._controller is not None
@@ -176,10 +169,8 @@ class Simulation:
             if not view.open or view.inflight > view.cap:
                 raise ValueError(f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot")
             recorder.decided(turn, decision, now)
-            engine = self.engines[decision.engine]
             spec = run.spec.turns[run.turn]
-            if blocks_of(turn.context_tokens + spec.gen_tokens, settings.block_size) > engine.blocks:
-                engine = self._redirect(turn, spec.gen_tokens, engine)
+            engine = self._agents.holder(turn, spec.gen_tokens, decision.engine)
             again = "restart" if not turn.engine else "move"
             if turn.engine == engine.name:
                 again = "eviction" if run.version == engine.version else "swap"
@@ -192,11 +183,8 @@ class Simulation:
                 decision.keep_s, run.high, again,
             )  # fmt: skip
             run.engine, run.place = engine.name, "engine"
-            sent = self._sent[run.name] = self._requests[request] = Sent(run, turn, engine, request)
-            if settings.send_s > 0.0:
-                self._at(now + settings.send_s, self._arrive, sent)
-            else:
-                self._arrive(sent)
+            sent = self._sent[run.name] = Sent(run, turn, engine, request)
+            self._agents.send(sent)
         if routed:
             self._active_at = now
         if len(self._queue) and self.board.free > 0:
@@ -205,67 +193,17 @@ class Simulation:
                 self._ticking = True
                 self._at(now + settings.tick_s, self._tick, None)
 
-    def _redirect(self, turn: TurnView, new: int, refused: Engine) -> Engine:
-        """The chosen engine cannot hold the turn to its end: it goes to the one with the fewest tokens in flight that can."""
-        need = blocks_of(turn.context_tokens + new, self.settings.block_size)
-        able = [view for view in self.board.engines.values() if view.open and self.engines[view.engine].blocks >= need]
-        if not able:
-            raise OperationError(f"No engine that is left can hold a turn of {turn.context_tokens + new} tokens (trajectory {turn.trajectory}).")
-        best = min(able, key=lambda view: (view.inflight_tokens, view.engine))
-        self.board.answered(refused.name, turn.context_tokens)
-        self.board.sent(best.engine, turn.context_tokens)
-        self.recorder.redirected += 1
-        return self.engines[best.engine]
-
-    def _arrive(self, sent: Sent) -> None:
-        engine = sent.engine
-        if sent.request.aborted:
-            self._answer(sent)
-            return
-        before = engine.next_at
-        engine.submit(sent.request, self.now)
-        self._wake(engine, before)
-
-    def _step(self, engine: Engine) -> None:
-        now = self.now
-        if engine.next_at != now or self.engines.get(engine.name) is not engine:
-            return
-        version = engine.version
-        done = engine.advance(now)
-        # Whatever event stood for the border just passed is used up.
-        self._wake(engine, IDLE)
-        for request in done:
-            sent = self._requests[request]
-            sent.run.version = engine.version
-            if self.settings.answer_s > 0.0:
-                self._at(now + self.settings.answer_s, self._answer, sent)
-            else:
-                self._answer(sent)
-        if engine.version != version:
-            self._applied(engine)
-        stats = engine.report(now)
-        if stats is not None:
-            free = self.board.free
-            self.board.report(engine.name, stats)
-            if self.board.free > free and len(self._queue):
-                self._kick()
-
-    def _answer(self, sent: Sent) -> None:
-        run, turn, request, engine = sent.run, sent.turn, sent.request, sent.engine
+    def _answered(self, sent: Sent) -> None:
+        run = sent.run
         now = self._active_at = self.now
-        del self._requests[request]
-        self.board.answered(engine.name, turn.context_tokens)
-        if engine.name in self._draining:
-            self._maybe_drained(engine.name)
-        if len(self._queue):
-            self._kick()
+        self._freed()
         if run.epoch != sent.epoch:
-            self.recorder.discarded += request.generated
-            engine.drop(run.name)
+            self.recorder.discarded += sent.request.generated
+            sent.engine.drop(run.name)
             return
         del self._sent[run.name]
-        self.recorder.turn_s.append(now - turn.ready_at)
-        tool_s = run.answered(request.high, run.version)
+        self.recorder.turn_s.append(now - sent.turn.ready_at)
+        tool_s = run.answered(sent.request.high, run.version)
         run.place = "tool"
         after = self._end if run.last else self._ready
         if tool_s > 0.0:
@@ -299,14 +237,9 @@ class Simulation:
         """Give a trajectory up for now; what it generated is lost."""
         sent = self._sent.pop(run.name, None)
         if sent is not None:
-            before = sent.engine.next_at
             run.high = max(run.high, sent.request.computed)
-            sent.request.aborted = True
-            if sent.request.serial:
-                sent.engine.abort(sent.request, self.now)
-                self._wake(sent.engine, before)
-        for engine in self.engines.values():
-            engine.drop(run.name)
+            self._agents.abort(sent)
+        self._agents.forget(run.name)
         self.recorder.discarded += run.attained
         self.recorder.abandoned += 1
         run.begin()
@@ -323,15 +256,8 @@ class Simulation:
     def _trained(self, _: None) -> None:
         version = self.training.end(self.now)
         self._active_at = self.now
-        for engine in self.engines.values():
-            before = engine.next_at
-            engine.swap(version, self.settings.sync_s, self.now)
-            self._wake(engine, before)
+        self._agents.swap(version)
         self._train()
-
-    def _applied(self, engine: Engine) -> None:
-        self.board.applied(engine.name, engine.version)
-        self._spread()
 
     def _spread(self) -> None:
         if self.engines:
@@ -339,26 +265,11 @@ class Simulation:
             self._admit()
             self._kick()
 
-    def _up(self, spec: EngineSpec) -> None:
-        self._engine_count += 1
-        engine = Engine(spec.name, spec.tp, spec.steps, self.settings, self._engine_count, self.training.version, self.now)
-        self.engines[spec.name] = engine
-        self.board.up(spec.name, spec.tp, engine.blocks * self.settings.block_size, engine.version)
-
     def _joined(self, spec: EngineSpec) -> None:
         self._joining -= 1
         self._active_at = self.now
-        self._up(spec)
+        self._agents.up(spec, self.training.version)
         self._kick()
-
-    def _maybe_drained(self, name: str) -> None:
-        if self.board.engines[name].inflight:
-            return
-        then = self._draining.pop(name)
-        self.board.down(name)
-        self.recorder.gone(self.engines.pop(name), self.now)
-        self._spread()
-        then()
 
     def _move(self, move: RoleMove) -> None:
         def arrive() -> None:
@@ -373,7 +284,7 @@ class Simulation:
     # --- stalls -----------------------------------------------------------------------------------------------------------------------------
 
     def _check_stall(self) -> None:
-        running = self._requests or self._joining or not self.training.idle
+        running = self.in_flight or self._joining or not self.training.idle
         if running or any(run.place == "tool" for run in self._runs.values()):
             self._active_at = self.now
         elif self.now - self._active_at > STALLED_S:
@@ -384,7 +295,7 @@ class Simulation:
 
 
 def simulate(
-    work: Sequence[TrajectorySpec], engines: Sequence[EngineSpec], policy: Policy, settings: SimSettings | None = None, training: Training | None = None
+    work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], policy: Policy, settings: SimSettings | None = None, training: Training | None = None
 ) -> SimResult:
     """Play ``work`` on ``engines`` under ``policy``; see `Simulation` and `SimSettings`."""
     return Simulation(work, engines, policy, settings or SimSettings(), training).run()

@@ -29,8 +29,8 @@ PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Between two looks for ended ranks: once started up, ranks rarely say anything."""
 START_TRIES = 3
-"""Starts of an attempt's agents, while they do not even meet: connecting many processes at once fails now and then (seen with UCX, once in a few hundred
-starts), and costs a second to repeat, but a place in the queue to give up."""
+"""Starts of an attempt's agents, while they do not even meet.  The one known cause of such a start is dealt with in `libra_hpc.slurm.pmi`; for causes not
+yet met (a node slow to load Python, a network that hiccups), repeating costs seconds, giving up a place in the queue."""
 MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
 """Limits the ranks' libraries respect when they split long values over several keys; those of MPICH's own launcher."""
 

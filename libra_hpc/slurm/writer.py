@@ -25,6 +25,8 @@ from .ranks import START_TRIES
 
 WARNING_S = 60
 """Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
+RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
+"""What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
 
 
 def component_counts(config: RunConfig) -> str:
@@ -51,7 +53,7 @@ def het_script(config: RunConfig, run: RunDir, *, python: str, attempt: int, env
     """
     components = present_components(config)
     exports = {**environment, **agent_environment(config)}
-    command = [python, *(agent_arguments(run, attempt) if arguments is None else arguments)]
+    command = [python, *RANK_STARTER, *(agent_arguments(run, attempt) if arguments is None else arguments)]
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
         resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text()
     )

@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,6 +41,8 @@ from .registry import build_task
 from .sandbox import Sandbox
 from .settings import HostConfig
 from .tokenizer import TaskTokenizer
+
+C = TypeVar("C")
 
 ERROR_CHARS = 500
 """Longest error text sent in `EpisodeFailed`; the traceback goes to stderr."""
@@ -169,19 +172,21 @@ async def serve(path: str, config: HostConfig) -> int:
         tools.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.tasks.host", description="Environment host of libra-hpc.")
+def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, Any, int]]) -> int:
+    """Entry point of a host process: parse the command line and run ``serve(socket, config)``, the config being a ``kind``.
+
+    Exit codes: 0 the socket closed, 1 the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
     parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
-    parser.add_argument("--config", required=True, help="HostConfig as JSON")
-    options = parser.parse_args(argv)
-    hide_memory()
+    parser.add_argument("--config", required=True, help=f"{kind.__name__} as JSON")
+    options = parser.parse_args()
     try:
-        config = msgspec.json.decode(options.config, type=HostConfig)
+        config = msgspec.json.decode(options.config, type=kind)
         with contextlib.suppress(KeyboardInterrupt):
             return asyncio.run(serve(options.socket, config))
     except msgspec.ValidationError as error:
-        print(f"libra-hpc: {invalid('--config', options.config, str(error), 'a HostConfig as JSON')}", file=sys.stderr)
+        print(f"libra-hpc: {invalid('--config', options.config, str(error), f'a {kind.__name__} as JSON')}", file=sys.stderr)
         return UserError.exit_code
     except (UserError, OperationError) as error:
         print(f"libra-hpc: {error}", file=sys.stderr)
@@ -190,4 +195,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hide_memory()
+    sys.exit(main("libra_hpc.tasks.host", HostConfig, serve))

@@ -9,27 +9,23 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from . import series
+from .figure import AMBER, GREEN, GREY, GRID, RED, ROLLOUT, TRAIN, VIOLET, figure, save, style
 from .rundir import RunDir
 from .summary import duration
 
-COLOURS = {"planner": "#8b949e", "train": "#b4478c", "rollout": "#2a8fbd", "to_train": "#e6b84c", "to_rollout": "#e6b84c"}
-DRIFT, KILL, GREEN = "#6e40c9", "#d1242f", "#1a7f37"
+COLOURS = {"planner": GREY, "train": TRAIN, "rollout": ROLLOUT, "to_train": AMBER, "to_rollout": AMBER}
+DRIFT, KILL, NOTE = VIOLET, RED, "#57606a"
 SMOOTHING = 0.2
 """Weight of the newest step in the smoothed reward: a memory of about five steps."""
 
 
 def plot(run: RunDir, out: Path) -> None:
-    """Write the picture of a run as PNG; a run without steps gives empty panels."""
+    """Write the picture of a run as PNG; a run without steps gives empty panels.  Raises `UserError` when it cannot be written."""
     rows, log = series.steps(run), series.events(run)
     rows = [row for row in rows if math.isfinite(series.number(row, "t"))]
     times = [series.number(row, "t") for row in rows] + [event["t"] for event in log]
@@ -37,22 +33,20 @@ def plot(run: RunDir, out: Path) -> None:
     hybrid = run.read_json(run.config).get("planner", {}).get("hybrid_start", "rollout")
     lanes = series.roles(log, end=end, hybrid_start=hybrid)
 
-    figure = Figure(figsize=(10, 5.4 + 0.28 * max(len(lanes), 2)), dpi=130, layout="constrained")
-    axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.6, 0.4 + 0.28 * max(len(lanes), 2)]})
+    drawn = figure(5.4 + 0.28 * max(len(lanes), 2))
+    axes: list[Axes] = list(drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.6, 0.4 + 0.28 * max(len(lanes), 2)]}))
     clock = [series.number(row, "t") - start for row in rows]
     _reward(axes[0], clock, rows)
     _stages(axes[1], clock, rows)
     _lanes(axes[2], lanes, log, start)
     _marks(axes, clock, rows, log, start)
-    axes[0].set_title(run.name, loc="left", fontsize=11, fontweight="bold")
     axes[2].set_xlabel("time since the job started")
     axes[2].set_xlim(0, max(end - start, 1.0))
     axes[2].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 1.5, 2, 3, 6, 10]))
     axes[2].xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
     for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=8)
-    figure.savefig(out, format="png")
+        style(panel, run.name if panel is axes[0] else "")
+    save(drawn, out)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -71,18 +65,18 @@ def _reward(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) 
     panel.plot(clock, reward, ".", color=GREEN, alpha=0.35, markersize=5, label="step")
     panel.plot(clock, smooth(reward), color=GREEN, linewidth=2, label="smoothed")
     panel.set_ylabel("reward")
-    panel.grid(axis="y", alpha=0.25)
+    panel.grid(axis="y", alpha=GRID)
 
 
 def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) -> None:
     for key, label in (("train_s", "train"), ("rollout_s", "rollout")):
         panel.plot(clock, series.column(rows, key), color=COLOURS[label], linewidth=1.6, label=label)
-    panel.plot(clock, series.column(rows, "wait_s"), color="#57606a", linewidth=1, linestyle=":", label="training waits for rollout")
+    panel.plot(clock, series.column(rows, "wait_s"), color=NOTE, linewidth=1, linestyle=":", label="training waits for rollout")
     panel.set_ylabel("seconds per batch")
     # The first wait contains the start of the engines and would flatten everything else.
     work = [value for key in ("train_s", "rollout_s") for value in series.column(rows, key) if math.isfinite(value)]
     panel.set_ylim(0, 1.15 * max(work, default=1.0) or 1.0)
-    panel.grid(axis="y", alpha=0.25)
+    panel.grid(axis="y", alpha=GRID)
 
 
 def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[series.Record], start: float) -> None:
@@ -116,6 +110,6 @@ def _marks(panels: Sequence[Axes], clock: Sequence[float], rows: Sequence[series
     if kills:
         top.plot([], [], color=KILL, linewidth=1.2, label="engine lost")
     if saved:
-        top.plot(saved, [0.02] * len(saved), "^", color="#57606a", markersize=5, transform=top.get_xaxis_transform(), label="checkpoint", clip_on=False)
+        top.plot(saved, [0.02] * len(saved), "^", color=NOTE, markersize=5, transform=top.get_xaxis_transform(), label="checkpoint", clip_on=False)
     for panel in panels[:2]:
         panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)

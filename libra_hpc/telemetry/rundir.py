@@ -32,11 +32,15 @@ _STEP = re.compile(r"^step-(\d+)$")
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the machine."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

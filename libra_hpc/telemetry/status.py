@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.planner.snapshot import PlanDecision
+
 
 class NodeStatus(msgspec.Struct, frozen=True):
     """One node (= one MPI rank, one agent)."""
@@ -47,35 +49,10 @@ class BucketStatus(msgspec.Struct, frozen=True):
     kv_use: float
 
 
-class CandidateStatus(msgspec.Struct, frozen=True):
-    """A split the planner considered; seconds per global batch, gain and need over the planner's horizon."""
-
-    train: int
-    rollout: int
-    train_s: float
-    rollout_s: float
-    batch_s: float
-    gain_s: float
-    needed_s: float
-    layout: str = ""
-    blocked: str = ""
-
-
-class DecisionStatus(msgspec.Struct, frozen=True):
+class DecisionStatus(PlanDecision, frozen=True, kw_only=True):
     """The planner's last decision."""
 
     at: float
-    action: str
-    """``hold`` | ``to_train`` | ``to_rollout`` | ``repartition`` (advice)"""
-    node: int
-    """Rank that moves first, -1 for hold and repartition."""
-    reason: str
-    numbers: dict[str, float]
-    nodes: list[int] = []
-    triggers: list[str] = []
-    candidates: list[CandidateStatus] = []
-    """The best five, best first."""
-    layout: str = ""
     looks: int = 1
     """Looks in a row that ended so, for the same reason."""
 
@@ -85,10 +62,12 @@ class StepForecastStatus(msgspec.Struct, frozen=True):
 
     step: int
     predicted_s: float | None
-    """From the commit before to this one."""
+    """From the commit before to this one, as predicted there."""
+    predicted_start_s: float | None
+    """The same, as predicted when its batch was complete and training of it began."""
     measured_s: float
     predicted_train_s: float | None
-    """Training alone, predicted when the batch was complete."""
+    """Training alone, as predicted then."""
     measured_train_s: float
 
 
@@ -98,8 +77,11 @@ class ForecastStatus(msgspec.Struct, frozen=True):
     steps: list[StepForecastStatus]
     """The last few, oldest first."""
     error: float | None
+    """A step ahead."""
+    start_error: float | None
+    """At the step's start."""
     window_error: float | None
-    """Of sums over `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
+    """A step ahead, of sums over `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
     train_error: float | None
     next_s: float | None
     """Predicted for the step that runs."""

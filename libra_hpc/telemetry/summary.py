@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import series
-from .accuracy import WINDOW, median_error, window_error
+from .accuracy import WINDOW, median_error, smoother_error, window_error
 from .rundir import RunDir, read_lines
 
 FIRST_AND_LAST = 0.2
@@ -56,9 +56,13 @@ class ForecastSummary(msgspec.Struct, frozen=True):
     steps: int
     """Predicted ones."""
     error: float | None
-    """Of single steps."""
+    """Of single steps, a step ahead: at the commit before."""
+    start_error: float | None
+    """Of single steps at their start: when the batch was complete and training of it began."""
+    smoother_error: float | None
+    """What is left at the start for who knows the time per token of the steps before and after: see `libra_hpc.telemetry.accuracy`."""
     window_error: float | None
-    """Of `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
+    """A step ahead, of `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
     train_error: float | None
     """Of training alone."""
 
@@ -185,11 +189,16 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
 
 def _forecast(rows: Sequence[series.Record]) -> ForecastSummary:
     pairs = {}
-    for predicted, measured in (("predicted_s", "step_s"), ("predicted_train_s", "train_wall_s")):
+    for predicted, measured in (("predicted_s", "step_s"), ("predicted_start_s", "step_s"), ("predicted_train_s", "train_wall_s")):
         pairs[predicted] = [(_known(series.number(row, predicted)), series.number(row, measured, 0.0)) for row in rows]
     whole = pairs["predicted_s"]
     known = sum(predicted is not None for predicted, _ in whole)
-    return ForecastSummary(known, median_error(whole), window_error(whole), median_error(pairs["predicted_train_s"]))
+    columns = [[series.number(row, key, 0.0) for key in ("wait_s", "trained_tokens", "replicas", "train_wall_s")] for row in rows]
+    timed = [(wait, tokens / replicas, seconds) for wait, tokens, replicas, seconds in columns if min(tokens, replicas, seconds) > 0.0]
+    smoothed = smoother_error(*zip(*timed, strict=True)) if timed else None
+    return ForecastSummary(
+        known, median_error(whole), median_error(pairs["predicted_start_s"]), smoothed, window_error(whole), median_error(pairs["predicted_train_s"])
+    )
 
 
 def _total(rows: Sequence[series.Record], key: str) -> int:
@@ -235,10 +244,12 @@ def render_summary(summary: Summary) -> RenderableType:
 def _said(forecast: ForecastSummary) -> str:
     if forecast.error is None:
         return "no step was predicted"
-    parts = [f"{forecast.error:.1%} off (median of {forecast.steps} steps)"]
+    parts = [f"{forecast.start_error:.1%} off at a step's start"] if forecast.start_error is not None else []
+    parts += [f"scatter alone is {forecast.smoother_error:.1%}"] if forecast.smoother_error is not None else []
+    parts += [f"{forecast.error:.1%} off a step ahead"]
     parts += [f"{forecast.window_error:.1%} over {WINDOW} steps in a row"] if forecast.window_error is not None else []
     parts += [f"training alone {forecast.train_error:.1%}"] if forecast.train_error is not None else []
-    return ", ".join(parts)
+    return f"{', '.join(parts)} (medians of {forecast.steps} steps)"
 
 
 def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:

@@ -114,7 +114,8 @@ def _forecast(forecast: ForecastStatus) -> Table:
     table = _table("step", *((str(step.step), "right") for step in forecast.steps), "median error")
     together = "" if forecast.window_error is None else f", {forecast.window_error:.0%} of {WINDOW} in a row"
     rows = (
-        ("predicted s", [step.predicted_s for step in forecast.steps], "" if forecast.error is None else f"{forecast.error:.0%} of a step{together}"),
+        ("ahead s", [step.predicted_s for step in forecast.steps], "" if forecast.error is None else f"{forecast.error:.0%} of a step{together}"),
+        ("at start s", [step.predicted_start_s for step in forecast.steps], "" if forecast.start_error is None else f"{forecast.start_error:.0%} of a step"),
         ("measured s", [step.measured_s for step in forecast.steps], ""),
         ("train pred.", [step.predicted_train_s for step in forecast.steps], "" if forecast.train_error is None else f"{forecast.train_error:.0%} of training"),
         ("train meas.", [step.measured_train_s for step in forecast.steps], ""),
@@ -159,7 +160,7 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
 def _decision(decision: DecisionStatus | None, *, now: float) -> Text:
     if decision is None:
         return Text("no decision yet", style="dim")
-    moved = f"node{'s' if len(decision.nodes) > 1 else ''} {', '.join(map(str, decision.nodes or [decision.node]))}"
+    moved = f"node{'s' if len(decision.nodes) > 1 else ''} {', '.join(map(str, decision.nodes or (decision.node,)))}"
     what = decision.action if decision.node < 0 else f"{moved} {decision.action.replace('to_', '→ ')}"
     return Text.assemble(
         (what, "bold yellow" if decision.action != "hold" else "bold"),

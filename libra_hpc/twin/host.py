@@ -6,18 +6,15 @@ rewards of the workload.  It needs no tokenizer and starts no tool process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import sys
 from typing import Any
 
 import msgspec
 
-from libra_hpc.errors import UserError
-from libra_hpc.sim.workload import TrajectorySpec
-from libra_hpc.tasks.base import Episode, Signal, Task, ToolResult, Tools, Turn
-from libra_hpc.tasks.host import Host
+from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
+from libra_hpc.tasks.base import Episode, Task, ToolResult, Tools, Turn
+from libra_hpc.tasks.host import Host, main
 
 from .settings import Play
 from .tokens import STOP, answer, prompt
@@ -40,7 +37,7 @@ class Replay(Task):
 
 
 class _Replayed(Episode):
-    def __init__(self, spec: TrajectorySpec, number: int, sample: int, speedup: float) -> None:
+    def __init__(self, spec: TrajectoryRecord, number: int, sample: int, speedup: float) -> None:
         self._spec, self._speedup, self._next = spec, speedup, 0
         self.prompt_id = spec.prompt_id
         first = spec.turns[0]
@@ -62,8 +59,7 @@ class _Replayed(Episode):
         await asyncio.sleep(seconds)
         following = turns[self._next]
         ids = answer(max(1, following.new_tokens), following.gen_tokens)
-        signal = Signal(turn.tool or "", turn.outcome or "ok", len(ids), seconds, turn.exit_code, turn.passed, turn.failed)
-        return Turn(ids, signal)
+        return Turn(ids, signal_of(msgspec.structs.replace(turn, tool_s=seconds), len(ids)))
 
 
 class _NoTools:
@@ -83,20 +79,5 @@ async def serve(path: str, play: Play) -> int:
     return await host.closed
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run a twin; exit codes: 0 the socket closed, 1 the peer broke the protocol, 2 a user's mistake (one sentence on stderr)."""
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.twin.host", description="An environment host that replays a workload.")
-    parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
-    parser.add_argument("--config", required=True, help="Play as JSON")
-    options = parser.parse_args(arguments)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            return asyncio.run(serve(options.socket, msgspec.json.decode(options.config, type=Play)))
-    except UserError as error:
-        print(f"libra-hpc: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("libra_hpc.twin.host", Play, serve))

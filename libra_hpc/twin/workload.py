@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sim.traces.generate import Dials, generate
 from libra_hpc.sim.traces.read import read_trace
-from libra_hpc.sim.workload import TrajectorySpec
 
 from .settings import Play
 
-Group = list[TrajectorySpec]
+Group = list[TrajectoryRecord]
 """Trajectories of one prompt."""
 
 
@@ -42,7 +42,7 @@ def dials(play: Play) -> list[tuple[str, Dials]]:
     return out
 
 
-def _generated(play: Play) -> Iterator[TrajectorySpec]:
+def _generated(play: Play) -> Iterator[TrajectoryRecord]:
     for number, (preset, mine) in enumerate(dials(play)):
         for spec in generate(preset, mine):
-            yield TrajectorySpec(f"{number}/{spec.prompt_id}", spec.sample, spec.prompt_tokens, spec.turns, spec.reward)
+            yield TrajectoryRecord(f"{number}/{spec.prompt_id}", spec.sample, spec.prompt_tokens, spec.turns, spec.reward)

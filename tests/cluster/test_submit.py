@@ -36,13 +36,26 @@ CONFIG: dict[str, Any] = {
 }
 WORLD = """
 import json, os, pathlib, signal, sys, time
+if sys.argv[2] == "used":
+    import ctypes, random
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.memset.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+    blocks = []
+    for size in (2000, 9000) * 1000:
+        blocks.append(libc.malloc(size))
+        libc.memset(blocks[-1], 0x5A, size)
+    random.Random(0).shuffle(blocks)
+    for block in blocks[1000:]:
+        libc.free(block)
+    # A start that loses a request waits for ever inside MPI.
+    signal.alarm(30)
 from mpi4py import MPI
 comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
 names = ("SLURMD_NODENAME", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES", "LIBRA_COMPONENTS", "NOTE")
 print(json.dumps({"size": comm.size, "rank": comm.rank, "sum": comm.allreduce(1), "pid": os.getpid(), **{n: os.environ.get(n) for n in names}}), flush=True)
 if sys.argv[2] == "lose" and comm.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] in ("lose", "finish"):
+if sys.argv[2] in ("lose", "used"):
     time.sleep(0.5)
     if comm.rank == 0:
         (folder / "result.json").write_text(json.dumps({"state": "completed"}))
@@ -97,6 +110,17 @@ def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_
     assert len({record["SLURMD_NODENAME"] for record in found}) == 5
     assert [record["CUDA_VISIBLE_DEVICES"] for record in found] == [None, "0,1,2,3,4,5,6,7", "0,1", "0,1", None]
     assert [component.offset for component in info.components] == [0, 1, 2, 3]
+
+
+def test_what_is_left_on_the_heap_does_not_disturb_the_start(run: RunDir, slurm_env: dict[str, str]) -> None:
+    """MPI publishes heap memory behind its address too; full of text it made requests longer than Slurm reads."""
+    queue(run, slurm_env, "used")
+    info = wait_end(run, slurm_env)
+    output = (run.logs(1) / "slurm.out").read_text()
+    assert info.state is JobState.COMPLETED, output
+    assert "mpi/pmi2" not in output
+    assert "did not meet" not in output
+    assert [record["size"] for record in records(run)] == [5] * 5
 
 
 def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, str]) -> None:

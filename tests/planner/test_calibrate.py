@@ -1,4 +1,4 @@
-"""Factors follow the median and changes, not outliers; the forecast of a loop whose law is known is right, and rests on the past alone."""
+"""Factors and the law of training follow changes, not outliers; the forecast of a loop whose law is known is right, and rests on the past alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from statistics import median
 
 import pytest
 
-from libra_hpc.planner.calibrate import BOUND, RUN, WARM, Factor, PredictedStep, Split, StepForecast, Term
-from libra_hpc.telemetry.accuracy import WINDOW, median_error, window_error
+from libra_hpc.planner.calibrate import BOUND, Factor, PredictedStep, Split, StepForecast, Term
+from libra_hpc.planner.trainlaw import FIT, RUN, WARM, Load, TrainLaw
+from libra_hpc.telemetry.accuracy import SIDE, WINDOW, median_error, smoother_error, window_error
 
 ONE = Split(1, 2)
 
@@ -88,6 +89,53 @@ def test_what_is_late_takes_the_median_of_those_later_still() -> None:
     assert term.predict("a", 1.0, passed=9.0) == pytest.approx(9.0)
 
 
+def law(*steps: tuple[Load, float]) -> TrainLaw:
+    made = TrainLaw()
+    for load, seconds in steps:
+        made.measured(1, load, seconds)
+    return made
+
+
+def busy(rng: random.Random) -> tuple[Load, float]:
+    """A step that shares its cores with rollout: 0.2 s, and 1 ms per token, up to twice that beside a rollout, 1.5 ms more in a burst."""
+    load = Load(rng.uniform(200.0, 2000.0), rng.random(), rng.random() < 0.4)
+    return load, 0.2 + load.tokens * 1e-3 * (1.0 + load.open + 1.5 * load.at_once)
+
+
+def test_the_law_tells_tokens_from_the_rollout_beside_it() -> None:
+    rng = random.Random(3)
+    made = law(*[busy(rng) for _ in range(4 * FIT)])
+    for _ in range(20):
+        load, seconds = busy(rng)
+        assert made.predict(1, load) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_one_outlier_in_six_does_not_move_the_law() -> None:
+    rng = random.Random(4)
+    steps = [(load, seconds * (4.0 if number % 6 == 3 else 1.0)) for number in range(24) for load, seconds in [busy(rng)]]
+    load, seconds = busy(rng)
+    assert law(*steps).predict(1, load) == pytest.approx(seconds, rel=0.1)
+
+
+def test_the_law_forgets_after_a_run_on_one_side_and_not_before() -> None:
+    slow = (Load(1000.0), 2.0)
+    steps = [(Load(1000.0), 1.0 + 0.01 * (-1) ** number) for number in range(24)]
+    assert law(*steps, *[slow] * (RUN // 2)).predict(1, Load(1000.0)) == pytest.approx(1.0, rel=0.1)
+    assert law(*steps, *[slow] * RUN).predict(1, Load(1000.0)) == pytest.approx(2.0)
+
+
+def test_the_first_steps_say_their_rate_and_a_plan_speaks_before_them() -> None:
+    assert TrainLaw().predict(1, Load(10.0)) is None
+    assert law(*[(Load(10.0), 5.0)] * (WARM - 1)).predict(1, Load(10.0)) is None
+    assert law(*[(Load(10.0), 5.0)] * WARM).predict(1, Load(30.0)) == pytest.approx(15.0)
+    planned = TrainLaw(0.25)
+    assert planned.predict(2, Load(10.0)) == pytest.approx(2.5)
+    planned.measured(2, Load(10.0), 5.0)
+    assert planned.predict(2, Load(10.0)) == planned.predict(3, Load(10.0)) == pytest.approx(5.0)
+    assert planned.present == pytest.approx(2.0)
+    assert planned.predict(2, Load(0.0)) is None
+
+
 class Loop:
     """Training takes tokens * rate / replicas, a batch is complete ``latency`` after the commit that admitted it, both times noise."""
 
@@ -152,6 +200,16 @@ def test_with_measurement_noise_the_median_error_is_about_the_noise() -> None:
     assert together < error
 
 
+def test_at_its_start_a_step_is_known_but_for_the_noise_of_training() -> None:
+    """Here rollout is the slower stage, so that a step ahead nobody knows how long it will be."""
+    made = Loop(1, 4.0, noise=0.1).run(200)[20:]
+    ahead, start = (median_error([(pick(s), s.measured_s) for s in made]) for pick in (lambda s: s.predicted_s, lambda s: s.predicted_start_s))
+    assert ahead is not None
+    assert start is not None
+    assert start < 0.5 * ahead
+    assert all(s.predicted_start_s == s.predicted_s for s in Loop(1, 0.1).run(40)[10:])
+
+
 def test_more_replicas_are_learned_within_a_few_steps() -> None:
     loop = Loop(1, 0.1)
     loop.run(20)
@@ -183,4 +241,7 @@ def test_errors_of_sums_need_whole_windows() -> None:
     assert median_error(pairs) == pytest.approx(0.5)
     assert window_error(pairs) == pytest.approx(0.0)
     assert window_error(pairs[:-1]) is None
+    assert smoother_error([1.0] * 9, [10.0] * 9, [1.0] * 4 + [3.0] + [1.0] * 4) == pytest.approx(0.0)
+    assert smoother_error([0.0] * 9, [10.0] * 9, [float(2**n) for n in range(9)]) == pytest.approx(0.25)
+    assert smoother_error([1.0] * 2 * SIDE, [1.0] * 2 * SIDE, [1.0] * 2 * SIDE) is None
     assert median_error([(None, 1.0)]) is None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
 from libra_hpc.planner.lengths import Observed, lognormal, observe, sketch
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 from .plant_costs import one_turn
 
@@ -36,8 +36,8 @@ def test_the_longest_of_a_batch_has_its_own_bin() -> None:
 
 
 def test_ratios_of_a_trace() -> None:
-    turns = (TurnSpec(0, 30, "run", "ok", 2.0), TurnSpec(50, 10))
-    made = sketch(observe([TrajectorySpec("p", 0, 100, turns), TrajectorySpec("q", 0, 100, (TurnSpec(0, 40),))]), 2)
+    turns = (TurnRecord(0, 30, "run", "ok", 2.0), TurnRecord(50, 10))
+    made = sketch(observe([TrajectoryRecord("p", 0, 100, turns), TrajectoryRecord("q", 0, 100, (TurnRecord(0, 40),))]), 2)
     assert (made.prompt, made.generated, made.context, made.longest_context) == (100, 40, 165, 190)
     assert made.new_per_token == pytest.approx(50 / 80)
     assert made.turns_per_token == pytest.approx(3 / 80)

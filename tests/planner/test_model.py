@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from libra_hpc.planner.drift import BLOCK_GROUPS, REFERENCE_GROUPS, DriftDetector, critical_distance, ks_distance
-from libra_hpc.planner.model import Correction, Measured, Split, Times, correct, measure, predict
-from libra_hpc.planner.snapshot import RolloutWindowFact, TrainStepFact
+from libra_hpc.planner.model import Correction, Measured, Split, Times, correct, measure, predict, with_work
+from libra_hpc.planner.snapshot import RolloutWindowFact
 from tests.planner.plant import Plant, ideal
 
 
@@ -55,16 +56,61 @@ def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
 
 
 def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
-    plant = Plant(ideal(0.1, 1.0), noise=0.01)
-    for _ in range(20):
+    plant = Plant(ideal(0.1, 20.0), noise=0.01)
+    for _ in range(8):
         plant.batch()
     plant.windows = [RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens, 0, w.busy, decode_s=0.02) for w in plant.windows]
-    plant.steps = [TrainStepFact(10.0 * i, s.tokens, s.loss_tokens, s.replicas, s.seconds) for i, s in enumerate(plant.steps, 1)]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
     assert isinstance(measured, Measured)
-    longest = sorted(t.generated for t in plant.done)[int(20 * 64 * (1 - 1 / 64))]
+    longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
     assert measured.straggler == pytest.approx(longest * 0.02 / 2)
     assert predict(measured, Split(1, 50), Correction()).rollout == pytest.approx(measured.straggler)
+
+
+def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() -> None:
+    """Engines that decode a few stragglers most of the time look twice as fast by their tokens; the commits say what a batch really takes."""
+    plant = Plant(ideal(0.2, 2.0), noise=0.05)
+    for _ in range(20):
+        plant.batch()
+    plant.windows = [RolloutWindowFact(w.at, w.seconds, w.nodes, 2 * w.generated_tokens, 0, w.busy) for w in plant.windows]
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Measured)
+    assert measured.starved
+    assert measured.times.rollout == pytest.approx(sum(plant.batch_times[-7:]) / 7)
+    idle = measure(replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0)
+    assert isinstance(idle, Measured)
+    assert not idle.starved
+    assert idle.times.rollout < 0.8 * measured.times.rollout
+
+
+def test_only_the_newest_steps_count() -> None:
+    plant = Plant(ideal(1.0, 4.0), noise=0.02)
+    for _ in range(20):
+        plant.batch()
+    plant.length *= 2.0
+    for _ in range(9):
+        plant.batch()
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Measured)
+    assert (measured.times.train, measured.times.rollout) == pytest.approx((2.0, 4.0), rel=0.25)
+
+
+def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None:
+    plant = Plant(ideal(0.25, 0.04), noise=0.05)
+    for _ in range(120):
+        plant.batch()
+    # One window a second: two of them fall into the time of the newest eight steps.
+    merged = plant.windows[3::4]
+    plant.windows = [RolloutWindowFact(w.at, 1.0, w.nodes, 4 * w.generated_tokens, 0, w.busy / 4) for w in merged]
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Measured)
+    assert measured.times.train == pytest.approx(0.25, rel=0.1)
+
+
+def test_standing_still_is_judged_at_the_work_of_now() -> None:
+    before = Measured(Split(1, 2), Times(1.2, 3.0, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
+    after = Measured(Split(1, 2), Times(9.0, 9.0, 1), 0.0, 0.0, 0.0, 0.0, 1500.0, 800.0)
+    assert with_work(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planner.factors import Factors
 from libra_hpc.planner.lengths import Observed, sketch
@@ -24,32 +25,35 @@ TABLE = {
     ("a100", "qwen3-8b", 1024, 1024): (38983, 42618, 38755, 30474),
     ("a100", "qwen3-8b", 4096, 1024): (47949, 44494, 39849, 35370),
     ("a100", "qwen3-8b", 512, 32768): (1964, 2257, 2370, 2319),
-    ("a100", "qwen3-32b", 512, 1024): (None, 11729, 13425, 12176),
-    ("a100", "qwen3-32b", 512, 8192): (None, 2712, 3673, 3939),
-    ("a100", "qwen3-32b", 512, 32768): (None, 704, 968, 1153),
+    ("a100", "qwen3-32b", 512, 1024): (2032, 11729, 13425, 12176),
+    ("a100", "qwen3-32b", 512, 8192): (173, 2712, 3673, 3939),
+    ("a100", "qwen3-32b", 512, 32768): (0, 704, 968, 1153),
     ("h200", "qwen3-8b", 32, 1024): (6027, 8528, 11089, 11537),
     ("h200", "qwen3-8b", 512, 1024): (63631, 76819, 74101, 65346),
     ("h200", "qwen3-8b", 4096, 1024): (130078, 114778, 105183, 89223),
     ("h200", "qwen3-8b", 512, 32768): (5981, 6339, 6504, 6448),
     ("h200", "qwen3-32b", 128, 1024): (6061, 10293, 14018, 16127),
-    ("h200", "qwen3-32b", 512, 32768): (None, 2628, 3048, 3205),
+    ("h200", "qwen3-32b", 512, 32768): (1492, 2628, 3048, 3205),
 }
-"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, as NVIDIA's operator tables compose.  None: 32B at TP1 leaves
-a KV cache that is a small difference of two large numbers, memory and weights; what it holds depends on the workspace one assumes."""
+"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, as NVIDIA's operator tables compose; 0: out of memory.  Sequences
+that do not fit are not decoded."""
+DATA_SHEET = {"a100": 80e9, "h200": 141e9}
+"""Bytes of memory the table counts with.  All 24 of its figures that KV limits follow to the last sequence from 0.9 of these, less 3 GB and the weights, and
+from no larger memory; the driver reports 5 and 9 GB more, which at 32B and TP1 on A100 is more than the whole cache."""
 
 
-def decode_rate(device: str, model: str, live: int, context: int, tp: int) -> float:
-    """Tokens per second of 8 GPUs as 8 / tp replicas that hold ``live`` sequences together."""
+def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
+    """Tokens per second of 8 GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
     batch = Batch(8192, sketch([Observed(2, context + 2, context)], 8192), 0)
-    replica = ReplicaCost(lookup(device, model, tp), batch, RolloutOptions(max_num_seqs=4096))
-    return live / replica.position_s(live * tp / 8, context)
+    gpu = msgspec.structs.replace(device(device_name), memory_bytes=DATA_SHEET[device_name])
+    replica = ReplicaCost(lookup(gpu, model, tp), batch, RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0))
+    return live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0
 
 
 @pytest.mark.parametrize("case", TABLE)
 def test_the_table_of_operator_measurements(case: tuple[str, str, int, int]) -> None:
     for tp, wanted in zip(TPS, TABLE[case], strict=True):
-        if wanted is not None:
-            assert decode_rate(*case, tp) == pytest.approx(wanted, rel=0.1), f"TP{tp}"
+        assert decode_rate(*case, tp) == pytest.approx(wanted, rel=0.1), f"TP{tp}"
 
 
 def test_best_tp_falls_with_live_sequences() -> None:

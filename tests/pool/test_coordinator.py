@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.trainlaw import Load
 from libra_hpc.pool import coordinator as module
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.coordinator import Coordinator, start_state
@@ -169,4 +170,4 @@ def test_a_rehearsal_scales_what_its_plan_predicts(tmp_path: Path) -> None:
     assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(50.0)
     scene.context.config = RunConfig.model_validate({"run": {"engine": "twin"}, "twin": {"speedup": 25.0}})
     assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(2.0)
-    assert module.forecast(scene.context).train.predict(1, 100.0) == pytest.approx(0.04)
+    assert module.forecast(scene.context).train.predict(1, Load(100.0)) == pytest.approx(0.04)

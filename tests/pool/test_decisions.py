@@ -73,4 +73,4 @@ def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path
     scene.log.look(MOVE, 7.0)
     made = msgspec.structs.replace(synthetic.make_status(RunDir(tmp_path)), decision=scene.log.last)
     decision = status_dict(made)["decision"]
-    assert (decision["nodes"], decision["looks"], decision["candidates"][0]["train"]) == ([4, 5], 1, 3)
+    assert (decision["nodes"], decision["looks"], decision["candidates"][0]["train"]) == ((4, 5), 1, 3)

@@ -15,6 +15,8 @@ from libra_hpc.rollout.history import check_warm_start, history
 from libra_hpc.rollout.record import Ended, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.persist import MAX_RECORDS
+from libra_hpc.sim.run import Run
+from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.telemetry.events import LineLog
 
 
@@ -40,6 +42,19 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     for read, original in zip(found, originals, strict=True):
         assert msgspec.structs.replace(read, trajectory="") == msgspec.structs.replace(original.finished("code"), trajectory="")
     assert found[1].version == 2
+
+
+def test_a_line_is_a_trace_whose_replay_says_the_same(tmp_path: Path) -> None:
+    path, original = tmp_path / "trajectories.jsonl", played(3)
+    LineLog(path).write_all([trace_line(Ended(original, 100.0, 5.0))])
+    (read,) = read_trace(path).trajectories
+    assert [turn.new_tokens for turn in read.turns] == [0, 3, 3]
+    assert (read.context, read.generated) == (len(original.context), original.attained)
+    replayed = Run("r", read, "p")
+    for _ in read.turns:
+        replayed.answered(0, 0)
+    assert list(replayed.signals) == original.signals
+    assert list(replayed.at_signal) == original.at_signal
 
 
 def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) -> None:

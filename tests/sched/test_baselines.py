@@ -40,7 +40,7 @@ def test_what_ended_is_forgotten(name: str) -> None:
     lengths = random_lengths(rng, groups=6)
     policy = make_policy(name, live=False, foresight=foresight(lengths))
     drive(policy, board_of(("a", 1), ("b", 4)), lengths, rng)
-    per_trajectory = ("_prompt", "_level", "_scout", "_probe", "_programs", "_deferred", "_placed", "_waits", "_homes")
+    per_trajectory = ("_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_homes")
     live = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in live.values()), live
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
 from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sched.seats import SLACK as ENTRY_SLACK
 from libra_hpc.sched.seats import Resident, Seats
 from libra_hpc.sched.ttl import SLACK, KeepTimes, best_keep_s
 from tests.sched.views import MISS, OK, board, finished, turn
@@ -157,7 +158,7 @@ def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int,
     for tracked in list(policy._tracked):
         policy.forget(tracked)
     for seat in policy._seats._seats.values():
-        assert (seat.work, seat.longest, seat.finish) == (0.0, 0.0, 0.0)
+        assert (seat.work, seat.reach4, seat.finish) == (0.0, 0.0, 0.0)
     assert not policy._tracked
 
 
@@ -169,16 +170,49 @@ def test_the_lightest_seat_is_the_lightest_within_the_slack() -> None:
         seat = seats.lightest(made.classes[0])
         assert seat is not None
         every = [s for n in made.engines if (s := seats.get(n)) is not None]
-        assert seat.finish <= min(s.finish for s in every) / 0.95**2 + 1e-9
+        assert seat.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
         one = Resident()
         left = float(100 + i * 37 % 500)
         seat.sit(one, left, left * 1000, 500.0, seat.finish_with(left, left * 1000, 500.0))
         residents.append(one)
         if i % 3 == 2:
             gone = residents.pop(i % len(residents))
-            assert gone.seat is not None
-            gone.seat.leave(gone)
-            seats.changed(gone.seat)
+            left_seat = gone.seat
+            assert left_seat is not None
+            left_seat.leave(gone)
+            seats.changed(left_seat)
+
+
+def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
+    seats = Seats()
+    made = board(("e", 1))
+    seats.follow(made)
+    seat = seats.get("e")
+    assert seat is not None
+    alone = seat.finish_with(1000.0, 0.0, 0.0)
+    residents = [Resident() for _ in range(16)]
+    for one in residents:
+        seat.sit(one, 1000.0, 0.0, 0.0, seat.finish_with(1000.0, 0.0, 0.0))
+    assert seat.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
+    assert seat.finish_with(100.0, 0.0, 0.0) == pytest.approx(seat.finish, rel=1e-4), "a short one is no candidate"
+    for one in residents:
+        seat.leave(one)
+    assert (seat.reach4, seat.finish) == (0.0, 0.0)
+
+
+def test_near_the_limit_of_the_context_little_can_be_left() -> None:
+    def left(limit: int, context: int) -> float:
+        policy, made = knowing(p0=40_000, p1=40_000), board(("a", 1))
+        made.max_context = limit
+        view = turn("t", "p0", at="a", turns=1, context=context, attained=8000, signals=(MISS,))
+        policy.key(view, 0.0)
+        decision = policy.route(view, made, 0.0)
+        return float(decision.numbers["remaining"])
+
+    free = left(0, 30_000)
+    assert left(1_000_000, 30_000) == pytest.approx(free, rel=0.1)
+    assert left(40_000, 30_000) < 10_000
+    assert left(30_010, 30_000) < 10
 
 
 def test_a_cache_is_kept_for_quick_tools_and_not_for_slow_ones() -> None:

@@ -62,7 +62,6 @@ def test_survival_recovers_an_exponential() -> None:
         table.ended(cell, 0)
     for attained in (100, 1000, 5000):
         assert table.rest[cell_of(attained)] == pytest.approx(3000, rel=0.2)
-    assert table.quantile(0, 0.5) == pytest.approx(0.69 * 3000, rel=0.15)
 
 
 def test_those_that_still_run_count() -> None:
@@ -81,14 +80,12 @@ def test_those_that_still_run_count() -> None:
 
 def test_a_context_keeps_what_is_beyond_the_expectation_and_shrinks_it_by_evidence() -> None:
     node = Context()
-    node.learn(400.0, 2.0, 1.0, 0)
+    node.learn(1.0, 0)
     assert node.effect == pytest.approx(1.0 / 9.0), "one value of weight 1 / (1 + 8)"
     for _ in range(79):
-        node.learn(400.0, 2.0, 1.0, 0)
+        node.learn(1.0, 0)
     assert node.effect == pytest.approx(80.0 / 88.0)
-    assert node.tokens == node.token_quantile(0.5) == pytest.approx(400.0)
-    assert node.turns == node.turn_quantile(0.9) == pytest.approx(2.0)
-    node.learn(400.0, 2.0, -1.0, 16)
+    node.learn(-1.0, 16)
     assert node.count == pytest.approx(41.0), "evidence halves in 16 versions"
 
 
@@ -103,7 +100,7 @@ def test_a_blend_finds_the_weights_behind_the_data() -> None:
         blend.learn(x, target, target - blend.predict(x), 1.0)
     assert blend.weights == pytest.approx(true, abs=0.15)
     # The mean of exp of a standard normal is exp(1 / 2); the robust ratio stays below.
-    assert 1.0 < blend.smear < 1.7
+    assert 0.0 < blend.log_smear < 0.55
 
 
 def test_a_blend_stays_with_its_prior_until_the_data_say_otherwise() -> None:
@@ -222,9 +219,6 @@ def test_a_cursor_says_the_same_as_a_walk_from_the_start() -> None:
     for i in range(1, 5):
         tree.advance(stepwise, signals[:i], 100 * i)
     assert stepwise.left == pytest.approx(left(outcomes(True), "new", 400, signals))
-    rest = tree.remaining(stepwise, 400)
-    assert 0.0 < rest.p50 < rest.p90
-    assert rest.turns >= 1.0
 
 
 def test_evidence_halves_with_weight_versions() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.baselines.oracle import Work
 from libra_hpc.sched.registry import make_policy, policy_names
 from libra_hpc.sim.foresight import foresight_of
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate
 from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 from tests.sched.boards import Linear
 
 
 def test_the_future_of_each_turn() -> None:
-    turns = (TurnSpec(0, 100, "run", "ok", 2.0), TurnSpec(30, 50, "run", "ok", 4.0), TurnSpec(7, 20))
+    turns = (TurnRecord(0, 100, "run", "ok", 2.0), TurnRecord(30, 50, "run", "ok", 4.0), TurnRecord(7, 20))
     engines = [EngineSpec("a", 1, Linear(1)), EngineSpec("b", 1, Linear(1)), EngineSpec("c", 4, Linear(4))]
-    told = foresight_of([TrajectorySpec("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
+    told = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
     name = "p/0"
     assert told.truth(name, 0) == Work(170, 500, 37, 6.0)
     assert told.truth(name, 1) == Work(70, 30, 7, 4.0)

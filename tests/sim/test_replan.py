@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from libra_hpc.hardware.lookup import lookup
 from libra_hpc.sim.replan import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
-from libra_hpc.sim.replan_pool import Site, StepTruth
+from libra_hpc.sim.replan_pool import Grouped, Site, StepTruth
 from libra_hpc.sim.replan_verl import VerlLike
-from libra_hpc.sim.replan_work import SHAPES, curriculum, drifting, steady
+from libra_hpc.sim.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
 
 SITE = Site(nodes=6, prompts=8, group=4)
 
@@ -17,14 +18,29 @@ def _played(ends: list[float]) -> Played:
     return Played(ends[-1], 1, ends, 0, 0.0, [], [])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", LAWS)
 def test_work_is_whole_batches_and_drifts(name: str) -> None:
-    work = drifting(SHAPES[name], 24, 8, 4, seed=1)
-    assert len(work) == 24 * 8 * 4
-    assert len({t.prompt_id for t in work}) == 24 * 8
-    assert work == drifting(SHAPES[name], 24, 8, 4, seed=1)
-    share = [sum(t.generated for t in part) / sum(t.context for t in part) for part in (work[:256], work[256:512], work[512:])]
+    work = drifting(LAWS[name], 60, 8, 4, seed=1)
+    assert len(work) == 60 * 8 * 4
+    assert len({t.prompt_id for t in work}) == 60 * 8
+    assert work == drifting(LAWS[name], 60, 8, 4, seed=1)
+    share = [sum(t.generated for t in part) / sum(t.context for t in part) for part in (work[:512], work[512:1024], work[1408:])]
     assert max(share) > 2.0 * min(share)
+
+
+def test_the_laws_are_what_they_say() -> None:
+    (early, _), (late, _) = answers_grow(0)[0], answers_grow(4 * DOUBLING)[0]
+    assert late.generated == 16 * early.generated
+    assert [curriculum(step)[0][0].name for step in (0, PHASE - 1, PHASE, 2 * PHASE)] == ["documents", "documents", "math", "documents"]
+    assert [mixture(step)[0][1] for step in (0, PERIOD / 4, PERIOD / 2, PERIOD)] == pytest.approx([0.0, 0.5, 1.0, 0.0])
+
+
+def test_a_sequence_stands_for_several_that_run_in_step() -> None:
+    plain = lookup("a800", "qwen3-14b", 4)
+    grouped = Grouped(plain, 16)
+    assert grouped.step_s(4, 4000) == plain.step_s(64, 64_000)
+    assert grouped.step_s(4, 4000, 100, 500) == plain.step_s(64, 64_000, 1600, 500)
+    assert grouped.kv_capacity == plain.kv_capacity // 16
 
 
 def test_training_seconds_fall_with_nodes_less_than_evenly_and_scatter() -> None:
@@ -82,7 +98,7 @@ def test_no_drift_and_the_best_split_moves_nothing() -> None:
 
 
 def test_a_curriculum_is_followed() -> None:
-    work = drifting(curriculum, 60, SITE.prompts, SITE.group, seed=6)
+    work = drifting(curriculum, 100, SITE.prompts, SITE.group, seed=6)
     done = play(SITE, work, Live(SETTINGS, SITE), 3, seed=6)
     assert {d.action for d in done.decisions} == {"to_train", "to_rollout"}
     assert done.moves <= 12

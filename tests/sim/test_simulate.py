@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.abandon import OpenTrajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, TurnView
 from libra_hpc.sim.run import Run
 from libra_hpc.sim.settings import RoleMove, SimSettings, trajectory_ids
 from libra_hpc.sim.simulate import Simulation, simulate
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 
 from .toys import Linear, Spread, single, spec, turn
 
@@ -27,7 +27,7 @@ def with_(**changes: object) -> SimSettings:
 
 
 def test_tools_and_hops_add_up() -> None:
-    work = [TrajectorySpec("p", 0, 8, (turn(3, tool_s=5.0), turn(2, new=4, tool_s=1.0), turn(1, tool=None)))]
+    work = [TrajectoryRecord("p", 0, 8, (turn(3, tool_s=5.0), turn(2, new=4, tool_s=1.0), turn(1, tool=None)))]
     result = simulate(work, [spec("e", Linear(400))], Spread(), with_(send_s=0.25, answer_s=0.5))
     # 3 turns of (0.25 + tokens + 0.5) and two tools.
     assert result.makespan_s == 3 * 0.75 + 6 + 6
@@ -39,9 +39,9 @@ def test_tools_and_hops_add_up() -> None:
 
 
 def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
-    turns = (TurnSpec(0, 3, "test", "error", 2.0, exit_code=1, passed=4, failed=2), TurnSpec(7, 2, "edit", None, 0.0), TurnSpec(5, 4))
+    turns = (TurnRecord(0, 3, "test", "error", 2.0, exit_code=1, passed=4, failed=2), TurnRecord(7, 2, "edit", None, 0.0), TurnRecord(5, 4))
     policy = Spread()
-    simulate([TrajectorySpec("p", 6, 10, turns)], [spec("e", Linear(400))], policy, NOW)
+    simulate([TrajectoryRecord("p", 6, 10, turns)], [spec("e", Linear(400))], policy, NOW)
     first, second, third = policy.turns
     assert (first.trajectory, first.prompt_id, first.sample, first.task) == ("p/6", "p", 6, "sim")
     assert (first.context_tokens, first.attained_tokens, first.turns, first.engine, first.signals) == (10, 0, 0, "", ())
@@ -65,7 +65,7 @@ def test_moves_are_counted_and_computed_again() -> None:
         def route(self, turn: TurnView, board: Board, now: float) -> Decision:
             return Decision("ab"[turn.turns % 2], 0, turn.turns % 2, "in turn", {})
 
-    work = [TrajectorySpec("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
+    work = [TrajectoryRecord("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
     result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400, tp=2))], Alternate(), NOW)
     assert (result.moves, result.tp_moves, result.by_level) == (2, 2, [2, 1])
     # b computes all 15 again, 10 of which had been; a still has 8 of the 18, and 16 had been computed.
@@ -125,7 +125,7 @@ def test_a_training_function_is_told_the_batch_and_the_nodes() -> None:
 
 
 def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
-    work = [TrajectorySpec(f"p{i}", 0, 4, (turn(10), turn(10, new=1, tool=None))) for i in range(2)]
+    work = [TrajectoryRecord(f"p{i}", 0, 4, (turn(10), turn(10, new=1, tool=None))) for i in range(2)]
     move = RoleMove(at_s=5.0, leave="a", join=spec("c", Linear(400, tp=2)), delay_s=15.0)
     result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400))], Spread(), with_(max_inflight=1, moves=(move,)))
     # a ends its turn at 10 and leaves.  b goes on with its own until 20; the other one waits for it: c would come at 25.
@@ -161,7 +161,7 @@ class Tail(Spread):
 
 
 def test_a_turn_that_is_abandoned_on_its_way_is_never_run() -> None:
-    work = [single("short", 4, 5), TrajectorySpec("long", 0, 4, (turn(4, tool_s=0.875), turn(36, tool=None)))]
+    work = [single("short", 4, 5), TrajectoryRecord("long", 0, 4, (turn(4, tool_s=0.875), turn(36, tool=None)))]
     result = simulate(work, [spec("e", Linear(400))], Tail(), with_(send_s=0.25, answer_s=0.25))
     # short ends at 5.5, when long's second turn, ready at 5.375, is under way; long starts anew at once, nothing else being open.
     assert result.finish_s == [5.5, 5.5 + (0.25 + 4 + 0.25) + 0.875 + (0.25 + 36 + 0.25)]
@@ -181,7 +181,7 @@ def test_an_abandoned_trajectory_starts_anew_when_the_rest_is_done() -> None:
 
 
 def test_of_a_trajectory_that_starts_anew_only_the_prompt_was_computed() -> None:
-    run = Run("p/0", TrajectorySpec("p", 0, 8, (turn(20), turn(5, new=3))), "p")
+    run = Run("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
     before = run.epoch
     run.answered(27, 0)
     assert (run.context, run.attained, run.high) == (31, 20, 27)
@@ -240,14 +240,14 @@ def test_a_policy_may_not_overfill_an_engine() -> None:
         ([single("p", 390, 5)], {}, r"p/0 is 395 tokens long; .* at most 392"),
         ([single("p", 90, 15)], {"max_model_len": 100}, "105 tokens long; max_model_len is 100"),
         ([single("p", 4, 0)], {}, "gen_tokens"),
-        ([TrajectorySpec("p", 0, 4, ())], {}, "no turns"),
-        ([TrajectorySpec("p", 0, 4, (turn(1), turn(1, new=-1)))], {}, "must not be negative"),
+        ([TrajectoryRecord("p", 0, 4, ())], {}, "no turns"),
+        ([TrajectoryRecord("p", 0, 4, (turn(1), turn(1, new=-1)))], {}, "must not be negative"),
         ([single("p", 4, 1)], {"max_num_batched_tokens": 8}, "smaller than max_num_seqs"),
         ([single("p", 4, 1)], {"eta": -1}, "eta"),
         ([single("p", 4, 1)], {"moves": (RoleMove(at_s=1.0, leave="f"),)}, "no such engine"),
     ],
 )
-def test_mistakes_are_one_sentence(work: list[TrajectorySpec], changes: dict[str, object], says: str) -> None:
+def test_mistakes_are_one_sentence(work: list[TrajectoryRecord], changes: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         simulate(work, [spec("e", Linear(396))], Spread(), with_(**changes))
 

@@ -9,10 +9,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sim.result import SimResult
 from libra_hpc.sim.settings import RoleMove, SimSettings
 from libra_hpc.sim.simulate import Simulation
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 
 from .toys import Linear, Spread, engine, play, request, spec
 
@@ -20,15 +20,16 @@ EIGHTH = st.integers(0, 16).map(lambda n: n / 8)
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> list[TrajectorySpec]:
+def workloads(draw: st.DrawFn) -> list[TrajectoryRecord]:
     work = []
     for prompt in range(draw(st.integers(1, 4))):
         tokens = draw(st.integers(1, 30))
         for sample in range(draw(st.integers(1, 6))):
             turns = tuple(
-                TurnSpec(draw(st.integers(0, 12)) if i else 0, draw(st.integers(1, 8)) * 5, "tool", "ok", draw(EIGHTH)) for i in range(draw(st.integers(1, 4)))
+                TurnRecord(draw(st.integers(0, 12)) if i else 0, draw(st.integers(1, 8)) * 5, "tool", "ok", draw(EIGHTH))
+                for i in range(draw(st.integers(1, 4)))
             )
-            work.append(TrajectorySpec(f"p{prompt}", sample, tokens, turns))
+            work.append(TrajectoryRecord(f"p{prompt}", sample, tokens, turns))
     return work
 
 
@@ -44,7 +45,7 @@ def rules(draw: st.DrawFn) -> SimSettings:
     )  # fmt: skip
 
 
-def run(work: list[TrajectorySpec], rules: SimSettings, capacity: int, keep_s: float) -> tuple[Simulation, SimResult]:
+def run(work: list[TrajectoryRecord], rules: SimSettings, capacity: int, keep_s: float) -> tuple[Simulation, SimResult]:
     engines = [spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)), spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2))]
     sim = Simulation(work, engines, Spread(keep_s), rules)
     return sim, sim.run()
@@ -56,7 +57,7 @@ ROOM = 244
 
 @settings(max_examples=60, deadline=None)
 @given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0, 60.0]))
-def test_tokens_and_blocks_add_up(work: list[TrajectorySpec], rules: SimSettings, capacity: int, keep_s: float) -> None:
+def test_tokens_and_blocks_add_up(work: list[TrajectoryRecord], rules: SimSettings, capacity: int, keep_s: float) -> None:
     sim, result = run(work, rules, capacity, keep_s)
     wanted = sum(one.generated for one in work)
     assert result.generated_tokens == wanted == sum(engine.generated_tokens for engine in result.engines)
@@ -75,7 +76,7 @@ def test_tokens_and_blocks_add_up(work: list[TrajectorySpec], rules: SimSettings
 
 @settings(max_examples=60, deadline=None)
 @given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
-def test_stretches_equal_single_steps(work: list[TrajectorySpec], rules: SimSettings, capacity: int, keep_s: float) -> None:
+def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: SimSettings, capacity: int, keep_s: float) -> None:
     fast, result = run(work, rules, capacity, keep_s)
     slow, stepped = run(work, msgspec.structs.replace(rules, max_stretch=1), capacity, keep_s)
     assert result == stepped

@@ -6,16 +6,16 @@ import random
 
 import pytest
 
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sim.traces.describe import describe, tail_share
 from libra_hpc.sim.traces.generate import Dials, generate
 from libra_hpc.sim.traces.predict import FEW, predict
 from libra_hpc.sim.traces.stats import centred, one_way, pearson, quantile, spread
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 
 
-def flat(prompt: str, sample: int, *turns: int, outcome: str | None = None) -> TrajectorySpec:
-    middle = [TurnSpec(10 if index else 0, tokens, "get", outcome, 1.0) for index, tokens in enumerate(turns[:-1])]
-    return TrajectorySpec(prompt, sample, 100, (*middle, TurnSpec(10 if len(turns) > 1 else 0, turns[-1])))
+def flat(prompt: str, sample: int, *turns: int, outcome: str | None = None) -> TrajectoryRecord:
+    middle = [TurnRecord(10 if index else 0, tokens, "get", outcome, 1.0) for index, tokens in enumerate(turns[:-1])]
+    return TrajectoryRecord(prompt, sample, 100, (*middle, TurnRecord(10 if len(turns) > 1 else 0, turns[-1])))
 
 
 def test_quantiles_and_correlation() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sim.traces.read import read_trace, write_trace
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 
-TURNS = (TurnSpec(0, 5, "get", "ok", 0.5), TurnSpec(7, 6, "test", "error", 2.0, 1, 3, 4), TurnSpec(2, 9))
-ONE = TrajectorySpec("p", 0, 100, TURNS, 0.5)
+TURNS = (TurnRecord(0, 5, "get", "ok", 0.5), TurnRecord(7, 6, "test", "error", 2.0, 1, 3, 4), TurnRecord(2, 9))
+ONE = TrajectoryRecord("p", 0, 100, TURNS, 0.5)
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -33,7 +33,7 @@ def call(t: float, context: int, out: int, *hashes: int, **more: Any) -> dict[st
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_what_was_written_is_read_again(name: str, tmp_path: Path) -> None:
-    other = TrajectorySpec("q", 3, 0, (TurnSpec(0, 1),))
+    other = TrajectoryRecord("q", 3, 0, (TurnRecord(0, 1),))
     write_trace(tmp_path / name, [ONE, other])
     trace = read_trace(tmp_path / name)
     assert (trace.format, trace.trajectories, trace.bad) == ("libra", [ONE, other], [])
@@ -57,7 +57,7 @@ def test_what_a_run_writes_is_read_as_it_is(tmp_path: Path) -> None:
     record["turns"][1].update(tool="get", outcome="ok", tool_s=3.0)
     record["turns"].append({"new_tokens": 900, "gen_tokens": 0, "tool": None, "outcome": None, "tool_s": 0.0, "engine": "", "versions": []})
     (one,) = read_trace(write(tmp_path / "trajectories.jsonl", record)).trajectories
-    assert one.turns == (TurnSpec(0, 5, "get", "ok", 1.0), TurnSpec(3, 4))
+    assert one.turns == (TurnRecord(0, 5, "get", "ok", 1.0), TurnRecord(3, 4))
 
 
 BAD = {
@@ -115,7 +115,7 @@ def test_azure_rows_are_trajectories_of_one_turn(tmp_path: Path) -> None:
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens\r", "2023-11-16 18:17:03.9799600,4808,10\r", "2023-11-16 18:17:04.0319600,3180,8\r"]
     trace = read_trace(write(tmp_path / "a.csv", *rows))
     assert trace.format == "azure"
-    assert [(one.prompt_tokens, one.turns) for one in trace.trajectories] == [(4808, (TurnSpec(0, 10),)), (3180, (TurnSpec(0, 8),))]
+    assert [(one.prompt_tokens, one.turns) for one in trace.trajectories] == [(4808, (TurnRecord(0, 10),)), (3180, (TurnRecord(0, 8),))]
     assert len({one.prompt_id for one in trace.trajectories}) == 2
     with pytest.raises(UserError, match=r"line 3: GeneratedTokens = -8: negative"):
         read_trace(write(tmp_path / "b.csv", *rows[:2], "2023-11-16 18:17:04.0319600,3180,-8"))
@@ -146,7 +146,7 @@ def test_mooncake_sessions_are_recovered_by_their_prefix(tmp_path: Path) -> None
     assert trace.format == "mooncake"
     first, second, third, branch, again, short = trace.trajectories
     assert first.prompt_tokens == 1100
-    assert first.turns == (TurnSpec(0, 100, "gap", None, 4.0), TurnSpec(700, 200, "gap", None, 60.0), TurnSpec(100, 10))
+    assert first.turns == (TurnRecord(0, 100, "gap", None, 4.0), TurnRecord(700, 200, "gap", None, 60.0), TurnRecord(100, 10))
     assert [len(one.turns) for one in (second, third, branch, again, short)] == [1] * 5
     assert (second.prompt_id, second.sample, again.prompt_id, again.sample) == (second.prompt_id, 0, second.prompt_id, 1)
     assert len({one.prompt_id for one in trace.trajectories}) == 5
@@ -176,11 +176,11 @@ def test_kv_cache_tester_sessions_become_episodes(tmp_path: Path) -> None:
     found = {one.prompt_id: (one.prompt_tokens, one.turns) for one in trace.trajectories}
     assert found == {
         # 20 - 9 s without api_time; then 30 - 20 - 4 s.
-        "s/0/0": (1000, (TurnSpec(0, 70, "tool", None, 11.0), TurnSpec(130, 80, "tool", None, 6.0), TurnSpec(0, 10))),
-        "s/0/1": (1400, (TurnSpec(0, 11),)),
-        "s/0/2": (700, (TurnSpec(0, 12),)),
-        "s/1/0": (300, (TurnSpec(0, 5),)),
-        "s/2/0": (400, (TurnSpec(0, 20, "tool", None, 60.0), TurnSpec(80, 30))),
+        "s/0/0": (1000, (TurnRecord(0, 70, "tool", None, 11.0), TurnRecord(130, 80, "tool", None, 6.0), TurnRecord(0, 10))),
+        "s/0/1": (1400, (TurnRecord(0, 11),)),
+        "s/0/2": (700, (TurnRecord(0, 12),)),
+        "s/1/0": (300, (TurnRecord(0, 5),)),
+        "s/2/0": (400, (TurnRecord(0, 20, "tool", None, 60.0), TurnRecord(80, 30))),
     }
 
 

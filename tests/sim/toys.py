@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.sim.engine import IDLE, Engine
 from libra_hpc.sim.request import Request
 from libra_hpc.sim.settings import EngineSpec, SimSettings
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 
 
 class Linear:
@@ -83,14 +83,14 @@ def play(engine: Engine, *at: tuple[float, Callable[[float], object]]) -> list[t
     return done
 
 
-def turn(gen: int, new: int = 0, tool: str | None = "tool", tool_s: float = 0.0, outcome: str | None = "ok") -> TurnSpec:
+def turn(gen: int, new: int = 0, tool: str | None = "tool", tool_s: float = 0.0, outcome: str | None = "ok") -> TurnRecord:
     """One turn."""
-    return TurnSpec(new, gen, tool, outcome, tool_s)
+    return TurnRecord(new, gen, tool, outcome, tool_s)
 
 
-def single(prompt: str, tokens: int, gen: int, sample: int = 0) -> TrajectorySpec:
+def single(prompt: str, tokens: int, gen: int, sample: int = 0) -> TrajectoryRecord:
     """A trajectory of one turn."""
-    return TrajectorySpec(prompt, sample, tokens, (turn(gen, tool=None),))
+    return TrajectoryRecord(prompt, sample, tokens, (turn(gen, tool=None),))
 
 
 def spec(name: str, steps: StepTimes) -> EngineSpec:

@@ -44,7 +44,7 @@ def test_one_component_is_a_plain_job() -> None:
 
 
 def test_another_command_is_quoted() -> None:
-    assert "/opt/env/bin/python /a/b.py 'two words' &" in script(FULL, arguments=["/a/b.py", "two words"])
+    assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words' &" in script(FULL, arguments=["/a/b.py", "two words"])
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
                 "wait_s": 0.3, "generation": 2 if drifted else 1, "replicas": 2 if drifted else 1, "rollout_nodes": 1 if drifted else 2,
                 "staleness_mean": 0.5, "staleness_max": 1, "phase": "long" if drifted else "short", "train_tokens_per_s": 900.0,
                 "rollout_tokens_per_s": 350.0, "version": step, "step_s": STEP_S, "predicted_s": None if step < 4 else 1.1 * STEP_S,
+                "predicted_start_s": None if step < 4 else 0.97 * STEP_S, "trained_tokens": 1000 if step % 2 else 900,
                 "train_wall_s": 1.0, "predicted_train_s": 0.95,
             }
         )  # fmt: skip
@@ -84,14 +85,12 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         version=step, reward=0.71, reward_first=0.31, generation=2, replicas=1, train=StageStatus(912.4, 1.42, 0.93, 1),
         rollout=StageStatus(2345.6, 0.97, 0.61, 2), open_trajectories=57, waiting_turns=3, tools_running=4, ready_groups=2, staleness_mean=0.48,
         staleness_max=1, resubmitted=8, trained_trajectories=2_624, buckets=[BucketStatus(1, 2, 31, 57, 0.42), BucketStatus(2, 1, 4, 6, 0.08)], nodes=nodes,
-        decision=DecisionStatus(
-            START + STEP_S * step - 12, "to_train", 2, REASON, {"gain_s": 31.0}
-        ),
+        decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
         message="", forecast=forecast(step),
     )  # fmt: skip
 
 
 def forecast(step: int) -> ForecastStatus:
     """What the screen shows of predictions; the first of them is not known."""
-    steps = [StepForecastStatus(n, None if n == step - 5 else 3.31, STEP_S, 0.95, 1.0) for n in range(step - 5, step + 1)]
-    return ForecastStatus(steps, 0.1, 0.07, 0.05, 3.2, {"train": 1.02, "latency": 0.97})
+    steps = [StepForecastStatus(n, None if n == step - 5 else 3.31, 3.09, STEP_S, 0.95, 1.0) for n in range(step - 5, step + 1)]
+    return ForecastStatus(steps, 0.1, 0.03, 0.07, 0.05, 3.2, {"train": 1.02, "latency": 0.97})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from libra_hpc.errors import UserError
 from libra_hpc.telemetry import plot, series, summary, view
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
@@ -123,7 +124,10 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (2, "train", 100.0, 9.5, 3, 500)
     assert (move.predicted_gain_s, move.realised_gain_s) == (0.42, 0.31)
     assert got.forecast.steps == synthetic.STEPS - 3
-    assert (got.forecast.error, got.forecast.window_error, got.forecast.train_error) == pytest.approx((0.1, 0.1, 0.05))
+    assert (got.forecast.error, got.forecast.start_error, got.forecast.window_error, got.forecast.train_error) == pytest.approx((0.1, 0.03, 0.1, 0.05))
+    # Steps wait 0.3 s and train 1 s, with 900 and 1,000 tokens in turn, of which the smoother sees two each: it is off by 1/20 s and by 1/18 s.
+    assert got.forecast.smoother_error is not None
+    assert 1 / 20 / 1.3 < got.forecast.smoother_error < 1.001 / 18 / 1.3
     assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
     assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
 
@@ -141,7 +145,9 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     assert "training takes 2.3 s a batch" in text
     assert "0.42 s" in text
     assert "0.31 s" in text
-    assert "10.0% off (median of 57 steps)" in text
+    facts = " ".join(text.replace("│", " ").split())
+    assert "3.0% off at a step's start, scatter alone is 4.3%, 10.0% off a step ahead" in facts
+    assert "(medians of 57 steps)" in facts
     assert str(run.path) in text.replace("\n", "")
 
 
@@ -151,7 +157,7 @@ def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: st
     text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=[0.1, 0.2, 0.4]), width=200)
     assert max(len(line) for line in text.splitlines()) <= view.WIDTH
     assert "…" not in text
-    node, forecast = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2"), ("3.31", "10% of a step, 7% of 8")
+    node, forecast = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2"), ("3.31", "10% of a step, 7% of 8", "3.09", "3% of a step")
     for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *node, *forecast):
         assert fact in text, fact
 
@@ -184,6 +190,14 @@ def test_the_picture_is_a_png_of_useful_size(run: RunDir, tmp_path: Path) -> Non
     width, height = struct.unpack(">II", data[16:24])
     assert width == 1300
     assert height > 700
+
+
+def test_a_picture_is_written_whole_or_not_at_all(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for out, why in (("folder.png", "Is a directory"), ("absent/picture.png", "No such file or directory")):
+        with pytest.raises(UserError, match=rf"{out}: the picture cannot be written \({why}\)\."):
+            plot.plot(run, tmp_path / out)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_the_picture_of_an_empty_run(tmp_path: Path) -> None:

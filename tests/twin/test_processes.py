@@ -11,9 +11,9 @@ import pytest
 from libra_hpc.protocol import env, rollout
 from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.sim.traces.read import write_trace
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 from libra_hpc.train import folders
 from libra_hpc.train.settings import WorkerConfig, write_config
 from libra_hpc.twin import tokens
@@ -123,8 +123,8 @@ def test_weight_files_are_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> None:
-    turns = (TurnSpec(0, 5, "test", "error", 2.0, 1, 3, 4), TurnSpec(9, 7))
-    write_trace(tmp_path / "t.jsonl", [TrajectorySpec("p", 0, 20, turns, 1.0), TrajectorySpec("q", 0, 30, (TurnSpec(0, 6),), None)])
+    turns = (TurnRecord(0, 5, "test", "error", 2.0, 1, 3, 4), TurnRecord(9, 7))
+    write_trace(tmp_path / "t.jsonl", [TrajectoryRecord("p", 0, 20, turns, 1.0), TrajectoryRecord("q", 0, 30, (TurnRecord(0, 6),), None)])
     with host_link(tmp_path, trace="t.jsonl") as link:
         link.until(env.HostReady)
         link.send(env.OpenEpisode("e", 2, 3, 0.0), env.OpenEpisode("f", 1, 0, 0.0))

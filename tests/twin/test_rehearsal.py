@@ -13,8 +13,8 @@ from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.pool.commands import engine_command, host_command, trainer_command
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sim.traces.read import write_trace
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
 from libra_hpc.twin.rehearsal import in_wall_time, pace, play
 from libra_hpc.twin.settings import Pace, Play
 from libra_hpc.twin.workload import groups
@@ -82,8 +82,8 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> 
     assert [len(group) for group in made] == [2] * 16
     assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
     assert max(spec.context for group in made for spec in group) <= 16384
-    turns = (TurnSpec(0, 5),)
-    write_trace(tmp_path / "t.jsonl.gz", [TrajectorySpec(name, sample, 9, turns) for sample in range(3) for name in "ab"])
+    turns = (TurnRecord(0, 5),)
+    write_trace(tmp_path / "t.jsonl.gz", [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"])
     told = play(run_file(tmp_path, twin={"trace": str(tmp_path / "t.jsonl.gz")}))
     assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(told)] == [[(name, n) for n in range(3)] for name in "ab"]
 

@@ -1,4 +1,4 @@
-"""What the baselines share: which engines are eligible, counts of live trajectories per engine, and the search through preferred TP degrees."""
+"""What the baselines share: which engines are eligible, live trajectories per engine, who goes first of a prompt, the search through preferred TP degrees."""
 
 from __future__ import annotations
 
@@ -56,6 +56,33 @@ def first_of_tps(tps: Iterable[int], among: Sequence[EngineView], load: Callable
         if members:
             return min(members, key=load)
     return None
+
+
+class Forerunners:
+    """One trajectory of each prompt that goes ahead of the others: the first that is asked about, until it ends."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._prompt: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompt)
+
+    def of(self, prompt_id: str) -> str | None:
+        """The prompt's forerunner, if it has one now."""
+        return self._first.get(prompt_id)
+
+    def claim(self, turn: TurnView) -> str:
+        """The forerunner of the turn's prompt, which the turn's own trajectory becomes where there is none."""
+        first = self._first.setdefault(turn.prompt_id, turn.trajectory)
+        self._prompt[first] = turn.prompt_id
+        return first
+
+    def drop(self, trajectory: str) -> None:
+        """A trajectory ended: the next one asked about takes its place."""
+        prompt = self._prompt.pop(trajectory, None)
+        if prompt is not None:
+            del self._first[prompt]
 
 
 class Homes:

@@ -12,7 +12,7 @@ Otherwise it stays on the engine of its last turn while that is eligible.  Sibli
 
 from __future__ import annotations
 
-from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
+from libra_hpc.sched.baselines.common import Baseline, Forerunners, eligible, last_engine, wait
 from libra_hpc.sched.baselines.length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS, LengthBuckets
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
@@ -29,9 +29,7 @@ class LaMlfq(Baseline):
     def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
         self._buckets = LengthBuckets(thresholds, max_queue_length)
         self._level: dict[str, int] = {}
-        self._scout: dict[str, str] = {}
-        self._prompt: dict[str, str] = {}
-        """Prompt of each scout."""
+        self._scouts = Forerunners()
         self._history: dict[str, tuple[int, int]] = {}
         """Prompt -> (generated tokens of its last trajectory, weight version)."""
         self._version = 0
@@ -43,7 +41,7 @@ class LaMlfq(Baseline):
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """See `Policy.route`."""
         if self._follows(turn) and now - turn.ready_at < FOLLOW_S:
-            return Decision("", 0, 0, "wait: {scout} scouts for this prompt", {"scout": self._scout[turn.prompt_id]})
+            return Decision("", 0, 0, "wait: {scout} scouts for this prompt", {"scout": self._scouts.claim(turn)})
         levels = len(board.classes)
         old = self._level.get(turn.trajectory, -1)
         level = min(self._start(turn, levels) if old < 0 else max(old, self._buckets.level(turn.attained_tokens, levels)), max(0, levels - 1))
@@ -69,9 +67,7 @@ class LaMlfq(Baseline):
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`: the prompt of a lost scout gets a new one."""
-        prompt = self._prompt.pop(trajectory, None)
-        if prompt is not None:
-            del self._scout[prompt]
+        self._scouts.drop(trajectory)
         self._level.pop(trajectory, None)
         self._buckets.homes.drop(trajectory)
 
@@ -87,7 +83,4 @@ class LaMlfq(Baseline):
         """Whether a turn starts a sibling of a running scout; the first one asked becomes the scout."""
         if turn.trajectory in self._level or self._known(turn.prompt_id) is not None:
             return False
-        scout = self._scout.setdefault(turn.prompt_id, turn.trajectory)
-        if scout == turn.trajectory:
-            self._prompt[scout] = turn.prompt_id
-        return scout != turn.trajectory
+        return self._scouts.claim(turn) != turn.trajectory

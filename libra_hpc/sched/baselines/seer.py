@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
+from libra_hpc.sched.baselines.common import Baseline, Forerunners, eligible, last_engine, wait
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 
@@ -29,9 +29,7 @@ class Seer(Baseline):
 
     def __init__(self, pooled: bool = False) -> None:
         self._pooled = pooled
-        self._probe: dict[str, str] = {}
-        self._prompt: dict[str, str] = {}
-        """Prompt of each probe."""
+        self._probes = Forerunners()
         self._longest: dict[str, int] = {}
 
     def key(self, turn: TurnView, now: float) -> float:
@@ -47,7 +45,7 @@ class Seer(Baseline):
         last = None if self._pooled else last_engine(turn, free)
         chosen = last or min(free, key=lambda e: (e.inflight_tokens, e.inflight))
         known = self._longest.get(turn.prompt_id)
-        who = "probe" if self._probe.get(turn.prompt_id) == turn.trajectory else "group of unknown length" if known is None else "group of {length:.0f} tokens"
+        who = "probe" if self._probes.of(turn.prompt_id) == turn.trajectory else "group of unknown length" if known is None else "group of {length:.0f} tokens"
         where = "stays on {engine}" if last else "{engine} has the fewest KV tokens in flight"
         numbers: dict[str, float | str] = {"length": float(known or 0), "engine": chosen.engine, "inflight_tokens": float(chosen.inflight_tokens)}
         return Decision(chosen.engine, place, chosen.level, f"{who}: {where}", numbers)
@@ -59,16 +57,10 @@ class Seer(Baseline):
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`: a prompt whose probe is lost gets a new one."""
-        prompt = self._prompt.pop(trajectory, None)
-        if prompt is not None:
-            del self._probe[prompt]
+        self._probes.drop(trajectory)
 
     def _place(self, turn: TurnView) -> int:
         known = self._longest.get(turn.prompt_id)
-        if known is None:
-            probe = self._probe.setdefault(turn.prompt_id, turn.trajectory)
-            if probe == turn.trajectory:
-                self._prompt[probe] = turn.prompt_id
-        if self._probe.get(turn.prompt_id) == turn.trajectory:
+        if (self._probes.claim(turn) if known is None else self._probes.of(turn.prompt_id)) == turn.trajectory:
             return PROBES + turn.attained_tokens
         return -(LONGEST if known is None else known)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator
 
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 from .record import Bad, at_least, trajectory
 
@@ -18,7 +18,7 @@ CONTEXT = "ContextTokens"
 GENERATED = "GeneratedTokens"
 
 
-def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpec]:
+def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
     """Read numbered lines, the first of which is the header."""
     columns: dict[str, int] = {}
     for number, line in lines:
@@ -39,7 +39,7 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpe
         except ValueError as error:
             bad(number, str(error))
         else:
-            yield trajectory(f"azure/{number}", 0, context, (TurnSpec(0, generated),))
+            yield trajectory(f"azure/{number}", 0, context, (TurnRecord(0, generated),))
 
 
 def _count(row: list[str], columns: dict[str, int], name: str, least: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .stats import Spread, spread
 
@@ -50,7 +50,7 @@ class Description(msgspec.Struct, frozen=True):
     mean_reward: float | None
 
 
-def describe(trajectories: Sequence[TrajectorySpec]) -> Description:
+def describe(trajectories: Sequence[TrajectoryRecord]) -> Description:
     """Describe at least one trajectory."""
     turns = [turn for one in trajectories for turn in one.turns]
     calls = [turn for turn in turns if turn.tool is not None]

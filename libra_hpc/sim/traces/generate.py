@@ -31,7 +31,7 @@ from statistics import NormalDist
 import msgspec
 
 from libra_hpc.errors import invalid
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 from . import profiles
 from .profiles import TURN_SIGMA, TURNS_SIGMA, Lognormal, Profile, Tool
@@ -95,7 +95,7 @@ class _Draft(msgspec.Struct):
     generated: list[int]
 
 
-def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectorySpec]:  # noqa: B008
+def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRecord]:  # noqa: B008
     """Generate ``dials.trajectories`` trajectories, the siblings of a prompt next to each other; equal arguments give equal trajectories.
 
     Raises `UserError` for an unknown preset or a dial out of range.
@@ -109,7 +109,7 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectorySp
     mean, spread = _remaining(drafts)
     result = []
     for draft in drafts:
-        turns: list[TurnSpec] = []
+        turns: list[TurnRecord] = []
         context, left = draft.prompt_tokens, sum(draft.generated)
         new = 0
         for index, tokens in enumerate(draft.generated):
@@ -119,15 +119,15 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectorySp
                 break
             context += new + min(tokens, room)
             if index + 1 == len(draft.generated):
-                turns.append(TurnSpec(new, min(tokens, room)))
+                turns.append(TurnRecord(new, min(tokens, room)))
                 break
             tool = _choose(profile.tools, calls)
             score = dials.outcome * (math.log(left) - mean) / spread + math.sqrt(1 - dials.outcome**2) * scores.gauss(0, 1)
-            turns.append(_call(tool, score, TurnSpec(new, min(tokens, room)), calls))
+            turns.append(_call(tool, score, TurnRecord(new, min(tokens, room)), calls))
             new = max(round(_draw(tool.payload, calls)), 1)
-        turns[-1] = TurnSpec(turns[-1].new_tokens, turns[-1].gen_tokens)
+        turns[-1] = TurnRecord(turns[-1].new_tokens, turns[-1].gen_tokens)
         reward = float(calls.random() < _normal.cdf(0.3 - 0.8 * draft.difficulty))
-        result.append(TrajectorySpec(draft.prompt_id, draft.sample, draft.prompt_tokens, tuple(turns), reward))
+        result.append(TrajectoryRecord(draft.prompt_id, draft.sample, draft.prompt_tokens, tuple(turns), reward))
     return result
 
 
@@ -170,7 +170,7 @@ def _remaining(drafts: Sequence[_Draft]) -> tuple[float, float]:
     return mean, math.sqrt(sum((log - mean) ** 2 for log in logs) / len(logs)) or 1.0
 
 
-def _call(tool: Tool, score: float, turn: TurnSpec, rng: random.Random) -> TurnSpec:
+def _call(tool: Tool, score: float, turn: TurnRecord, rng: random.Random) -> TurnRecord:
     seconds = _draw(tool.seconds, rng)
     late = rng.random() < tool.timeout_rate
     outcome, exit_code, passed, failed = "ok", 0, None, None
@@ -181,7 +181,7 @@ def _call(tool: Tool, score: float, turn: TurnSpec, rng: random.Random) -> TurnS
         passed = tool.tests - failed
     if not late and (failed or (not tool.tests and score > _threshold(tool.error_rate))):
         outcome, exit_code = "error", EXIT_FAILED
-    return TurnSpec(turn.new_tokens, turn.gen_tokens, tool.name, outcome, round(seconds, 4), exit_code, passed, failed)
+    return TurnRecord(turn.new_tokens, turn.gen_tokens, tool.name, outcome, round(seconds, 4), exit_code, passed, failed)
 
 
 def _threshold(rate: float) -> float:

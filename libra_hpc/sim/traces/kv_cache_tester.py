@@ -19,12 +19,9 @@ from typing import Union
 
 import msgspec
 
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
-from .record import Bad, trajectory, why
-
-MAX_GAP_S = 60.0
-"""Seconds; gaps include a person who approves a call, and kv-cache-tester's own replay caps them at the same value."""
+from .record import Bad, gap_s, trajectory, why
 
 
 class Request(msgspec.Struct):
@@ -53,7 +50,7 @@ _document = msgspec.json.Decoder(Union[Session, list[Session]])
 _hashes = msgspec.json.Decoder(tuple[int, ...])
 
 
-def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpec]:
+def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
     """Read numbered lines: the whole is one document (pretty-printed or not), or each line is one."""
     kept = list(lines)
     try:
@@ -67,15 +64,13 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpe
             found = _document.decode(document)
             sessions = found if isinstance(found, list) else [found]
             trajectories = [one for session in sessions for one in _session(session, number)]
-        except msgspec.DecodeError as error:
-            bad(number, why(error))
         except ValueError as error:
-            bad(number, str(error))
+            bad(number, why(error))
         else:
             yield from trajectories
 
 
-def _session(session: Session, number: int) -> Iterator[TrajectorySpec]:
+def _session(session: Session, number: int) -> Iterator[TrajectoryRecord]:
     name = session.id or f"session/{number}"
     if not session.requests:
         raise ValueError("requests = []: no requests; valid: at least one request")
@@ -118,14 +113,14 @@ def _episodes(thread: Sequence[Request]) -> Iterator[list[Request]]:
     yield episode
 
 
-def _trajectory(prompt_id: str, requests: Sequence[Request]) -> TrajectorySpec:
-    turns: list[TurnSpec] = []
+def _trajectory(prompt_id: str, requests: Sequence[Request]) -> TrajectoryRecord:
+    turns: list[TurnRecord] = []
     for index, request in enumerate(requests):
         new = max(_context(request) - _context(requests[index - 1]) - requests[index - 1].out, 0) if index else 0
         if index + 1 < len(requests):
-            turns.append(TurnSpec(new, request.out, tool="tool", tool_s=_gap(request, requests[index + 1])))
+            turns.append(TurnRecord(new, request.out, tool="tool", tool_s=_gap(request, requests[index + 1])))
         else:
-            turns.append(TurnSpec(new, request.out))
+            turns.append(TurnRecord(new, request.out))
     return trajectory(prompt_id, 0, _context(requests[0]), turns)
 
 
@@ -133,7 +128,7 @@ def _gap(request: Request, following: Request) -> float:
     seconds = following.t - request.t - (request.api_time or 0.0)
     if request.api_time is None and following.think_time is not None:
         seconds = following.think_time
-    return min(max(seconds, 0.0), MAX_GAP_S)
+    return gap_s(seconds)
 
 
 def _context(request: Request) -> int:

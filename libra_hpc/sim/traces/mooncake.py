@@ -18,14 +18,12 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
-from .record import Bad, at_least, trajectory, why
+from .record import Bad, at_least, gap_s, trajectory, why
 
 BLOCK = 512
 """Tokens of a block, fixed by the format."""
-MAX_GAP_S = 60.0
-"""Seconds; a longer gap is a person who was away, not a tool."""
 
 
 class Request(msgspec.Struct, gc=False):
@@ -44,14 +42,13 @@ class _Session:
         self.number = number
         self.prompt = first.hash_ids
         self.prompt_tokens = first.input_length
-        self.turns: list[TurnSpec] = []
+        self.turns: list[TurnRecord] = []
         self.last, self.context, self.seen = first, 0, first.timestamp
 
     def add(self, request: Request) -> None:
         if self.turns:
-            gap = min(max(request.timestamp - self.seen, 0.0) / 1000, MAX_GAP_S)
-            self.turns[-1] = msgspec.structs.replace(self.turns[-1], tool="gap", tool_s=gap)
-        self.turns.append(TurnSpec(request.input_length - self.context if self.turns else 0, request.output_length))
+            self.turns[-1] = msgspec.structs.replace(self.turns[-1], tool="gap", tool_s=gap_s((request.timestamp - self.seen) / 1000))
+        self.turns.append(TurnRecord(request.input_length - self.context if self.turns else 0, request.output_length))
         self.last, self.seen = request, request.timestamp
         self.context = request.input_length + request.output_length
 
@@ -59,7 +56,7 @@ class _Session:
 _decoder = msgspec.json.Decoder(Request)
 
 
-def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpec]:
+def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
     """Read numbered lines in their order; trajectories come in the order of their first requests, after the last line was read."""
     sessions: list[_Session] = []
     head: dict[int, _Session] = {}
@@ -69,11 +66,8 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectorySpe
             request = _decoder.decode(line)
             at_least("input_length", request.input_length, 0)
             at_least("output_length", request.output_length, 1)
-        except msgspec.DecodeError as error:
-            bad(number, why(error))
-            continue
         except ValueError as error:
-            bad(number, str(error))
+            bad(number, why(error))
             continue
         session = _continued(request, head)
         own = _last_whole_block(request)

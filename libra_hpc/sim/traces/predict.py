@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import msgspec
 
-from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .stats import OneWay, centred, one_way, pearson
 
@@ -88,18 +88,18 @@ class _Point(msgspec.Struct):
     attained: int
 
 
-def predict(trajectories: Sequence[TrajectorySpec]) -> Prediction:
+def predict(trajectories: Sequence[TrajectoryRecord]) -> Prediction:
     """Analyse a trace."""
     residual = _residual(trajectories)
     return Prediction(_prompt(trajectories), _signals(list(_points(trajectories))), residual, _trend(residual, len(trajectories)))
 
 
-def _prompt(trajectories: Sequence[TrajectorySpec]) -> list[Prompt]:
-    groups: dict[str, list[TrajectorySpec]] = {}
+def _prompt(trajectories: Sequence[TrajectoryRecord]) -> list[Prompt]:
+    groups: dict[str, list[TrajectoryRecord]] = {}
     for one in trajectories:
         groups.setdefault(one.prompt_id, []).append(one)
     families = [sorted(members, key=lambda one: one.sample) for members in groups.values() if len(members) > 1]
-    quantities: tuple[tuple[str, Callable[[TrajectorySpec], float]], ...] = (
+    quantities: tuple[tuple[str, Callable[[TrajectoryRecord], float]], ...] = (
         ("turns", lambda one: float(len(one.turns))),
         ("generated", lambda one: float(one.generated)),
         ("log generated", lambda one: math.log(one.generated)),
@@ -116,7 +116,7 @@ def _prompt(trajectories: Sequence[TrajectorySpec]) -> list[Prompt]:
     return result
 
 
-def _points(trajectories: Sequence[TrajectorySpec]) -> Iterator[_Point]:
+def _points(trajectories: Sequence[TrajectoryRecord]) -> Iterator[_Point]:
     """Tool returns, at turns that at least `FEW` trajectories reach."""
     reach = sorted((len(one.turns) for one in trajectories), reverse=True)
     last = reach[FEW - 1] - 1 if len(reach) >= FEW else 0
@@ -162,7 +162,7 @@ def _correlated(name: str, rows: Sequence[tuple[int, float, float]]) -> Signal:
     return Signal(name, "r", r, None if r is None else r * r, len(rows), note)
 
 
-def _residual(trajectories: Sequence[TrajectorySpec]) -> list[Residual]:
+def _residual(trajectories: Sequence[TrajectoryRecord]) -> list[Residual]:
     lengths = [one.generated for one in trajectories]
     thresholds = [0, *(digit * 10**power for power in range(1, 8) for digit in (1, 2, 5))]
     result: list[Residual] = []
@@ -177,7 +177,7 @@ def _residual(trajectories: Sequence[TrajectorySpec]) -> list[Residual]:
     return result
 
 
-def _turns_left(one: TrajectorySpec, attained: int) -> float:
+def _turns_left(one: TrajectoryRecord, attained: int) -> float:
     """Turns, counting the one in progress by what is left of it."""
     left = 0.0
     done = 0

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.sim.workload import TrajectorySpec
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.telemetry.rundir import write_atomic
 
 from . import azure, kv_cache_tester, libra, mooncake
 from .record import Bad
 
-Reader = Callable[[Iterable[tuple[int, bytes]], Bad], Iterator[TrajectorySpec]]
+Reader = Callable[[Iterable[tuple[int, bytes]], Bad], Iterator[TrajectoryRecord]]
 READERS: dict[str, Reader] = {"libra": libra.read, "kv-cache-tester": kv_cache_tester.read, "mooncake": mooncake.read, "azure": azure.read}
 AUTO = "auto"
 HEAD = 65536
@@ -39,7 +39,7 @@ class Trace(msgspec.Struct):
 
     path: Path
     format: str
-    trajectories: list[TrajectorySpec]
+    trajectories: list[TrajectoryRecord]
     bad: list[str]
     """One sentence for each line that was passed over."""
 
@@ -72,7 +72,7 @@ def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: in
     return trace
 
 
-def write_trace(path: Path, trajectories: Iterable[TrajectorySpec]) -> None:
+def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
     """Write the project's own format, compressed if the name ends in ``.gz``; readers see the old or the new file, never a part.
 
     Equal trajectories give equal bytes.  Raises `UserError` when the folder is not there or cannot be written.

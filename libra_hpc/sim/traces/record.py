@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from libra_hpc.sim.workload import TrajectorySpec, TurnSpec
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+
+MAX_GAP_S = 60.0
+"""Seconds; a longer gap is a person who was away, not a tool.  The replay of kv-cache-tester has the same bound."""
 
 Bad = Callable[[int, str], None]
 """Called with a line number (from 1) and what is wrong there; raises, or counts the line and returns."""
 
 
-def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[TurnSpec], reward: float | None = None) -> TrajectorySpec:
+def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[TurnRecord], reward: float | None = None) -> TrajectoryRecord:
     """Build a checked trajectory; raises `ValueError` naming the field, its value and what is valid.
 
     The tool of the last turn is dropped: what it returned was never answered, so no schedule depends on it.
@@ -38,14 +41,21 @@ def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[
                 at_least(f"turns[{index}].{name}", count, 0)
     last = turns[-1]
     if last.tool is not None or last.outcome is not None or last.tool_s:
-        turns = (*turns[:-1], TurnSpec(last.new_tokens, last.gen_tokens))
-    return TrajectorySpec(prompt_id, sample, prompt_tokens, tuple(turns), reward)
+        turns = (*turns[:-1], TurnRecord(last.new_tokens, last.gen_tokens))
+    return TrajectoryRecord(prompt_id, sample, prompt_tokens, tuple(turns), reward)
 
 
-def why(error: msgspec.DecodeError) -> str:
-    """What msgspec says, as a fragment of a sentence."""
+def why(error: ValueError) -> str:
+    """What is wrong with a line, as a fragment of a sentence: msgspec's words made one, others are."""
+    if not isinstance(error, msgspec.DecodeError):
+        return str(error)
     text = str(error).rstrip(".")
     return text[0].lower() + text[1:] if isinstance(error, msgspec.ValidationError) else f"not JSON ({text})"
+
+
+def gap_s(seconds: float) -> float:
+    """Time between two requests of a session as that of a tool: within 0 and `MAX_GAP_S`."""
+    return min(max(seconds, 0.0), MAX_GAP_S)
 
 
 def at_least(field: str, value: int, least: int) -> None:

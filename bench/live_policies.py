@@ -1,0 +1,227 @@
+"""Scheduling policies on real engines of two tensor-parallel degrees: the quickstart on the embedded Slurm, under each policy, with the same seeds.
+
+`examples/quickstart.toml` with two rollout nodes, one vLLM engine of TP=1 and one of TP=2, and no hybrid node; everything else is a run of a user:
+`libra-hpc submit`, Slurm, agents, Megatron, vLLM, environment host.  Three things are set so that the runs compare: ``eta = 0`` (see
+`bench.live_figures`), the planner is off, and no prompt is admitted before both engines are up (`bench.live_task`).  The policies take turns, in the
+reverse order with every other seed.
+
+The same seeds mean the same prompts and the same start of the policy network; what it samples differs from run to run, so the batches are equal in
+distribution only.
+
+    python bench/live_policies.py [--policies cmlfq,least_loaded] [--seeds 0,1,2] [--steps 40] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+
+from bench.harness import ROOT, engine_environment, policy, report
+from bench.live_figures import Figures, by_phase, figures, step_ms, table
+from libra_hpc.errors import OperationError
+from libra_hpc.rollout.engine.steplog import read_steps
+from libra_hpc.sched.registry import policy_names
+from libra_hpc.slurm import submit
+from libra_hpc.slurm.devcluster.cluster import Cluster
+from libra_hpc.slurm.site import clean_environment
+from libra_hpc.telemetry.rundir import RunDir, read_lines
+
+RUN_FILE = ROOT / "examples" / "quickstart.toml"
+ENGINES = {"r2.0": 1, "r3.0": 2}
+"""Engine -> tensor-parallel degree."""
+PROMPTS = 8
+"""Prompts of a step, as in the quickstart."""
+WARM_UP = 2
+"""Batches of each phase that do not count: first steps of an engine are slow, and a policy has seen nothing of a new mix."""
+PATIENCE_S = 600.0
+"""Longest run, some ten times the usual one."""
+LOOK_S = 0.5
+ASK_S = 10.0
+"""Seconds between two questions to Slurm whether the job still runs."""
+STARTS = 3
+"""Tries of a run whose agents do not even meet, which an MPI start-up under load does now and then."""
+SAY_EVERY = 10
+"""Steps between two lines of progress."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run and what it says."""
+
+    policy: str
+    seed: int
+    load: float
+    """Load average of the machine before the first prompt: the run's own start-up, and whatever else there is."""
+    seconds: float
+    """From the first admission to the end."""
+    phases: list[Figures]
+    step_ms: dict[str, float]
+    """Engine -> median milliseconds of a step without prefill."""
+    prefilled: dict[str, int]
+    """Engine -> prompt tokens computed, warm-up included."""
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """An embedded Slurm of this benchmark alone; yields the environment in which its commands and `libra-hpc` find it."""
+    # Short: Slurm's sockets live below it.
+    home = Path(tempfile.mkdtemp(prefix="libra-", dir="/tmp"))
+    try:
+        info = Cluster(home).up(say)
+        yield {**clean_environment(engine_environment()), **info.environment}
+    finally:
+        Cluster(home).down()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def overrides(scheduler: str, seed: int, steps: int, folder: Path) -> list[str]:
+    """What differs from the quickstart."""
+    return [
+        f"run.dir={folder / 'runs'}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={policy(0)}", "slurm.executor=slurm",
+        "components.hybrid.nodes=0", "components.rollout.nodes=2", f"rollout.tp={list(ENGINES.values())}", f"rollout.policy={scheduler}",
+        "rollout.record_steps=true", "algorithm.eta=0", f"algorithm.prompts_per_step={PROMPTS}", "planner.enabled=false", "checkpoint.every=0",
+        f"task.name={Path(__file__).with_name('live_task.py')}:HeldKeyChain", f"task.options.gate={folder / 'gate'}",
+    ]  # fmt: skip
+
+
+def start(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Path) -> RunDir:
+    """Submit a run and return once both engines are up; its prompts wait for ``folder / "gate"``.  Raises `OperationError` when they never are."""
+    command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(RUN_FILE), "--json"]
+    for override in overrides(scheduler, seed, steps, folder):
+        command += ["-o", override]
+    for last in (*[False] * (STARTS - 1), True):
+        done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        run = RunDir(json.loads(done.stdout)["path"])
+        try:
+            wait(run, env, partial(up, run))
+            break
+        except OperationError as error:
+            if last or run.met(1).exists():
+                raise
+            say(f"again: {error}")
+    return run
+
+
+def up(run: RunDir) -> bool:
+    """Whether all engines have come up."""
+    return ENGINES.keys() <= {event["engine"] for event in read_lines(run.events) if event["kind"] == "engine_ready"}
+
+
+def play(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Path) -> Run:
+    """One run from its submission to its figures.  Raises `OperationError` when it does not complete."""
+    folder.mkdir()
+    run = start(scheduler, seed, steps, env, folder)
+    load, began = os.getloadavg()[0], time.monotonic()
+    (folder / "gate").touch()
+    follow(run, env, f"{scheduler}, seed {seed}", steps)
+    seconds = time.monotonic() - began
+    expected = steps * PROMPTS * int(run.read_json(run.config)["algorithm"]["group_size"])
+    # The rollout leader writes its last lines as the run ends.
+    wait(run, env, lambda: len(list(read_lines(run.trajectories))) >= expected, ended=True)
+    logs = {name: read_steps(run.logs(1) / f"{name}.steps.jsonl")[1] for name in ENGINES}
+    phases = by_phase(read_lines(run.trajectories), PROMPTS, WARM_UP)
+    return Run(
+        scheduler, seed, load, seconds, [figures(scheduler, seed, phase, lines, PROMPTS) for phase, lines in phases.items()],
+        {name: step_ms(points) for name, points in logs.items()}, {name: sum(point.prefill for point in points) for name, points in logs.items()},
+    )  # fmt: skip
+
+
+def wait(run: RunDir, env: dict[str, str], condition: Callable[[], bool], ended: bool = False) -> None:
+    """Until ``condition``, or an `OperationError` because the job is over (unless it may be) or patience is."""
+    began = asked = time.monotonic()
+    while not condition():
+        now, over = time.monotonic(), False
+        if now > asked + ASK_S and not ended:
+            asked, over = now, submit.state(run, env).state.ended
+        if (over and not condition()) or now > began + PATIENCE_S:
+            result = run.read_json(run.result)
+            raise OperationError(f"{run.path}: {result.get('reason') or result.get('state') or 'the job made no progress'}; see {run.logs(1)}")
+        time.sleep(LOOK_S)
+
+
+def follow(run: RunDir, env: dict[str, str], name: str, steps: int) -> None:
+    """Until the run has completed, with a line every `SAY_EVERY` steps."""
+    said = 0
+
+    def over() -> bool:
+        nonlocal said
+        lines = list(read_lines(run.metrics))
+        if lines and len(lines) >= said + SAY_EVERY:
+            said = len(lines) - len(lines) % SAY_EVERY
+            say(f"{name}: step {len(lines)} of {steps}, reward {lines[-1]['reward']:.2f}")
+        return run.read_json(run.result).get("state") == "completed"
+
+    wait(run, env, over)
+
+
+def order(policies: list[str], turn: int) -> list[str]:
+    """Every other seed in reverse: whoever comes first meets another machine than whoever comes last."""
+    return policies[::-1] if turn % 2 else policies
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--policies", default="cmlfq,least_loaded", help=f"the first is compared with the others; of {', '.join(policy_names())}")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", action="store_true", help="print every run's figures instead of the table")
+    options = parser.parse_args()
+    policies, seeds = options.policies.split(","), [int(seed) for seed in options.seeds.split(",")]
+    policy(0)
+    # Ended from outside it still stops its cluster.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    runs: list[Run] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="libra-live-") as name, cluster() as env:
+            for turn, seed in enumerate(seeds):
+                for scheduler in order(policies, turn):
+                    say(f"{scheduler}, seed {seed}: starting, {len(runs) + 1} of {len(seeds) * len(policies)}")
+                    run = play(scheduler, seed, options.steps, env, Path(name) / f"{scheduler}-{seed}")
+                    runs.append(run)
+                    words = ", ".join(f"{one.phase} {one.batch_s:.3f} s a batch" for one in run.phases)
+                    say(f"{scheduler}, seed {seed}: {words}; {run.seconds:.0f} s, load {run.load:.1f}")
+    finally:
+        # Whoever ends it early still gets the seeds that are complete.
+        whole = [run for run in runs if {other.policy for other in runs if other.seed == run.seed} == set(policies)]
+        if whole and options.json:
+            print(json.dumps(msgspec.to_builtins(whole), indent=1))
+        elif whole:
+            show(whole, policies, options.steps)
+
+
+def show(runs: list[Run], policies: list[str], steps: int) -> None:
+    """The table, and what explains it."""
+    columns = ["", *policies, *(f"{policies[0]} / {other}" for other in policies[1:])]
+    degrees = "; ".join(f"TP={tp} " + ", ".join(f"{run.step_ms[name]:.1f}" for run in runs) for name, tp in ENGINES.items())
+    notes = [
+        f"Quickstart task, {steps} steps of {PROMPTS} prompts, eta 0, {len(runs) // len(policies)} seeds; medians over seeds.",
+        f"Ratios are taken within a seed: median and range.  The first {WARM_UP} batches of each phase do not count.",
+        f"Median step without prefill, ms, by run: {degrees}.",
+        f"Load averages at the starts of the runs: {', '.join(f'{run.load:.1f}' for run in runs)}.",
+    ]
+    rows = table([one for run in runs for one in run.phases], policies, ENGINES)
+    report("live_policies", "Scheduling policies on real engines", columns, rows, notes, msgspec.to_builtins(runs))
+
+
+if __name__ == "__main__":
+    main()

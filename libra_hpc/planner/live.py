@@ -1,0 +1,77 @@
+"""The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows, by measurements alone elsewhere.
+
+`RolloutLaw` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both need to know device, model and the
+engines of a node.  A run on CPU nodes, of a model or device in no table, or with rollout nodes of different engines has no law, and its planner
+divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no repartition, because the nodes
+cannot change places.
+
+In a rehearsal seconds pass ``twin.speedup`` times as fast, and so do step times here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from libra_hpc.config.rollout import of_node
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.models import ModelShape
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.planner.decide import Planner
+from libra_hpc.planner.initial import as_planned
+from libra_hpc.planner.law import RolloutLaw, RolloutNode
+from libra_hpc.planner.repartition import Repartition, Running
+from libra_hpc.planner.request import request
+
+
+class Faster:
+    """Step times of a clock that runs ``speedup`` times as fast."""
+
+    def __init__(self, steps: StepTimes, speedup: float) -> None:
+        self.tp, self.kv_capacity, self.source = steps.tp, steps.kv_capacity, steps.source
+        self._steps, self._speedup = steps, speedup
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        """Seconds of that clock."""
+        return self._steps.step_s(decodes, kv_tokens, prefill, context) / self._speedup
+
+
+def live_planner(config: RunConfig) -> Planner:
+    """The planner for a run file whose split is filled in.  Never raises `UserError`: what it cannot use it does without."""
+    speedup = config.twin.speedup if config.run.engine == "twin" else 1.0
+
+    def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
+        found = lookup(device, shape, tp)
+        return found if speedup == 1.0 else Faster(found, speedup)
+
+    engines = _engines(config)
+    if engines is None or (config.run.engine == "real" and config.slurm.device == "cpu"):
+        return Planner(config.planner)
+    try:
+        planned = as_planned(config)
+        # Lengths come from the run itself, not from the trace it was planned with.
+        planned = planned.model_copy(update={"planner": planned.planner.model_copy(update={"trace": ""})})
+        asked = request(planned, node_layouts=True)
+        rolls = asked.pools[-1]
+        steps(rolls.device, asked.shape, engines[0])
+    except UserError:
+        return Planner(config.planner)
+    law = RolloutLaw(RolloutNode(asked.shape, rolls.device, (engines,), asked.options), steps)
+    if len(asked.pools) > 1:
+        return Planner(config.planner, law)
+    running = Running(config.train.tp, config.train.pp, (engines,))
+    space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices)
+    batch = asked.batch
+    repartition = Repartition(
+        asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps
+    )
+    return Planner(config.planner, law, repartition)
+
+
+def _engines(config: RunConfig) -> tuple[int, int] | None:
+    """(TP, engines) of every hybrid and rollout node, or None where they differ."""
+    nodes = config.components.hybrid.nodes + config.components.rollout.nodes
+    kinds = {(of_node(config.rollout.tp, i), of_node(config.rollout.engines_per_node, i)) for i in range(nodes)}
+    return kinds.pop() if len(kinds) == 1 else None

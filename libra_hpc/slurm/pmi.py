@@ -1,0 +1,89 @@
+"""Start one rank under Slurm's ``pmi2`` plugin so that its start-up requests fit the plugin: ``python -m libra_hpc.slurm.pmi ARGUMENTS OF THE INTERPRETER``.
+
+MPICH speaks PMI-1 to that plugin: text lines over the socket ``PMI_FD``.  Slurm's side reads a request with one ``read`` of `REQUEST_BYTES` but announces
+values of that same length (``vallen_max``), leaving no room for the rest of the line, ``cmd=put kvsname=... key=... value=``.  MPICH cuts what it
+publishes into pieces of the announced length, as hexadecimal text in which runs of zeros are shortened.  It publishes 4096 bytes from where its network
+address begins, so most of it is whatever lies behind that on the heap: when a piece of it happens to hold few zeros, its line is longer than the read, the
+value is dropped ("value not properly terminated in client request"), its tail is taken for another request, and the peers decode zeros ("invalid bandwidth
+0.00") or wait for ever.  The same in MPICH's issue 6924.
+
+So a process between the two announces `VALUE_BYTES` instead and passes everything else on.  It is a child of the rank, because MPI holds the interpreter's
+lock while it starts; it ends when either side closes, and nothing needs it once the world stands.  Whoever does not speak PMI-1 over ``PMI_FD`` (another
+MPI, another plugin) is started as it is or passed through untouched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+REQUEST_BYTES = 1024
+"""``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
+VALUE_BYTES = 896
+"""Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, up to 64 for the key (``keylen_max``) and 36 for Slurm's names of key
+value spaces, two 32-bit numbers with a point between them."""
+MAXES = b"cmd=maxes "
+
+
+def capped(reply: bytes) -> bytes:
+    """A reply of the plugin, with a length of values that its own requests can carry."""
+    if not reply.startswith(MAXES):
+        return reply
+    return re.sub(rb"(?<=vallen_max=)\d+", lambda found: str(min(int(found[0]), VALUE_BYTES)).encode(), reply)
+
+
+def relay(plugin: socket.socket, rank: socket.socket) -> None:
+    """Pass requests and replies on until either side closes.
+
+    Each is sent whole, because both sides write a message at once and wait for the answer: the plugin would take half a request for all of it.
+    """
+    with plugin, rank, selectors.DefaultSelector() as selector:
+        selector.register(plugin, selectors.EVENT_READ, rank)
+        selector.register(rank, selectors.EVENT_READ, plugin)
+        while True:
+            for key, _ in selector.select():
+                source, target = (plugin, rank) if key.data is rank else (rank, plugin)
+                try:
+                    data = source.recv(65536)
+                    target.sendall(capped(data) if source is plugin else data)
+                except (BrokenPipeError, ConnectionResetError):
+                    return
+                if not data:
+                    return
+
+
+def interpose() -> None:
+    """Put a relay before ``PMI_FD``, if there is one; only this process returns."""
+    number = os.environ.get("PMI_FD", "")
+    if not number.isdigit():
+        return
+    plugin = socket.socket(fileno=int(number))
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        # Signals to the step are the rank's business: the relay leaves when the rank has.
+        for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)
+        theirs.close()
+        try:
+            relay(plugin, ours)
+        finally:
+            os._exit(0)
+    plugin.close()
+    ours.close()
+    theirs.set_inheritable(True)
+    os.environ["PMI_FD"] = str(theirs.detach())
+
+
+def main() -> NoReturn:
+    """Command line: become the rank."""
+    interpose()
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

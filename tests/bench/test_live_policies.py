@@ -1,0 +1,90 @@
+"""What the benchmark of live policies makes of a run's records, and the order of its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.live_figures import Figures, Line, by_phase, figures, moved, step_ms, table
+from bench.live_policies import ENGINES, order, overrides
+from bench.live_task import HeldKeyChain
+from libra_hpc.config.check import check_task
+from libra_hpc.config.load import apply_override, validate
+from libra_hpc.errors import OperationError
+from libra_hpc.hardware.measured import StepPoint
+
+
+def line(index: int, started: float, ended: float, engines: str, *, after: bool = False, reward: float = 1.0) -> Line:
+    """A trajectory with a prompt of 10 tokens and one turn at each of ``engines``: 3 tokens generated, before all but the first 5 new ones."""
+    turns = [{"engine": engine, "gen_tokens": 3, "new_tokens": 5 if number else 0} for number, engine in enumerate(engines)]
+    facts = {"index": index, "prompt_tokens": 10, "turns": turns, "reward": reward, "info": {"after_drift": float(after)}}
+    return facts | {"started_at": started, "finished_at": ended}
+
+
+def test_a_move_leaves_the_whole_context_behind() -> None:
+    assert moved(line(0, 0.0, 1.0, "a")) == moved(line(0, 0.0, 1.0, "aaa")) == []
+    assert moved(line(0, 0.0, 1.0, "aba")) == [13, 21]
+    assert moved(line(0, 0.0, 1.0, "aab")) == [21]
+
+
+def test_figures_of_two_batches() -> None:
+    lines = [line(0, 100.0, 101.0, "ab"), line(1, 100.5, 104.0, "aa", reward=0.0), line(2, 200.0, 202.0, "b"), line(3, 200.0, 201.0, "b")]
+    found = figures("p", 7, "x", lines, prompts=2)
+    assert (found.batches, found.batch_s, found.p50_s, found.p99_s) == (2, 3.0, 2.0, 3.5)
+    assert found.tokens_per_s == pytest.approx(6 * 3 / 6.0)
+    assert (found.moves, found.reprefilled, found.turns) == (0.5, 6.5, 3.0)
+    assert found.shares == {"a": 0.5, "b": 0.5}
+    assert found.reward == 0.75
+
+
+def test_nothing_to_say_is_an_error() -> None:
+    with pytest.raises(OperationError, match="p, seed 7: no trajectory of phase 'x'"):
+        figures("p", 7, "x", [], prompts=2)
+
+
+def test_phases_go_without_their_first_batches() -> None:
+    lines = [line(index, 0.0, 1.0, "a", after=index >= 4) for index in range(8)]
+    found = by_phase(reversed(lines), prompts=2, warm_up=1)
+    assert {name: sorted(one["index"] for one in lines) for name, lines in found.items()} == {"long chains": [2, 3], "long prompts": [6, 7]}
+
+
+def test_steps_with_prefill_do_not_count() -> None:
+    points = [StepPoint(tp=1, decodes=1, kv_tokens=8, prefill=prefill, seconds=seconds) for prefill, seconds in ((0, 0.002), (0, 0.004), (9, 1.0))]
+    assert step_ms(points) == pytest.approx(3.0)
+
+
+def one(policy: str, seed: int, **changes: Any) -> Figures:
+    values: dict[str, Any] = {
+        "batches": 1, "batch_s": 1.0, "p50_s": 1.0, "p95_s": 1.0, "p99_s": 1.0, "tokens_per_s": 1.0, "moves": 0.0, "reprefilled": 0.0, "turns": 1.0,
+        "shares": {"r2.0": 1.0}, "reward": 1.0,
+    }  # fmt: skip
+    return Figures(policy=policy, seed=seed, phase="x", **{**values, **changes})
+
+
+def test_ratios_are_taken_within_a_seed() -> None:
+    times = {("a", 0): 1.0, ("b", 0): 2.0, ("a", 1): 30.0, ("b", 1): 20.0, ("a", 2): 4.0, ("b", 2): 4.0}
+    rows = table([one(policy, seed, batch_s=seconds) for (policy, seed), seconds in times.items()], ["a", "b"], ENGINES)
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["x  rollout of a batch, s"] == [4.0, 4.0, "1.00 (0.50..1.50)"]
+    assert cells["x  moves per batch"] == [0.0, 0.0, "-"], "a ratio to nothing is none"
+    assert cells["x  share of turns at TP=1"] == [1.0, 1.0, "1.00 (1.00..1.00)"]
+    assert cells["x  share of turns at TP=2"] == [0.0, 0.0, "-"]
+
+
+def test_the_policies_take_turns() -> None:
+    assert [order(["a", "b", "c"], turn) for turn in range(3)] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+
+
+def test_the_run_is_the_quickstart_with_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.live_policies.policy", lambda seed: tmp_path / "policy")
+    data: dict[str, Any] = {"task": {"options": {"drift_at": 0.4}}}
+    for override in overrides("least_loaded", 3, 25, tmp_path):
+        apply_override(data, override)
+    config = validate(data)
+    assert (config.rollout.tp, config.rollout.policy, config.run.seed, config.run.steps) == ([1, 2], "least_loaded", 3, 25)
+    assert config.components.rollout.nodes == len(ENGINES)
+    assert config.task.options == {"drift_at": 0.4, "gate": str(tmp_path / "gate")}
+    check_task(config.task.name)
+    assert config.task.name.endswith(f":{HeldKeyChain.__name__}")

@@ -1,0 +1,62 @@
+"""The planner of a live run knows what the run file lets it know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import validate
+from libra_hpc.planner.decide import Planner
+from libra_hpc.planner.live import Faster, live_planner
+from tests.planner.plant_costs import FakeSteps
+
+NODE = {"gpus": 4, "gpu_type": "a800"}
+
+
+def _planner(**changes: Any) -> Planner:
+    data: dict[str, Any] = {
+        "slurm": {"device": "cuda"},
+        "model": {"path": "qwen3-14b"},
+        "components": {"train": {"nodes": 2, **NODE}, "hybrid": {"nodes": 2, **NODE}, "rollout": {"nodes": 2, **NODE}},
+        "rollout": {"tp": 4, "max_model_len": 16384},
+        "train": {"tp": 4},
+    }
+    for key, value in changes.items():
+        data[key] = {**data.get(key, {}), **value}
+    return live_planner(validate(data))
+
+
+def _knows(planner: Planner) -> tuple[bool, bool]:
+    return planner.law is not None, planner.repartition is not None
+
+
+def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> None:
+    assert _knows(_planner()) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "knows"),
+    [
+        ({"slurm": {"device": "cpu"}}, (False, False)),
+        ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1]}}, (False, False)),
+        ({"components": {"train": {"nodes": 2, "gpus": 4, "gpu_type": "h100"}, "hybrid": {"nodes": 0}}}, (True, False)),
+        ({"components": {"rollout": {"nodes": 2, "gpus": 4, "gpu_type": "abacus"}}}, (False, False)),
+        ({"planner": {"trace": "no/such/file"}}, (True, True)),
+    ],
+)
+def test_what_the_run_file_does_not_say_is_done_without(changes: dict[str, Any], knows: tuple[bool, bool]) -> None:
+    assert _knows(_planner(**changes)) == knows
+
+
+def test_a_rehearsal_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
+    bare = {"nodes": 2}
+    rehearsal = _planner(
+        run={"engine": "twin"}, slurm={"device": "cpu"}, twin={"device": "a800", "model": "qwen3-14b"},
+        components={"train": bare, "hybrid": bare, "rollout": bare}, train={"tp": 8}, rollout={"tp": 8},
+    )  # fmt: skip
+    assert _knows(rehearsal) == (True, True)
+    slow = FakeSteps(2, capacity=77, fixed=1.0)
+    fast = Faster(slow, 10.0)
+    assert fast.step_s(4, 100, 8, 2) == slow.step_s(4, 100, 8, 2) / 10.0
+    assert (fast.tp, fast.kv_capacity) == (2, 77)
