@@ -292,7 +292,7 @@ class Planner:
 
     def _confirmed(self, decision: PlanDecision, measured: Measured, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """The decision; but a move of a settled loop only when it was proposed before."""
-        if decision.action in ("hold", "repartition"):
+        if decision.action == "hold" or decision.action == "repartition":
             self._brake.proposal = None
             return decision
         trend = measured.train_trend.rate or measured.rollout_trend.rate

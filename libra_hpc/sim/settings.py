@@ -124,7 +124,7 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
     for name, spec in zip(trajectory_ids(work), work, strict=True):
         _check_trajectory(name, spec)
         if settings.max_model_len and spec.context > settings.max_model_len:
-            raise UserError(f"Trajectory {name} is {spec.context} tokens long; max_model_len is {settings.max_model_len}.")
+            raise UserError(f"Trajectory {name} is {spec.context} tokens long; max_model_len (`--max-context`) is {settings.max_model_len}.")
         if blocks_of(spec.context, settings.block_size) > room:
             most = (room - 1) * settings.block_size
             raise UserError(f"Trajectory {name} is {spec.context} tokens long; the KV cache of the largest engine holds one of at most {most}.")
