@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,8 +52,6 @@ PATIENCE_S = 600.0
 LOOK_S = 0.5
 ASK_S = 10.0
 """Seconds between two questions to Slurm whether the job still runs."""
-STARTS = 3
-"""Tries of a run whose agents do not even meet, which an MPI start-up under load does now and then."""
 SAY_EVERY = 10
 """Steps between two lines of progress."""
 
@@ -108,16 +105,9 @@ def start(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Pa
     command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(RUN_FILE), "--json"]
     for override in overrides(scheduler, seed, steps, folder):
         command += ["-o", override]
-    for last in (*[False] * (STARTS - 1), True):
-        done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        run = RunDir(json.loads(done.stdout)["path"])
-        try:
-            wait(run, env, partial(up, run))
-            break
-        except OperationError as error:
-            if last or run.met(1).exists():
-                raise
-            say(f"again: {error}")
+    done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    run = RunDir(json.loads(done.stdout)["path"])
+    wait(run, env, lambda: up(run))
     return run
 
 

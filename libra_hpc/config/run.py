@@ -24,3 +24,8 @@ class RunConfig(Section):
     planner: PlannerSection = PlannerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     twin: TwinSection = TwinSection()
+
+    @property
+    def speedup(self) -> float:
+        """Seconds that pass in a second of the wall clock: more than 1 in a rehearsal, 1 in a real run."""
+        return self.twin.speedup if self.run.engine == "twin" else 1.0

@@ -25,7 +25,7 @@ from statistics import median
 
 import msgspec
 
-from .trainlaw import RECENT, RUN, TOLERANCE, WARM, Load, TrainLaw
+from .trainlaw import RECENT, RUN, WARM, Load, TrainLaw, shifted
 
 BOUND = 8.0
 KEPT = 2
@@ -51,9 +51,7 @@ class Factor:
         before, run = ratios[:-RUN], ratios[-RUN:]
         if len(before) < WARM:
             return
-        centre = median(before)
-        one_side = all(r > centre for r in run) or all(r < centre for r in run)
-        if one_side and abs(median(run) / centre - 1.0) > TOLERANCE:
+        if shifted(run, median(before)):
             self._keep(RUN)
 
     def decay(self) -> None:

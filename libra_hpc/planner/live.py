@@ -40,7 +40,7 @@ class Faster:
 
 def live_planner(config: RunConfig) -> Planner:
     """The planner for a run file whose split is filled in.  Never raises `UserError`: what it cannot use it does without."""
-    speedup = config.twin.speedup if config.run.engine == "twin" else 1.0
+    speedup = config.speedup
 
     def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
         found = lookup(device, shape, tp)

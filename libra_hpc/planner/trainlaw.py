@@ -18,6 +18,7 @@ Fewer than `FIT` = 6 steps say their median time per token; before the first one
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from statistics import median
 from typing import NamedTuple
 
@@ -63,8 +64,7 @@ class _Steps:
             self._ratios.append(seconds / self.predict(load))
         self.measured.append((load, seconds))
         ratios, self._law = self._ratios, None
-        one_side = all(ratio > 1.0 for ratio in ratios) or all(ratio < 1.0 for ratio in ratios)
-        if len(ratios) == RUN and one_side and abs(median(ratios) - 1.0) > TOLERANCE:
+        if len(ratios) == RUN and shifted(ratios, 1.0):
             self.measured = deque(list(self.measured)[-RUN:], maxlen=RECENT)
             ratios.clear()
 
@@ -107,6 +107,12 @@ class TrainLaw:
     def present(self) -> float:
         """Measured over nominal seconds per token, of the number of replicas seen last; 1.0 before the first step."""
         return self._last.per_token / self._reference if self._last.measured else 1.0
+
+
+def shifted(run: Collection[float], centre: float) -> bool:
+    """The change test: whether all ratios of a run lie on one side of ``centre``, and their median off it by more than `TOLERANCE`."""
+    one_side = all(ratio > centre for ratio in run) or all(ratio < centre for ratio in run)
+    return one_side and abs(median(run) / centre - 1.0) > TOLERANCE
 
 
 def _features(load: Load) -> list[float]:

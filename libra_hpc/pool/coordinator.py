@@ -318,7 +318,7 @@ class Coordinator:
 def forecast(context: Context) -> StepForecast:
     """The step forecast of an attempt, from the plan the run was queued with where there is one; a rehearsal's clock runs faster than its plan's."""
     plan = context.run.read_json(context.run.plan).get("predicted", {})
-    scale = 1.0 / context.config.twin.speedup if context.config.run.engine == "twin" else 1.0
+    scale = 1.0 / context.config.speedup
     return StepForecast(context.config.algorithm.eta, scale * plan.get("train_s_per_token", 0.0), scale * plan.get("latency_s", 0.0))
 
 
