@@ -79,6 +79,9 @@ class TrainSection(Section):
     pp: int = Field(1, ge=1)
     micro_tokens: int = Field(8192, ge=64)
     """Most tokens of one packed micro-batch."""
+    recompute: bool = False
+    """Compute every layer's forward pass a second time in the backward pass instead of keeping its activations: a third more work, a fraction of the
+    memory.  ``components.split = "auto"`` chooses it where it is not given."""
     threads: int = Field(1, ge=1)
     """CPU threads per worker process."""
     snapshot_every: int = Field(4, ge=0)

@@ -191,8 +191,9 @@ def _engines(config: RunConfig, asked: Request, result: Result, alike: bool) -> 
     sizes = [pool.node_devices for index, pool in enumerate(asked.pools) for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))]
     engines = [size // tp for size, tp in zip(sizes, degrees, strict=True)]
     chosen = {"train.tp": layout.tp, "train.pp": layout.pp, "rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}
-    if "micro_tokens" not in config.train.model_fields_set:
-        chosen["train.micro_tokens"] = layout.micro_tokens
+    for key in ("micro_tokens", "recompute"):
+        if key not in config.train.model_fields_set:
+            chosen[f"train.{key}"] = getattr(layout, key)
     return chosen
 
 

@@ -57,8 +57,8 @@ class Request(msgspec.Struct, frozen=True):
     """What the user should know about the answer."""
 
 
-NODE_SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=(False,))
-"""What ``[train]`` of a run file can say: tensor and pipeline parallelism, each node one replica."""
+NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
+"""What ``[train]`` of a run file can say: tensor and pipeline parallelism and recomputation, each node one replica."""
 
 
 def request(
@@ -98,6 +98,8 @@ def request(
     if node_layouts:
         node = min(p.node_devices for p in pools)
         space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node)
+        if "recompute" in config.train.model_fields_set:
+            space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
     return Request(
         shape,
         tuple(pools),

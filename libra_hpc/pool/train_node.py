@@ -140,6 +140,7 @@ class TrainNode:
                     clip=algorithm.clip, is_truncation=algorithm.is_truncation, kl_coef=algorithm.kl_coef, temperature=config.rollout.temperature
                 ),
                 micro_tokens=train.micro_tokens,
+                recompute=train.recompute,
                 snapshot_dir=str(snapshots) if train.snapshot_every else "",
                 snapshot_every=train.snapshot_every,
                 threads=train.threads,

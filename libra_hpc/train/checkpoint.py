@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from . import folders
 from .engine import Engine
-from .names import gather, load
+from .names import gather, gathered, hf_shapes, load
+from .stream import write_safetensors
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -36,13 +37,19 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def export(engine: Engine, path: Path) -> tuple[int, int]:
-    """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write."""
-    tensors = weights(engine)
-    if not tensors:
+    """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write.
+
+    Collective over the replica.
+    """
+    parameters = dict(engine.named_parameters())
+    tensors = gathered(parameters, engine.shape, engine.split)
+    if engine.split.tp_rank or engine.split.pp_rank:
+        for _ in tensors:
+            pass
         return 0, 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
-    save_file(tensors, partial, metadata={"format": "pt"})
+    write_safetensors(partial, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
     crc = 0
     with partial.open("rb") as file:
         while chunk := file.read(CRC_CHUNK):

@@ -5,7 +5,7 @@ Megatron-Core names the device in literals.  On a host without CUDA exactly thes
 =====================================================  ==================================================================================
 call                                                   why Megatron-Core makes it
 =====================================================  ==================================================================================
-``torch.cuda.current_device()``                        device of gradient buffers, rotary frequencies, pipeline receive buffers
+``torch.cuda.current_device()``                        device of gradient buffers, pipeline receive buffers
 ``torch.cuda.synchronize()``                           before pipeline sends
 ``f(..., device="cuda")`` inside `mcore_device`        token counters, overflow flags and norms of schedules and optimizers
 ``tensor.cuda()`` inside `mcore_device`                embedding weights shared by the first and last pipeline stage (at construction)

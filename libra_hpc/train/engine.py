@@ -6,6 +6,7 @@ valid, whoever joins or leaves the data-parallel side, which is `libra_hpc.train
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from .mcore import (
 from .model import build_model
 from .names import Split, stage_entries
 from .packing import Pack
+from .rotary import Rotary
 from .settings import OptimizerSettings
 from .shape import ModelShape, check_parallel
 
@@ -61,13 +63,16 @@ def close_world() -> None:
 class Engine:
     """Forward, backward and update of one rank; its weights are uninitialised until a state is loaded into it."""
 
-    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype, split: Split, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, shape: ModelShape, device: torch.device, dtype: torch.dtype, split: Split, settings: OptimizerSettings, recompute: bool = False
+    ) -> None:
         check_parallel(shape, split.tp, split.pp)
         self.shape, self.device, self.split = shape, device, split
         self.reduce: Callable[[list[torch.Tensor]], None] = lambda _buffers: None
         """Called once per update with the flat gradient buffers, after the replica's own reduction; sums them over replicas in place."""
-        model = build_model(shape, device, dtype, split.tp, split.pp)
+        model = build_model(shape, device, dtype, split.tp, split.pp, recompute)
         _mark_sharded(model, shape, split)
+        self._rotary = Rotary(shape, device, dtype)
         self._config = model.config
         self._config.finalize_model_grads_func = self._finalize
         self.ddp = DistributedDataParallel(self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
@@ -151,7 +156,8 @@ class Engine:
                     return loss(logits[0].index_select(0, pack.where), pack), self._no_tokens, {}
 
             with compat.without_shim():
-                return model(pack.tokens, pack.positions, None, packed_seq_params=pack.layout), total
+                layout = dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
+                return model(pack.tokens, pack.positions, None, packed_seq_params=layout), total
 
         with compat.mcore_device():
             self._run(
@@ -192,18 +198,30 @@ class Engine:
         return bool(flag.item())
 
     def release(self) -> None:
-        """Give device memory back: gradient buffers are freed, the state moves to host memory; `reclaim` undoes it."""
+        """Give device memory back: gradient buffers and lower-precision weights are freed, the state moves to host memory; `reclaim` undoes it.
+
+        Until then the engine can neither compute nor be saved.
+        """
+        state = self.state
         self._move_state(torch.device("cpu"))
+        if state.mixed:
+            # These follow from the float32 masters.
+            for p in state.parameters.values():
+                p.data = torch.empty(0, dtype=p.dtype, device=self.device)
         self._optimizer.zero_grad()
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
 
     def reclaim(self) -> None:
         """Undo `release`; does nothing when nothing was released."""
+        state = self.state
         self._move_state(self.device)
+        if state.mixed:
+            for name, p in state.parameters.items():
+                p.data = state.master[name].data.to(p.dtype)
         self.ddp.restore_grad_buffers(synchronize=False)
 
     def _move_state(self, device: torch.device) -> None:
-        for tensor in [*self.state.tensors_in_place(), *self.state.parameters.values()]:
+        for tensor in self.state.tensors_in_place():
             tensor.data = tensor.data.to(device)
 
 

@@ -7,7 +7,6 @@ from . import compat
 with compat.eager_import():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
@@ -26,7 +25,6 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
-    "RotaryEmbedding",
     "TransformerConfig",
     "finalize_model_grads",
     "get_forward_backward_func",

@@ -1,20 +1,25 @@
-"""Build Megatron-Core's `GPTModel` from a `ModelShape`, with the two parts that its local (no Transformer Engine) spec lacks.
+"""Build Megatron-Core's `GPTModel` from a `ModelShape`, with the part that its local (no Transformer Engine) spec lacks.
 
-`PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA generator even on a CPU.
-`Rotary` keeps its frequencies where the model is and knows Llama 3's scaling.  Everything else (layers, tensor and pipeline parallelism, embeddings,
-loss) is Megatron-Core's own.  Fusions are off: they are compiled at first use, which takes longer than a short run and needs a compiler on the node.
+`PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA generator even on a CPU.  It also
+turns queries and keys by their positions (`libra_hpc.train.rotary`), so the model itself has no position embedding.  Everything else (layers, tensor and
+pipeline parallelism, embeddings, loss) is Megatron-Core's own.  Fusions are off, or run uncompiled (`libra_hpc.train.compat.eager_import`): compiling at
+first use takes longer than a short run and needs a compiler on the node.  The gated activation is "fused" all the same, because that one keeps its input
+alone for the backward pass: two MLP widths of memory per token and layer less.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from . import compat
-from .mcore import GPTModel, MegatronModule, RotaryEmbedding, TransformerConfig, get_gpt_layer_local_spec, parallel_state
+from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
 from .packing import PackedLayout
+from .rotary import rotated
 from .shape import ModelShape
 
 
@@ -47,6 +52,8 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attend within each sequence: query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t, heads * d]."""
         assert packed_seq_params is not None, "the trainer always packs"
+        assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
+        query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
         grouped = query.shape[1] != key.shape[1]
         parts = []
         for begin, end, rows, width, index in packed_seq_params.blocks:
@@ -60,31 +67,9 @@ class PackedAttention(MegatronModule):
 
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
     if index is not None:
-        x = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, index, x)
+        # Unlike `index_copy` this keeps no copy of ``x`` for the backward pass.
+        x = x.new_zeros(rows * width, *x.shape[1:]).index_put((index,), x)
     return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
-
-
-class Rotary(RotaryEmbedding):
-    """Rotary embedding whose frequencies live on ``device``."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, shape: ModelShape, device: torch.device, cp_group: Any) -> None:
-        super().__init__(shape.head_dim, rotary_percent=1.0, rotary_base=shape.rope_theta, use_cpu_initialization=True, cp_group=cp_group)
-        if (scaling := shape.rope_scaling) is not None:
-            self.inv_freq = self._apply_scaling(
-                self.inv_freq,
-                factor=scaling["factor"],
-                low_freq_factor=scaling["low_freq_factor"],
-                high_freq_factor=scaling["high_freq_factor"],
-                original_max_position_embeddings=scaling["original_max_position_embeddings"],
-            )
-        self.inv_freq = self.inv_freq.to(device)
-
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Angles, float32[max_seq_len, 1, 1, head_dim]."""
-        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
 
 def transformer_config(shape: ModelShape, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
@@ -112,7 +97,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, tp: int, pp: int) 
         pipeline_model_parallel_size=pp,
         use_cpu_initialization=True,
         perform_initialization=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -126,8 +111,11 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, tp: int, pp: int) 
     )
 
 
-def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, tp: int, pp: int) -> GPTModel:
-    """Build this rank's part of the model, uninitialised; Megatron-Core's parallel state must exist."""
+def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False) -> GPTModel:
+    """Build this rank's part of the model, uninitialised; Megatron-Core's parallel state must exist.
+
+    With ``recompute`` a layer keeps its input alone for the backward pass and is computed again there (Chen et al. 2016, arXiv 1604.06174).
+    """
     config = transformer_config(shape, dtype, tp, pp)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -137,13 +125,15 @@ def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, tp:
             spec,
             vocab_size=shape.vocab,
             max_sequence_length=shape.max_positions,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
+            position_embedding_type="none",
             share_embeddings_and_output_weights=shape.tied,
             parallel_output=True,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
-    model.rotary_pos_emb = Rotary(shape, device, model.pg_collection.cp)
+    if recompute:
+        for layer in model.decoder.layers:
+            # Megatron-Core's own recomputation draws from the CUDA generator even on a CPU; without dropout there is no randomness to repeat.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     # torch.nn.RMSNorm takes no params_dtype from the spec, so the whole model is converted.
     return model.to(device=device, dtype=dtype)

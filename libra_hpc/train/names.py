@@ -7,7 +7,7 @@ Ranks of a replica are ``stage * tp + tensor rank``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -141,7 +141,11 @@ def gather(tensors: dict[str, torch.Tensor], shape: ModelShape, split: Split) ->
 
     Collective over the replica.  ``tensors`` are this rank's parts by Megatron-Core name, all of one dtype.
     """
-    own: dict[str, torch.Tensor] = {}
+    return {name: tensor.cpu() for name, tensor in gathered(tensors, shape, split)}
+
+
+def gathered(tensors: Mapping[str, torch.Tensor], shape: ModelShape, split: Split) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `gather`, one tensor after the other and on the device; it must be exhausted on every rank."""
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         if entry.copy:
             continue
@@ -150,15 +154,15 @@ def gather(tensors: dict[str, torch.Tensor], shape: ModelShape, split: Split) ->
         if entry.dim is not None and split.tp > 1:
             parts = [torch.empty_like(part) for _ in range(split.tp)]
             dist.all_gather(parts, part.contiguous(), group=split.tp_group)
-        if split.tp_rank == 0:
-            own.update(zip(entry.hf, to_hf(entry, parts, shape), strict=True))
-    if split.tp_rank != 0:
-        return {}
-    if split.pp_rank > 0:
-        for tensor in own.values():
-            dist.send(tensor, 0)
-        return {}
-    full = {name: tensor.cpu() for name, tensor in own.items()}
+        if split.tp_rank != 0:
+            continue
+        for hf_name, tensor in zip(entry.hf, to_hf(entry, parts, shape), strict=True):
+            if split.pp_rank > 0:
+                dist.send(tensor, 0)
+            else:
+                yield hf_name, tensor
+    if split.tp_rank != 0 or split.pp_rank > 0:
+        return
     shapes = hf_shapes(shape)
     like = next(iter(tensors.values()))
     for stage in range(1, split.pp):
@@ -166,5 +170,4 @@ def gather(tensors: dict[str, torch.Tensor], shape: ModelShape, split: Split) ->
             for name in () if entry.copy else entry.hf:
                 received = like.new_empty(shapes[name])
                 dist.recv(received, stage * split.tp)
-                full[name] = received.cpu()
-    return full
+                yield name, received

@@ -17,6 +17,7 @@ import torch
 from libra_hpc.protocol.trainer import Sample
 
 from .mcore import PackedSeqParams
+from .rotary import Table
 
 PADDED_COST = 1.5
 
@@ -46,9 +47,11 @@ class Block(NamedTuple):
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron-Core's description of a pack, plus the blocks that our attention works on."""
+    """Megatron-Core's description of a pack, plus what our attention needs."""
 
     blocks: tuple[Block, ...] = ()
+    rotary: Table | None = None
+    """Set by the engine, which knows the model, for the time of one pass."""
 
 
 class Pack(NamedTuple):

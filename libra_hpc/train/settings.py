@@ -58,6 +58,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     micro_tokens: int = 8192
     """Most tokens of one packed micro-batch; a longer sample travels alone."""
+    recompute: bool = False
+    """Keep only the inputs of layers for the backward pass."""
     snapshot_dir: str = ""
     """Folder (in /dev/shm) for snapshots after committed steps; empty: none."""
     snapshot_every: int = 0

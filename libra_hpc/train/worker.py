@@ -62,7 +62,7 @@ class Worker:
         device = choose(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp)
         split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
-        self._engine = Engine(shape, device, getattr(torch, config.dtype), split, config.optimizer)
+        self._engine = Engine(shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute)
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
         self._replicas = Replicas(self._engine, config.step_timeout_s, config.join_timeout_s)
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)

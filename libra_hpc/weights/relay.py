@@ -72,12 +72,16 @@ class Publisher:
 
 
 class Receiver:
-    """The receiving and forwarding end, on a rollout node.  ``complete`` is called with (version, path, crc32) of each checked file."""
+    """The receiving and forwarding end, on a rollout node.  ``complete`` is called with (version, path, crc32) of each checked file.
+
+    Chunks of a version come in the order of their offsets, as MPI keeps that of messages between two ranks; any other order fails the checksum.
+    """
 
     def __init__(self, folder: Path, send: Send, complete: Callable[[int, Path, int], None]) -> None:
         self._folder, self._send, self._complete = folder, send, complete
         self._version = -1
         self._received = 0
+        self._sum = 0
         self._temporary: Path | None = None
         self.newest = -1
         self.newest_path: Path | None = None
@@ -93,24 +97,22 @@ class Receiver:
             return
         if message.version > self._version or message.offset == 0:
             self._abandon()
-            self._version, self._received = message.version, 0
+            self._version, self._received, self._sum = message.version, 0, 0
             self._temporary = self._folder / f".incoming-{message.version}"
             self._temporary.write_bytes(b"")
         assert self._temporary is not None
         with self._temporary.open("r+b") as handle:
             handle.seek(message.offset)
             handle.write(view)
+        # Summed as it comes: the agent's loop must not stop for the seconds that the sum of a whole file takes.
+        self._sum = zlib.crc32(view, self._sum)
         self._received += len(view)
         if self._received == message.size:
             self._finish(message)
 
     def _finish(self, message: WeightsChunk) -> None:
         assert self._temporary is not None
-        crc = 0
-        with self._temporary.open("rb") as handle:
-            while piece := handle.read(CHUNK_BYTES):
-                crc = zlib.crc32(piece, crc)
-        if crc != message.crc32:
+        if self._sum != message.crc32:
             self.corrupt += 1
             self._abandon()
             self._version = self.newest
@@ -118,9 +120,9 @@ class Receiver:
         path = self._folder / f"weights-{message.version:08d}.safetensors"
         self._temporary.replace(path)
         self._temporary = None
-        self.newest, self.newest_path, self.newest_crc32 = message.version, path, crc
+        self.newest, self.newest_path, self.newest_crc32 = message.version, path, message.crc32
         _prune(self._folder, "weights")
-        self._complete(message.version, path, crc)
+        self._complete(message.version, path, message.crc32)
 
     def _abandon(self) -> None:
         if self._temporary is not None:

@@ -30,6 +30,14 @@ TRANSFER_BACKEND = "libra_file"
 SCHEDULER = "libra_hpc.rollout.engine.pinning.PinningScheduler"
 WORKER_EXTENSION = "libra_hpc.rollout.engine.transfer.WorkerExtension"
 MIB = 1 << 20
+CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64), *range(1024, 2049, 256))
+"""Tokens per step for which CUDA graphs are captured.
+
+vLLM stops at twice ``max_num_seqs``, at 512 at most.  In agentic rollout every turn brings some hundred tokens of tool output, so that a large share of
+the steps is above that, and without a graph the host takes longer to launch a step than the device to compute it: on an H200 steps with 384 prompt
+tokens took 25 to 38 ms without a graph, those with 96 and a graph 10 to 16, those with 1,536 (no graph, but the device is busy) 38 to 47
+(docs/benchmarks.md).  Up to 2,048 tokens, where computing takes over, in strides that waste an eighth at most.
+"""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -139,5 +147,6 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         # CUDA graphs and sleeping memory pools exist on GPUs only.
         "enforce_eager": config.device == "cpu",
+        "cudagraph_capture_sizes": list(CAPTURED) if config.device == "cuda" else None,
         "enable_sleep_mode": config.device == "cuda",
     }

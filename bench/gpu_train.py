@@ -1,0 +1,127 @@
+"""Are the planner's training time and memory those of this GPU, and what does a node pay for changing sides there?
+
+    python -m bench.gpu_train --device h200 --model qwen3-4b [--micro-tokens 4096,8192]
+
+A Megatron-Core replica of one GPU takes GRPO steps over random trajectories; seconds and the allocator's peak are compared with `TrainCost`, which knows
+the shape, the device's data sheet and the lengths.  Then the replica goes to standby and comes back, and writes its weights as at every step of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.gpu_model import random_model
+from bench.harness import median, report
+from libra_hpc.hardware.devices import device as device_named
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.planner.lengths import Observed, sketch
+from libra_hpc.planner.memory import TrainLayout
+from libra_hpc.planner.training import Batch, TrainCost
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.trainer import Join, Sample, TrainStep
+from libra_hpc.train import checkpoint
+from libra_hpc.train.device import choose, local_store
+from libra_hpc.train.engine import Engine, init_world
+from libra_hpc.train.replicas import Replicas
+from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings
+from libra_hpc.train.shape import read_shape
+from libra_hpc.train.trainer import GrpoTrainer
+
+TRAJECTORIES = 48
+LENGTHS = (256, 4096)
+"""Log-uniform between these; a third of a trajectory is generated."""
+STEPS = 4
+"""The first one warms allocator and kernels up and is not counted."""
+
+
+def trajectories(seed: int, vocab: int) -> list[Sample]:
+    """Random samples."""
+    source = random.Random(seed)
+    out = []
+    for i in range(TRAJECTORIES):
+        n = int(LENGTHS[0] * (LENGTHS[1] / LENGTHS[0]) ** source.random())
+        mask = [0] * (n - n // 3) + [1] * (n // 3)
+        tokens = [source.randrange(3, vocab) for _ in range(n)]
+        out.append(Sample(f"{seed}-{i}", pack_i32(tokens), bytes(mask), pack_f32([-12.0 * m for m in mask]), source.choice((-1.0, 1.0))))
+    return out
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds until the GPU is done too."""
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    work()
+    torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="h200", help="name in the device table")
+    parser.add_argument("--model", default="qwen3-4b", help="name in the model table")
+    parser.add_argument("--micro-tokens", default="4096,8192")
+    arguments = parser.parse_args()
+    shape, device = model_shape(arguments.model), device_named(arguments.device)
+    rows, raw = [], []
+    with random_model(shape) as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
+        cuda = choose("cuda", 0, 4)
+        split = init_world(cuda, 1, 1, 0, local_store(), 600.0)
+        engine = Engine(read_shape(folder), cuda, torch.bfloat16, split, OptimizerSettings())
+        checkpoint.start(engine, folder, "")
+        state_bytes = torch.cuda.memory_allocated()
+        replicas = Replicas(engine, 600.0, 60.0)
+        replicas.join(Join(0, 0, 1, ""))
+        for micro_tokens in map(int, arguments.micro_tokens.split(",")):
+            trainer = GrpoTrainer(engine, replicas, AlgorithmSettings(), micro_tokens)
+            torch.cuda.reset_peak_memory_stats()
+            got, expected = [], []
+            for number in range(STEPS):
+                samples = trajectories(number, shape.vocab)
+                lengths = [len(s.loss_mask) for s in samples]
+                loss_tokens = sum(sum(s.loss_mask) for s in samples)
+                done = trainer.step(TrainStep(engine.state.step + 1, 0, (tuple(samples),), (loss_tokens,)))
+                observed = [Observed(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
+                cost = TrainCost(shape, device, 8, Batch(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1))
+                layout = TrainLayout(1, 1, 1, 1, 1, micro_tokens)
+                if number:
+                    got.append((done.compute_s, done.optimizer_s))
+                    expected.append(cost.time(layout))
+            memory = cost.memory(layout)
+            peak = torch.cuda.max_memory_allocated()
+            seconds, predicted = median([c + o for c, o in got]), median([t.total for t in expected])
+            mfu = median([t.mfu * t.total / (c + o) for t, (c, o) in zip(expected, got, strict=True)])
+            for label, real, said in (
+                ("step, s", seconds, predicted),
+                ("  forward and backward, s", median([c for c, _ in got]), median([t.compute for t in expected])),
+                ("  optimizer, s", median([o for _, o in got]), median([t.optimizer for t in expected])),
+                ("MFU", mfu, median([t.mfu for t in expected])),
+                ("weights + gradients + optimizer, GB", state_bytes / 1e9, (memory.weights + memory.gradients + memory.optimizer) / 1e9),
+                ("activations + logits at the peak, GB", (peak - state_bytes) / 1e9, (memory.activations + memory.logits) / 1e9),
+                ("peak, GB", peak / 1e9, (memory.total - memory.workspace) / 1e9),
+            ):
+                rows.append([f"micro {micro_tokens}", label, real, said, said / real])
+            raw.append({"micro_tokens": micro_tokens, "seconds": got, "predicted": [t.total for t in expected], "peak": peak, "state": state_bytes})
+        for _ in range(2):
+            release, reclaim = timed(engine.release), timed(engine.reclaim)
+        written = timed(lambda: checkpoint.export(engine, Path(scratch) / "weights.safetensors"))
+        size = (Path(scratch) / "weights.safetensors").stat().st_size / 1e9
+        for label, took in (("to standby, s", release), ("back from standby, s", reclaim), (f"export of {size:.1f} GB to /dev/shm, s", written)):
+            rows.append(["move", label, took, "", ""])
+    columns = ["", "what", "real", "planner", "planner / real"]
+    notes = [f"{TRAJECTORIES} trajectories of {LENGTHS[0]} to {LENGTHS[1]} tokens, log-uniform; one optimizer step; medians of {STEPS - 1}."]
+    report("gpu_train", f"Training {arguments.model} on one {arguments.device} against the planner's model", columns, rows, notes, raw)
+
+
+if __name__ == "__main__":
+    main()

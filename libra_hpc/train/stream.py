@@ -1,0 +1,55 @@
+"""Write a safetensors file tensor by tensor, straight from where the tensors are.
+
+safetensors' own ``save_file`` wants all tensors on the host first and copies each once more; gathering them on the device before that takes the memory of a
+second copy of the weights there, which a training device does not have.  The format is simple enough to be filled in place: the length of the
+header (8 bytes), the header (JSON: type, shape and place of every tensor), the data.
+
+Source: the format's description, https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+ALIGNMENT = 8
+"""The header is padded with spaces so that data begins at a multiple of it."""
+
+
+def write_safetensors(path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write ``path``; ``tensors`` yields each name of ``shapes`` once, in any order, all of ``dtype``, and one of them is held at a time.
+
+    Raises `OSError` when the file system has no room for the file.
+    """
+    size = torch.empty((), dtype=dtype).element_size()
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, shape in shapes.items():
+        places[name] = (end, end + size * torch.Size(shape).numel())
+        end = places[name][1]
+        entries[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": list(places[name])}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    begin = ALIGNMENT + len(header)
+    with path.open("w+b") as file:
+        # Writing to a mapped page that a full file system cannot give would kill the process.
+        os.posix_fallocate(file.fileno(), 0, begin + end)
+        with mmap.mmap(file.fileno(), begin + end) as mapped:
+            mapped[:begin] = len(header).to_bytes(ALIGNMENT, "little") + header
+            for name, tensor in tensors:
+                low, high = places[name]
+                _fill(mapped, begin + low, high - low, tensor)
+
+
+def _fill(mapped: mmap.mmap, offset: int, size: int, tensor: torch.Tensor) -> None:
+    if size:
+        # The view must be gone before the mapping can be closed, so it lives in this function alone.
+        view = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
+        view.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))

@@ -1,0 +1,98 @@
+"""The planner's activation memory against what autograd keeps of the real model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from libra_hpc.hardware.models import ModelShape, model_shape
+from libra_hpc.planner.memory import PADDING, activation_bytes_per_token
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.trainer import Sample
+from libra_hpc.train.checkpoint import load_policy
+from libra_hpc.train.device import local_store
+from libra_hpc.train.engine import Engine, close_world, init_world
+from libra_hpc.train.grpo import token_logprobs
+from libra_hpc.train.packing import Pack, decode, pack
+from libra_hpc.train.shape import read_shape
+from tests.train.support import OPTIMIZER, make_model
+
+
+def _pack(lengths: list[int]) -> Pack:
+    samples = [Sample(str(n), pack_i32([3] * n), bytes([0, *[1] * (n - 1)]), pack_f32([0.0, *[-1.0] * (n - 1)]), 1.0) for n in lengths]
+    (one,) = pack([decode(s) for s in samples], 1 << 20, torch.device("cpu"))
+    return one
+
+
+def _kept(engine: Engine, batch: Pack, dtype: torch.dtype) -> int:
+    """Bytes of tensors of ``dtype``, the model's, that a forward pass keeps, parameters aside."""
+    own = {p.untyped_storage().data_ptr() for p in engine.ddp.parameters()}
+    seen: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # A CPU's norms keep float32 intermediates, a GPU's kernel keeps its input instead: those are counted by hand below.
+        if tensor.dtype is dtype and storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    layout = dataclasses.replace(batch.layout, rotary=engine._rotary.table(batch.positions[0]))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=layout)
+    assert logits.shape[1] == batch.tokens.shape[1]
+    return sum(seen.values())
+
+
+def _per_layer(folder: Path, lengths: list[int]) -> tuple[ModelShape, float]:
+    """The shape, and bytes per layer and token: the difference between a model of four layers and one of two."""
+    batch, kept = _pack(lengths), []
+    for layers in (2, 4):
+        model_dir = folder / str(layers)
+        make_model("qwen3", model_dir, layers=layers)
+        split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
+        try:
+            engine = Engine(read_shape(model_dir), torch.device("cpu"), torch.bfloat16, split, OPTIMIZER)
+            kept.append(_kept(engine, batch, torch.bfloat16))
+        finally:
+            close_world()
+    shape = msgspec.structs.replace(model_shape(model_dir), dtype_bytes=2)
+    norm_inputs = 2 * shape.hidden * 2
+    return shape, (kept[1] - kept[0]) / 2 / sum(lengths) + norm_inputs
+
+
+@pytest.mark.parametrize("lengths", [[200], [200, 180, 170, 165]])
+def test_a_layer_keeps_what_the_planner_counts(lengths: list[int], tmp_path: Path) -> None:
+    shape, kept = _per_layer(tmp_path, lengths)
+    counted = activation_bytes_per_token(shape, recompute=False) / 2
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    padding = len(lengths) * max(lengths) / sum(lengths)
+    if padding == 1.0:
+        # Values stay in the projection's output, and the attention's output is not copied.
+        want = counted - PADDING * (2 * q + 2 * kv) + q + kv
+    else:
+        # On a GPU the norms of queries and keys hold on to the projection's output; a CPU's keep float32 copies, which `_kept` does not count.
+        want = counted - (PADDING - padding) * (2 * q + 2 * kv) - (q + 2 * kv)
+    assert kept / 2 == pytest.approx(want, rel=0.01)
+
+
+def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path / "m")
+    batch = _pack([60, 50, 48])
+    gradients, kept = [], []
+    for recompute in (False, True):
+        split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
+        try:
+            engine = Engine(read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute)
+            load_policy(engine, tmp_path / "m")
+            engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
+            gradients.append([g.clone() for g in engine.gradients()])
+            kept.append(_kept(engine, batch, torch.float32))
+        finally:
+            close_world()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*gradients, strict=True))
+    assert any(bool(g.any()) for g in gradients[0])
+    assert kept[1] < 0.5 * kept[0]
