@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.status import (
@@ -16,7 +17,6 @@ from libra_hpc.telemetry.status import (
     NodeStatus,
     StageStatus,
     Status,
-    StepForecastStatus,
     encode_status,
 )
 
@@ -92,5 +92,5 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
 
 def forecast(step: int) -> ForecastStatus:
     """What the screen shows of predictions; the first of them is not known."""
-    steps = [StepForecastStatus(n, None if n == step - 5 else 3.31, 3.09, STEP_S, 0.95, 1.0) for n in range(step - 5, step + 1)]
+    steps = [PredictedStep(n, None if n == step - 5 else 3.31, 3.09, STEP_S, 0.95, 1.0, 5.5) for n in range(step - 5, step + 1)]
     return ForecastStatus(steps, 0.1, 0.03, 0.07, 0.05, 3.2, {"train": 1.02, "latency": 0.97})

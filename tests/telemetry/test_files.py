@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.telemetry import plot, series, summary, view
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import decode_status, encode_status
 
 from . import synthetic
 
@@ -167,6 +169,17 @@ def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:
     later = running.updated_at + 3600
     assert "no news for 1:00:00" in text_of(view.render(running, now=later))
     assert "no news" not in text_of(view.render(over, now=later))
+
+
+def test_a_status_written_before_latencies_were_in_it_is_read(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    old = json.loads(encode_status(status))
+    for step in old["forecast"]["steps"]:
+        assert step.pop("latency_s") == 5.5
+    read = decode_status(json.dumps(old).encode())
+    assert read.forecast is not None
+    assert [step.latency_s for step in read.forecast.steps] == [None] * 6
+    assert text_of(view.render(read, now=status.updated_at)) == text_of(view.render(status, now=status.updated_at))
 
 
 @pytest.mark.parametrize(("values", "expected"), [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")])
