@@ -17,6 +17,7 @@ from .output import note, say
 from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, read_status
 
 POLL_S = 0.5
+LOG_SUFFIXES = (".log", ".out")
 _RANK = re.compile(r"^(?:agent-|[rt])(\d+)(?:\.|$)")
 """``agent-2.log`` is the agent of rank 2, ``t2.0.log`` its first trainer, ``r2.0.log`` its first rollout engine."""
 
@@ -58,8 +59,8 @@ def logs(
 
 
 def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
-    """Log files of an attempt in order of name."""
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+    """Log files of an attempt in order of name; other files there are marks between processes."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in LOG_SUFFIXES)
     if process is not None:
         files = [path for path in files if process in path.stem]
     if rank is not None:

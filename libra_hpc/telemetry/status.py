@@ -58,6 +58,11 @@ class DecisionStatus(PlanDecision, frozen=True, kw_only=True):
     """Looks in a row that ended so, for the same reason."""
 
 
+def because(reason: str, action: str) -> str:
+    """The reason of a decision without the name of the action that it begins with: a screen names the action beside it."""
+    return reason.removeprefix(f"{action}: ")
+
+
 class ForecastStatus(msgspec.Struct, frozen=True):
     """Predicted against measured step times; errors are medians of |predicted / measured - 1| over the last steps."""
 

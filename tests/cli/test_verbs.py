@@ -95,7 +95,8 @@ def test_wait_ends_with_the_summary_and_the_runs_verdict(state: str, code: int, 
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == code
     assert "step 41/60  reward 0.710" in outcome.out
-    assert "planner: node 2 to train: training 1.42 s a batch" in outcome.out
+    assert outcome.out.count("planner: node 2 to train: training 1.42 s a batch") == 1
+    assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
     assert (site / "runs" / "quick-001" / "summary.png").exists()
     verdict = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(state)
@@ -155,6 +156,13 @@ def test_status_shows_the_snapshot_or_why_the_job_waits(site: Path, queue: Queue
     assert (printed["run"], printed["job"]["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
 
 
+def test_status_of_a_run_that_was_never_queued(site: Path, queue: Queue, cli: Cli) -> None:
+    run = RunDir.create(site / "runs", "quick")
+    run.write_json(run.config, {})
+    queue.answer = jobs.JobView("", "unknown")
+    assert cli("status").out == f"quick-001: was never queued; files in {run.path}\n"
+
+
 def test_a_snapshot_of_an_earlier_attempt_is_not_shown(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
     run = RunDir(site / "runs" / "quick-001")
@@ -203,6 +211,14 @@ def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Que
     outcome = cli("logs", "--process", "hots")
     assert outcome.code == 2
     assert "valid: agent-2, host2, r3.0, t2.0" in outcome.err
+
+
+def test_marks_between_processes_are_no_logs(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.logs(1).mkdir(parents=True)
+    for name in ("agent-0.log", "slurm.out", "met"):
+        (run.logs(1) / name).write_text("said\n")
+    assert [line.split("/")[-1] for line in cli("logs").out.splitlines() if line != "said"] == ["agent-0.log <==", "slurm.out <=="]
 
 
 def test_following_logs_ends_with_the_run_and_misses_nothing(site: Path, queue: Queue, cli: Cli) -> None:

@@ -8,6 +8,7 @@ import math
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -144,7 +145,7 @@ def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
 def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     text = text_of(summary.render_summary(summary.summarise(run)))
     assert "3 steps, 500 tokens" in text
-    assert "training takes 2.3 s a batch" in text
+    assert "node 2  training takes 2.3 s a batch" in text
     assert "0.42 s" in text
     assert "0.31 s" in text
     facts = " ".join(text.replace("│", " ").split())
@@ -162,6 +163,12 @@ def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: st
     node, forecast = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2"), ("3.31", "10% of a step, 7% of 8", "3.09", "3% of a step")
     for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *node, *forecast):
         assert fact in text, fact
+
+
+def test_there_is_no_reward_before_the_first_step(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at))
+    assert "reward -  " in text_of(view.render(msgspec.structs.replace(status, step=0), now=status.updated_at))
 
 
 def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:
