@@ -20,7 +20,7 @@ from libra_hpc.slurm.site import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
 from libra_hpc.telemetry.rundir import RunDir
 
-from .output import note
+from .output import busy, note
 
 Environment = Mapping[str, str]
 
@@ -168,7 +168,8 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     )
     note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:
-        made: dict[str, Any] = handle.result()
+        with busy("making the policy"):
+            made: dict[str, Any] = handle.result()
     except KeyboardInterrupt:
         handle.cancel()
         raise

@@ -44,7 +44,7 @@ EngineOption = Annotated[
 
 
 def submit(
-    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file.")] = None,
+    run_file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="Run file.")] = None,
     override: OverrideOption = [],  # noqa: B006
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")] = False,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,10 @@ def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
     assert outcome.code == 0
     assert "is cancelled already" in outcome.out
     assert queue.cancelled == ["quick-001"]
+    assert json.loads(cli("cancel", "--json").out) == {"run": "quick-001", "job_id": "4711", "cancelled": False, "state": "cancelled"}
+    queue.answer = jobs.JobView("4711", "running")
+    assert json.loads(cli("cancel", "--json").out) == {"run": "quick-001", "job_id": "4711", "cancelled": True, "state": "cancelled"}
+    assert queue.cancelled == ["quick-001", "quick-001"]
 
 
 def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Queue, cli: Cli) -> None:
@@ -211,6 +216,7 @@ def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Que
     outcome = cli("logs", "--process", "hots")
     assert outcome.code == 2
     assert "valid: agent-2, host2, r3.0, t2.0" in outcome.err
+    assert "--rank = 7: no log file of such a node; valid: 2, 3." in cli("logs", "--rank", "7").err
 
 
 def test_marks_between_processes_are_no_logs(site: Path, queue: Queue, cli: Cli) -> None:
@@ -235,6 +241,25 @@ def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: algorithm.eta = -1: out of range; valid: an integer >= 0.\n"
+
+
+VERBS = [
+    *("submit", "status", "logs", "cancel", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy", "config show"),
+    *("cluster up", "cluster env", "cluster down", "cluster status", "trace inspect", "trace convert", "trace generate"),
+]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_names_its_arguments_plainly(verb: str, cli: Cli) -> None:
+    outcome = cli(*verb.split(), "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"Usage: libra-hpc {verb}" in outcome.out
+    assert "[[" not in outcome.out
+    assert "<int" not in outcome.out
+
+
+def test_the_version_is_that_of_the_package(cli: Cli) -> None:
+    assert cli("--version") == Outcome(0, f"libra-hpc {metadata.version('libra-hpc')}\n", "")
 
 
 def test_login_node_verbs_never_import_an_engine() -> None:

@@ -140,6 +140,7 @@ def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
 
 
 MISTAKES: dict[tuple[str, ...], str] = {
+    ("--devices", "absent"): "device file = 'absent': No such file or directory; valid: ",
     ("--gpus", "99999999"): "--gpus = '99999999': too many to search through; valid: at most 65536.",
     ("--device", "a80"): "device = 'a80': unknown device; valid: ",
     ("-o", "components.train.gpu_type=a80"): "components.train.gpu_type = 'a80': unknown device; valid: ",
