@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
 from libra_hpc.errors import OperationError, UserError
 
 from . import calibrate, cancel, check, cluster, config_show, list_runs, logs, make_policy, plan, simulate, status, submit, summary, trace
-from .output import complain
+from .output import complain, say
 
 INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
 
+
+def tell_version(wanted: bool) -> None:
+    """Print the version where it is asked for; nothing else happens then."""
+    if wanted:
+        say(f"libra-hpc {metadata.version('libra-hpc')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="libra-hpc",
-    help="Agentic RL post-training on Slurm: one run file, one heterogeneous job.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,6 +51,11 @@ app.add_typer(config_show.app, name="config")
 app.add_typer(trace.app, name="trace")
 
 
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=tell_version, help="Print the version and exit.")] = False) -> None:
+    """Agentic RL post-training on Slurm: one run file, one heterogeneous job."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code."""
     try:
@@ -53,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         # Wrong options and the like; with no message (no command given) the help has been printed.
         message = error.format_message()
         if message:
-            complain(message)
+            complain(f"{message.rstrip('.')}.")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import jobs
-from .output import say
-from .runs import FINAL, RUNS, RunArgument, RunsOption, find_run
+from .output import say, say_json
+from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 
-def cancel(run: RunArgument = None, runs: RunsOption = Path(RUNS)) -> None:
+def cancel(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     """Cancel the job of a run; a job that is over already is no error."""
     found = find_run(run, runs)
     job = jobs.state(found)
-    if job.state in FINAL or not job.id:
+    over = job.state in FINAL or not job.id
+    if not over:
+        jobs.cancel(found)
+    if json:
+        say_json({"run": found.name, "job_id": job.id, "cancelled": not over, "state": job.state if over else "cancelled"})
+    elif over:
         say(f"{found.name}: {'job ' + job.id + ' is ' + job.state + ' already' if job.id else 'was never queued'}")
-        return
-    jobs.cancel(found)
-    say(f"{found.name}: job {job.id} cancelled; `libra-hpc submit --resume {found.name}` goes on from its last checkpoint")
+    else:
+        say(f"{found.name}: job {job.id} cancelled; `libra-hpc submit --resume {found.name}` goes on from its last checkpoint")

@@ -14,11 +14,12 @@ from libra_hpc.slurm.fit import check_fit
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
-from .output import note, say
+from .output import note, say, say_json
+from .runs import JsonOption
 from .split import resolve, show_split
 
 
-def check(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
+def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
     """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
     config, made = resolve(load(run_file, override))
     check_run(config)
@@ -27,6 +28,10 @@ def check(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # 
         check_fit(config, jobs.partitions(environment))
     elif config.slurm.executor != "local":
         note("no Slurm controller answers: partitions, nodes and limits were not checked")
+    if json:
+        split = None if made is None else made.chosen
+        say_json({"run_file": str(run_file), "good": True, "checked_against_slurm": environment is not None, "split": split})
+        return
     if made is not None:
         show_split(made)
     say(f"{run_file} is good")

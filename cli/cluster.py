@@ -13,7 +13,7 @@ from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.slurm.devcluster.packages import cache_folder
 from libra_hpc.slurm.site import slurm_environment
 
-from .output import note, say, say_json
+from .output import busy, note, say, say_json
 from .runs import JsonOption
 
 NOT_RUNNING = "The embedded Slurm is not running; start it with `libra-hpc cluster up`."
@@ -51,7 +51,8 @@ def env() -> None:
 def down(remove: Annotated[bool, typer.Option("--remove", help="Delete its folder and the unpacked Slurm too.")] = False) -> None:
     """Cancel the jobs of the embedded Slurm and stop its daemons."""
     cluster = Cluster()
-    stopped = cluster.down()
+    with busy("stopping the embedded Slurm"):
+        stopped = cluster.down()
     say(f"stopped {', '.join(stopped)}" if stopped else "the embedded Slurm was not running")
     if not remove:
         return

@@ -7,6 +7,7 @@ half a minute: a login node's controller serves everybody.
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import Status
+from libra_hpc.telemetry.status import Status, because
 from libra_hpc.telemetry.summary import duration
 from libra_hpc.telemetry.view import WIDTH, render
 
@@ -33,6 +34,8 @@ QUIET_S = 10.0
 LOST_S = 120.0
 """A job unknown to Slurm for this long, without any news of its own, is gone: right after submission, or while a controller restarts, it may be unknown
 for a moment."""
+INDENT = 10 * " "
+"""Lines that belong to a moment stand behind its clock."""
 LINE_EVERY_S = 10.0
 """Plain mode prints at most this often between changes of state."""
 
@@ -107,6 +110,14 @@ def follow(run: RunDir) -> str:
     return _panel(follower) if sys.stdout.isatty() else _lines(follower)
 
 
+def ordered(status: Status | None) -> str:
+    """The planner's last decision in words if it asks for anything, else an empty text; it stays the same from look to look."""
+    decision = None if status is None else status.decision
+    if decision is None or decision.action == "hold":
+        return ""
+    return f"planner: node {decision.node} {decision.action.replace('_', ' ')}: {because(decision.reason, decision.action)}"
+
+
 def _panel(follower: Follower) -> str:
     state = follower.look()
     with Live(follower.screen(), console=console(), auto_refresh=False) as live:
@@ -118,13 +129,14 @@ def _panel(follower: Follower) -> str:
 
 
 def _lines(follower: Follower) -> str:
-    printed_at, printed, decided = 0.0, "", 0.0
+    printed_at, printed, decided = 0.0, "", ""
     while True:
         state = follower.look()
-        decision = follower.status.decision if follower.status is not None else None
-        if decision is not None and decision.action != "hold" and decision.at > decided:
-            decided = decision.at
-            say(f"          planner: node {decision.node} {decision.action.replace('_', ' ')}: {decision.reason}")
+        decision = ordered(follower.status)
+        if decision != decided:
+            decided = decision
+            if decided:
+                say(textwrap.fill(decided, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         key = state if follower.status is not None else follower.waiting()
         if key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
             printed_at, printed = time.monotonic(), key

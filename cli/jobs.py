@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import SlurmUnreachable, invalid
 from libra_hpc.slurm import local, query, submit
-from libra_hpc.slurm.fit import present_components
+from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import JobState, Partition
 from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site import clean_environment, slurm_environment
-from libra_hpc.slurm.writer import agent_arguments, het_script
+from libra_hpc.slurm.writer import het_script
 from libra_hpc.telemetry.rundir import RunDir
 
-from .output import note
+from .output import busy, note
 
 Environment = Mapping[str, str]
 
@@ -95,19 +93,16 @@ def partitions(environment: Environment) -> list[Partition]:
     return query.partitions(environment)
 
 
-def script(config: RunConfig, run: RunDir, number: int, environment: Environment | None) -> str:
+def script(launch: Launch) -> str:
     """What an attempt would run: the sbatch script, or for the local executor the command line."""
-    if config.slurm.executor == "local":
-        ranks = sum(component.nodes for _, component in present_components(config))
-        return shlex.join(["mpiexec", "-n", str(ranks), sys.executable, *agent_arguments(run, number)])
-    return het_script(config, run, python=sys.executable, attempt=number, environment={})
+    if launch.config.slurm.executor == "local":
+        return shlex.join(["mpiexec", "-n", str(launch.ranks), launch.python, *launch.interpreted])
+    return het_script(launch)
 
 
-def queue(config: RunConfig, run: RunDir, number: int, environment: Environment | None) -> str:
+def queue(launch: Launch, environment: Environment | None) -> str:
     """Queue one attempt, or start it here when there is no environment; returns the job id."""
-    if environment is None:
-        return local.start(config, run, attempt=number)
-    return submit.submit(config, run, env=environment, attempt=number)
+    return local.start(launch) if environment is None else submit.submit(launch, environment)
 
 
 def state(run: RunDir) -> JobView:
@@ -173,7 +168,8 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     )
     note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:
-        made: dict[str, Any] = handle.result()
+        with busy("making the policy"):
+            made: dict[str, Any] = handle.result()
     except KeyboardInterrupt:
         handle.cancel()
         raise

@@ -36,7 +36,7 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
         table.add_column(name, no_wrap=True, justify="right")
     for fact in rows:
         step = "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}"
-        reward = "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
+        reward = "-" if not fact["step"] else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
         updated = "-" if fact["updated_at"] is None else f"{duration(max(time.time() - fact['updated_at'], 0.0))} ago"
         state = Text(fact["state"], style=STATE_STYLES.get(fact["state"], "yellow"))
         table.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)

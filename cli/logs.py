@@ -17,17 +17,18 @@ from .output import note, say
 from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, read_status
 
 POLL_S = 0.5
+LOG_SUFFIXES = (".log", ".out")
 _RANK = re.compile(r"^(?:agent-|[rt])(\d+)(?:\.|$)")
 """``agent-2.log`` is the agent of rank 2, ``t2.0.log`` its first trainer, ``r2.0.log`` its first rollout engine."""
 
 
 def logs(
     run: RunArgument = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only processes of this node (rank).")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, metavar="N", help="Only processes of this node (rank).")] = None,
     process: Annotated[str | None, typer.Option("--process", metavar="NAME", help="Only log files whose name contains NAME.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until the run ends.")] = False,
-    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Lines to print of each file.")] = 20,
-    which: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; default: the last.")] = None,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=0, metavar="N", help="Lines to print of each file.")] = 20,
+    which: Annotated[int | None, typer.Option("--attempt", min=1, metavar="N", help="Attempt; default: the last.")] = None,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     """Print the end of a run's log files."""
@@ -35,10 +36,13 @@ def logs(
     folder = found.logs(which or max(attempt(found), 1))
     files = select(folder, rank, process)
     if not files and not follow:
-        have = [path.stem for path in select(folder, None, None)]
+        have = select(folder, None, None)
         if not have:
             raise UserError(f"{found.name} has no logs yet (folder {folder}).")
-        raise invalid("--rank" if process is None else "--process", rank if process is None else process, "no such log file", have)
+        if process is None:
+            ranks = sorted({known for known in map(rank_of, have) if known is not None})
+            raise invalid("--rank", rank, "no log file of such a node", [str(known) for known in ranks])
+        raise invalid("--process", process, "no such log file", [path.stem for path in have])
     offsets: dict[Path, int] = {}
     for path in files:
         offsets[path] = path.stat().st_size
@@ -58,13 +62,19 @@ def logs(
 
 
 def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
-    """Log files of an attempt in order of name."""
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+    """Log files of an attempt in order of name; other files there are marks between processes."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in LOG_SUFFIXES)
     if process is not None:
         files = [path for path in files if process in path.stem]
     if rank is not None:
-        files = [path for path in files if (m := _RANK.match(path.stem)) and int(m.group(1)) == rank]
+        files = [path for path in files if rank_of(path) == rank]
     return files
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank whose process wrote this log file; None for those of the job and of environment hosts."""
+    match = _RANK.match(path.stem)
+    return int(match.group(1)) if match else None
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.status import Status
 
 WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
@@ -30,6 +31,11 @@ def say(message: str) -> None:
 def show(what: RenderableType) -> None:
     """Print a table or panel: coloured on a terminal, plain in a pipe."""
     console().print(what)
+
+
+def busy(what: str) -> Status:
+    """A spinner on stderr while something takes seconds, as a context; nothing where stderr is no terminal."""
+    return Console(stderr=True).status(what)
 
 
 def console() -> Console:

@@ -23,12 +23,14 @@ from libra_hpc.planner.sweep import Point, knee, steps, sweep
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
-from .output import say, say_json, show
+from .output import busy, say, say_json, show
 from .runs import JsonOption
 from .split import show_split
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
+MOST_GPUS = 65_536
+"""The search is exact: for as many nodes of one GPU it takes some ten seconds."""
 
 GpusOption = Annotated[str, typer.Option("--gpus", metavar="N|A..B", help="GPUs to plan for, or a range to sweep; default: those of the run file.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="GPU, e.g. a800; default: gpu_type of the run file.")]
@@ -93,7 +95,8 @@ def plan(
     if low != high:
         show_sweep(asked, search, low, high, json, plot)
         return
-    result = search.run(keep)
+    with busy("searching"):
+        result = search.run(keep)
     if plot is not None:
         from libra_hpc.planner.picture import draw_plans
 
@@ -116,10 +119,10 @@ def show_plans(asked: Request, result: Result, explain: bool) -> None:
             plan_tables.terms(result),
             plan_tables.memory(asked, result),
             plan_tables.segments(asked, result),
-            plan_tables.excluded(result),
+            *([plan_tables.excluded(result)] if result.excluded else []),
         ):
             show(table)
-    else:
+    if not explain or not result.excluded:
         plan_tables.nearest(result)
 
 
@@ -127,7 +130,8 @@ def show_sweep(asked: Request, search: Search, low: int, high: int, json: bool, 
     """Compute, print and draw the scaling curve."""
     (pool,) = asked.pools
     check_gpus(low, pool.node_devices)
-    points = sweep(search, pool.node_devices, steps(low // pool.node_devices, high // pool.node_devices))
+    with busy("searching"):
+        points = sweep(search, pool.node_devices, steps(low // pool.node_devices, high // pool.node_devices))
     if all(p.plan is None for p in points):
         raise UserError(points[-1].why)
     at = knee(points)
@@ -170,6 +174,8 @@ def gpu_range(text: str) -> tuple[int, int]:
     low, high = int(match[1]), int(match[2] or match[1])
     if low > high or low < 1:
         raise invalid("--gpus", text, "an empty range", "a range from fewer to more GPUs, such as 16..128")
+    if high > MOST_GPUS:
+        raise invalid("--gpus", text, "too many to search through", f"at most {MOST_GPUS}")
     return low, high
 
 

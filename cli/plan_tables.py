@@ -33,6 +33,11 @@ TERMS = {
 }
 
 
+LEGEND = """nodes: training + rollout; TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel;
+4xTP8: four engines of eight GPUs; tokens/s: trained; GB: of a training GPU"""
+"""Under the table of plans."""
+
+
 def title(asked: Request, *, sized: bool = True) -> str:
     """Model and devices in a line; ``sized`` says how many."""
     parts = [
@@ -81,7 +86,8 @@ def plans(asked: Request, result: Result) -> Table:
 
 
 def remarks(asked: Request, result: Result) -> None:
-    """What the first row means."""
+    """What the columns are and what the first row means."""
+    show(Text(LEGEND, style="dim"))
     best = result.plans[0]
     layout, train, rollout = best.train.layout, best.train.time.total, best.rollout.seconds
     if asked.batch.eta == 0:
@@ -92,11 +98,9 @@ def remarks(asked: Request, result: Result) -> None:
         what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
     if rollout <= (1 + CLOSE) * result.straggler:
         what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
-    show(
-        Text(
-            f"best: {what}; micro-batches of {layout.micro_tokens:,} tokens{', recomputed' if layout.recompute else ''}, MFU {best.train.time.mfu:.2f}"
-        )
-    )
+    recompute = ", activations recomputed" if layout.recompute else ""
+    show(Text(f"best: {what}"))
+    show(Text(f"its training: micro-batches of {layout.micro_tokens:,} tokens{recompute}, {best.train.time.mfu:.0%} of peak FLOP/s (MFU)"))
     if result.alone:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
@@ -119,11 +123,11 @@ def nearest(result: Result) -> None:
 def terms(result: Result) -> Table:
     """Where the training time of the best plan goes."""
     time = result.plans[0].train.time
-    table = _table(("training of the best plan", "left"), ("seconds", "right"), ("share", "right"))
+    table = _table(("training of the best plan", "left"), ("time", "right"), ("share", "right"))
     for name in TrainTime.__struct_fields__:
         if name in TERMS and getattr(time, name) > 0:
-            table.add_row(TERMS[name], f"{getattr(time, name):.2f}", f"{getattr(time, name) / time.total:.0%}")
-    table.add_row(f"all, {time.micro_batches} micro-batches per replica and update", f"{time.total:.2f}", "100%", style="bold")
+            table.add_row(TERMS[name], _s(getattr(time, name)), f"{getattr(time, name) / time.total:.0%}")
+    table.add_row(f"all, {time.micro_batches} micro-batches per replica and update", _s(time.total), "100%", style="bold")
     return table
 
 
@@ -133,8 +137,8 @@ def memory(asked: Request, result: Result) -> Table:
     usable = USABLE * asked.pools[best.pool].device.memory_bytes
     table = _table(("memory of a training GPU", "left"), ("GB", "right"))
     for name, size in best.train.memory.terms().items():
-        table.add_row(name, f"{size / 1e9:.1f}")
-    table.add_row(f"all, of {usable / 1e9:.0f} usable", f"{best.train.memory.total / 1e9:.1f}", style="bold")
+        table.add_row(name, _gb(size))
+    table.add_row(f"all, of {usable / 1e9:.0f} usable", _gb(best.train.memory.total), style="bold")
     return table
 
 
@@ -146,7 +150,7 @@ def segments(asked: Request, result: Result) -> Table:
         ("generated tokens", "right"),
         ("trajectories", "right"),
         ("share of tokens", "right"),
-        ("seconds", "right"),
+        ("time", "right"),
     )
     for s in result.plans[0].rollout.segments:
         bins = lengths.bins[s.first : s.last + 1]
@@ -158,7 +162,7 @@ def segments(asked: Request, result: Result) -> Table:
             f"{low:,.0f}..{bins[-1].generated:,.0f}",
             f"{count:,.0f}",
             f"{share:.0%}",
-            f"{s.seconds:.1f}",
+            _s(s.seconds),
         )
     return table
 
@@ -219,8 +223,16 @@ def _pool(asked: Request, pool: int) -> str:
 
 
 def _s(seconds: float) -> str:
-    """Seconds with a digit after the point, or with two that count."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+    """A duration with a digit after the point, or with two that count."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 1e-3:.2g} ms"
+
+
+def _gb(size: float) -> str:
+    """Gigabytes with a digit after the point, or with two that count."""
+    return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
 
 
 def _source(text: str) -> str:

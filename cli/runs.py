@@ -18,7 +18,7 @@ RUNS = "runs"
 """Default of ``run.dir``."""
 FINAL = ("completed", "failed", "cancelled")
 
-RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run folder, its name, or its job id; default: the latest run.")]
+RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.")]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

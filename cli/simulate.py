@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.compare import ORACLE, Compared, compare, parse_policies
 from libra_hpc.sim.fleet import build_fleet
 from libra_hpc.sim.settings import SimSettings
 
-from .output import note, say, say_json, show
+from .output import busy, note, say, say_json, show
 from .runs import JsonOption
 from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 
 DEFAULTS = SimSettings()
+LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another engine than before;
+re-prefill: tokens computed again; idle: share of the GPUs' time; oracle: knows all lengths"""
+"""Under the table."""
 MARKS = {"best": "green", "reference": "dim"}
 
 
@@ -56,14 +59,17 @@ def simulate(
         names.append(ORACLE)
     if eta and not batch_groups:
         raise UserError(f"--eta = {eta}: without --batch-groups there are no training steps to be stale against.")
+    for option, seconds in (("--train-s", train_s), ("--sync-s", sync_s)):
+        if not math.isfinite(seconds):
+            raise invalid(option, seconds, "not a finite number", "a number >= 0")
     fleet = build_fleet(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
     work = load(file, format, skip_bad, limit).trajectories
     settings = SimSettings(
         max_num_seqs=max_num_seqs, max_inflight=max_inflight, batch_groups=batch_groups, eta=eta, train_s=train_s, sync_s=sync_s, seed=seed,
         max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs), max_model_len=max_context,
     )  # fmt: skip
-    with Console(stderr=True).status("reading") as status:
-        done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}") if sys.stderr.isatty() else None)
+    with busy("simulating") as status:
+        done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}"))
     if plot is not None:
         from libra_hpc.sim.picture import draw
 
@@ -76,8 +82,9 @@ def simulate(
         say_json({"trace": str(file), "gpus": fleet.gpus, "device": device, "model": model, "buckets": buckets, "source": fleet.source, "policies": rows})
         return
     say(f"{file}: {len(work):,} trajectories, {sum(len(one.turns) for one in work):,} turns, {sum(one.generated for one in work):,} generated tokens")
-    say(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}")
+    show(Text(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}"))
     show(table(done))
+    say(LEGEND)
 
 
 def ratio(one: Compared, reference: float | None) -> float | None:
@@ -89,10 +96,10 @@ def table(done: dict[str, Compared]) -> Table:
     """One row a policy; the best makespan but the oracle's is marked."""
     reference = done[ORACLE].result.makespan_s if ORACLE in done else None
     best = min((one.result.makespan_s for name, one in done.items() if name != ORACLE), default=0.0)
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    out.add_column("policy")
-    for heading in ("makespan s", "tok/s", "p50 s", "p95 s", "p99 s", "moves", "re-prefill", "idle", "x oracle"):
-        out.add_column(heading, justify="right")
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    out.add_column("policy", no_wrap=True)
+    for heading in ("makespan s", "tokens/s", "p50 s", "p95 s", "p99 s", "moves", "re-prefill", "idle", "x oracle"):
+        out.add_column(heading, justify="right", no_wrap=True)
     for name, one in done.items():
         result, against = one.result, ratio(one, reference)
         style = MARKS["reference"] if name == ORACLE else MARKS["best"] if result.makespan_s == best else ""

@@ -11,14 +11,15 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.initial import Initial, initial_plan
 
 from . import plan_tables
-from .output import WIDTH, console
+from .output import WIDTH, busy, console
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Initial | None]:
     """A run file with its split filled in, and the plan behind it; as it is, and None, where the split is explicit.  Raises `UserError`."""
     if config.components.split != "auto":
         return config, None
-    made = initial_plan(config)
+    with busy("planning"):
+        made = initial_plan(config)
     return made.config, made
 
 

@@ -38,6 +38,8 @@ def status(
         return
     if snapshot is not None:
         show(render(snapshot, now=time.time(), rewards=rewards(found)))
-    if job is not None and (snapshot is None or job.state != "running"):
+    if job is not None and not job.id:
+        say(f"{found.name}: was never queued; files in {found.path}")
+    elif job is not None and (snapshot is None or job.state != "running"):
         reason = f" ({job.reason})" if job.reason else ""
-        say(f"{found.name}: job {job.id or '-'} is {job.state}{reason}; files in {found.path}")
+        say(f"{found.name}: job {job.id} is {job.state}{reason}; files in {found.path}")

@@ -20,6 +20,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.planner.initial import Initial, record
 from libra_hpc.slurm.fit import check_fit
+from libra_hpc.slurm.launch import Launch
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.summary import render_summary, summarise
 
@@ -43,7 +44,7 @@ EngineOption = Annotated[
 
 
 def submit(
-    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file.")] = None,
+    run_file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="Run file.")] = None,
     override: OverrideOption = [],  # noqa: B006
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")] = False,
@@ -75,14 +76,14 @@ def submit(
     if made is not None and not (parsable or json):
         show_split(made, stderr=dry_run)
     if dry_run:
-        say(jobs.script(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number, environment).rstrip("\n"))
+        say(jobs.script(Launch(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number)).rstrip("\n"))
         return
     if run is None:
         assert run_file is not None
         run = create(config, run_file)
     else:
         refuse_if_active(run)
-    queued = queue(config, run, number, environment, made)
+    queued = queue(Launch(config, run, number), environment, made)
     if parsable:
         say(queued)
     elif json:
@@ -104,15 +105,16 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(config: RunConfig, run: RunDir, number: int, environment: Mapping[str, str] | None, made: Initial | None) -> str:
+def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial | None) -> str:
     """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no run directory behind."""
+    run = launch.run
     try:
-        run.write_json(run.config, config.model_dump())
+        run.write_json(run.config, launch.config.model_dump())
         if made is not None:
             run.write_json(run.plan, record(made))
-        return jobs.queue(config, run, number, environment)
+        return jobs.queue(launch, environment)
     except (UserError, OperationError):
-        if number == 1:
+        if launch.attempt == 1:
             jobs.discard(run)
         raise
 

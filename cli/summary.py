@@ -10,7 +10,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
-from .output import note, say_json, show
+from .output import busy, note, say_json, show
 from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 
@@ -29,6 +29,7 @@ def draw(run: RunDir) -> None:
     from libra_hpc.telemetry.plot import plot
 
     try:
-        plot(run, run.summary_picture)
+        with busy("drawing"):
+            plot(run, run.summary_picture)
     except UserError as error:
         note(f"no picture: {error}")

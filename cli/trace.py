@@ -16,7 +16,7 @@ from libra_hpc.sim.traces.generate import Dials, generate
 from libra_hpc.sim.traces.predict import Prediction, Residual, predict
 from libra_hpc.sim.traces.stats import Spread
 
-from .output import note, say, say_json, show
+from .output import busy, note, say, say_json, show
 from .runs import JsonOption
 
 app = typer.Typer(help="Traces of trajectories: what a simulation replays.", no_args_is_help=True)
@@ -29,6 +29,10 @@ TRENDS = {
     "flat": "what remains stays level with attained service: having run long tells nothing",
     "too few": "attained service: too few trajectories to tell",
 }
+
+PROMPT_LEGEND = """eta2: share of the variance between prompts; ICC: correlation of two samples of a prompt;
+r siblings, r probe: correlation with the mean of the siblings, with the first of them"""
+SIGNAL_LEGEND = """eta2: share of the variance between classes, chance included; r: correlation; n: tool returns"""
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="File to write; compressed if it ends in .gz.")]
@@ -46,7 +50,8 @@ def trace() -> None:
 def inspect(file: FileArgument, format: FormatOption = read.AUTO, skip_bad: SkipOption = False, limit: LimitOption = None, json: JsonOption = False) -> None:
     """Show counts, quantiles, the tail, and what predicts the work that remains."""
     found = load(file, format, skip_bad, limit)
-    description, prediction = describe(found.trajectories), predict(found.trajectories)
+    with busy("analysing"):
+        description, prediction = describe(found.trajectories), predict(found.trajectories)
     if json:
         facts = {"file": str(file), "format": found.format, "bad_lines": len(found.bad)}
         say_json({**facts, "description": msgspec.to_builtins(description), "prediction": msgspec.to_builtins(prediction)})
@@ -62,11 +67,16 @@ def convert(
     format: FormatOption = read.AUTO,
     skip_bad: SkipOption = False,
     limit: LimitOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Write a trace in the project's own format."""
     found = load(file, format, skip_bad, limit)
-    read.write_trace(out, found.trajectories)
-    say(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
+    with busy("writing"):
+        read.write_trace(out, found.trajectories)
+    if json:
+        say_json({"out": str(out), "format": found.format, "bad_lines": len(found.bad), "trajectories": len(found.trajectories)})
+    else:
+        say(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
 
 
 @app.command("generate")
@@ -82,17 +92,24 @@ def generate_trace(
     epochs: Annotated[int, typer.Option(metavar="N", help="How often each prompt comes.")] = DEFAULTS.epochs,
     max_context: Annotated[int, typer.Option(metavar="TOKENS", help="Where a trajectory is cut.")] = DEFAULTS.max_context,
     seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same trace.")] = DEFAULTS.seed,
+    json: JsonOption = False,
 ) -> None:
     """Generate a trace with known structure."""
     dials = Dials(trajectories, group, seed, sibling, outcome, drift, epochs, turns, max_context)
-    made = generate(preset, dials)
-    read.write_trace(out, made)
-    say(f"{out}: {len(made):,} trajectories, {sum(len(one.turns) for one in made):,} turns, {sum(one.generated for one in made):,} generated tokens")
+    with busy("generating"):
+        made = generate(preset, dials)
+        read.write_trace(out, made)
+    facts = {"trajectories": len(made), "turns": sum(len(one.turns) for one in made), "generated_tokens": sum(one.generated for one in made)}
+    if json:
+        say_json({"out": str(out), "preset": preset, **facts})
+    else:
+        say(f"{out}: {facts['trajectories']:,} trajectories, {facts['turns']:,} turns, {facts['generated_tokens']:,} generated tokens")
 
 
 def load(file: Path, format: str, skip_bad: bool, limit: int | None) -> read.Trace:
     """Read a trace, and say on stderr what was passed over."""
-    found = read.read_trace(file, format, skip_bad, limit)
+    with busy("reading"):
+        found = read.read_trace(file, format, skip_bad, limit)
     if found.bad:
         note(f"passed over {len(found.bad)} bad lines, the first: {found.bad[0]}")
     return found
@@ -139,6 +156,7 @@ def show_prediction(what: Prediction) -> None:
             values = (row.anova.eta2, row.anova.icc, row.r_siblings, row.r_probe)
             table.add_row(row.quantity, f"{row.groups:,}", f"{row.n:,}", *(_share(value) for value in values))
         show(table)
+        say(PROMPT_LEGEND)
     else:
         say("the prompt predicts: no siblings\n")
     table = _table("at equal turn, log of what remains", "measure", "value", "share of variance", "n")
@@ -146,6 +164,7 @@ def show_prediction(what: Prediction) -> None:
         value = _share(signal.value) if not signal.note else signal.note
         table.add_row(signal.signal, signal.measure, value, _share(signal.share), f"{signal.n:,}")
     show(table)
+    say(SIGNAL_LEGEND)
     table = _table("attained tokens", "n", "mean tokens to come", "mean turns to come")
     for residual in _thinned(what.residual):
         table.add_row(f"> {residual.attained:,}", f"{residual.n:,}", f"{residual.mean_tokens:,.0f}", f"{residual.mean_turns:,.1f}")

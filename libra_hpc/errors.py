@@ -8,6 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_VALUE = 120
+"""Characters of a value that a message repeats: a line of a file that is none of ours may be a megabyte long."""
+
 
 class UserError(Exception):
     """A mistake in what the user gave us; the message is one complete sentence."""
@@ -27,6 +30,11 @@ class SlurmUnreachable(OperationError):
     exit_code = 3
 
 
+def said(error: Exception) -> str:
+    """What an exception says, without the number and the file name that an `OSError` puts around it: the sentence around it names the file."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def nearest(value: str, valid: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest valid name, or an empty string when nothing is close."""
     close = difflib.get_close_matches(value, list(valid), n=1, cutoff=0.6)
@@ -38,7 +46,10 @@ def invalid(field: str, value: object, why: str, valid: Iterable[str] | str = ()
 
     ``valid`` is either the list of valid names (the nearest match is then suggested) or a sentence fragment such as ``"an integer >= 0"``.
     """
-    text = f"{field} = {value!r}: {why}"
+    shown = repr(value)
+    if len(shown) > LONGEST_VALUE:
+        shown = f"{shown[:LONGEST_VALUE]}..."
+    text = f"{field} = {shown}: {why}"
     if isinstance(valid, str):
         return UserError(f"{text}; valid: {valid}." if valid else f"{text}.")
     names = list(valid)

@@ -7,10 +7,11 @@ files.  Only functions named ``read_*`` and ``check_*`` touch files.  Whether th
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def check_run(config: RunConfig) -> None:
     if config.run.engine == "twin":
         check_twin(config)
         return
-    check_task(config.task.name)
+    check_task(config.task.name, config.task.options)
     for error in problems(config, read_model_config(config)):
         raise error
 
@@ -208,20 +209,39 @@ def check_run_dir(config: RunConfig) -> None:
         raise invalid("run.dir", config.run.dir, f"{parent} is not writable", "a writable folder on a file system all nodes share")
 
 
-def check_task(name: str) -> None:
-    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class; the file is parsed, never run."""
+def check_task(name: str, options: Iterable[str] = ()) -> None:
+    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class, with a constructor that takes ``options``.
+
+    The file is parsed, never run: what it imports need not be installed where runs are submitted.
+    """
     path, separator, wanted = name.rpartition(":")
     if not separator:
         if name not in BUILTIN:
             raise invalid("task.name", name, "unknown task", [*BUILTIN, "path/to/file.py:ClassName"])
-        return
+        module, wanted = BUILTIN[name]
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        path = spec.origin
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
         raise invalid("task.name", name, f"{path} cannot be read ({error.strerror})", "path/to/file.py:ClassName") from error
     except (SyntaxError, ValueError) as error:
         raise invalid("task.name", name, f"{path} is not valid Python ({error})", "path/to/file.py:ClassName") from error
-    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"
         raise UserError(f"task.name = {name!r}: {path} defines no class {wanted!r}; {known}.")
+    taken = _constructor_options(classes[wanted])
+    for option in options:
+        if taken is not None and option not in taken:
+            raise invalid("task.options", option, f"{wanted} has no such option", taken)
+
+
+def _constructor_options(task: ast.ClassDef) -> list[str] | None:
+    """Names of what a task's constructor takes behind the tokenizer; None where the class text does not tell."""
+    for node in task.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwarg is None:
+            return [argument.arg for argument in (*node.args.args[2:], *node.args.kwonlyargs)]
+    return None

@@ -21,7 +21,7 @@ from statistics import median
 
 import msgspec
 
-from libra_hpc.errors import invalid
+from libra_hpc.errors import invalid, said
 from libra_hpc.hardware.curves import Curve
 from libra_hpc.hardware.fitting import robust_fit
 from libra_hpc.telemetry.rundir import write_atomic
@@ -124,7 +124,7 @@ def load(path: str | Path) -> Calibration:
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise invalid("calibration file", str(path), str(error), f"a JSON file of format {FORMAT!r}") from error
+        raise invalid("calibration file", str(path), said(error), f"a JSON file of format {FORMAT!r}") from error
     if found.format != FORMAT:
         raise invalid(f"{path}: format", found.format, "unknown format of calibration", [FORMAT])
     for tp, capacity in found.kv_capacity.items():

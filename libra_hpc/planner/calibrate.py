@@ -137,8 +137,8 @@ class PredictedStep(msgspec.Struct, frozen=True):
     predicted_train_s: float | None
     """Of training the batch, as predicted then."""
     measured_train_s: float
-    latency_s: float | None
-    """From the commit that admitted the batch's prompts until it was complete; None when that was before this attempt."""
+    latency_s: float | None = None
+    """From the commit that admitted the batch's prompts until it was complete; None when that was before this attempt, or nobody wrote it down."""
 
 
 class _Next(msgspec.Struct):

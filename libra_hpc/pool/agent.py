@@ -36,6 +36,7 @@ from .layout import COMPONENTS_VARIABLE, Layout, check_world
 from .mesh import MPI, Mesh, meet
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
+from .routes import Routes, add_engines, add_rollout_lead, add_train_leader
 from .train_node import TrainNode
 
 HEARTBEAT_S = 1.0
@@ -62,9 +63,13 @@ class Agent:
         self.rollout_node: RolloutNode | None = None
         self.train_node: TrainNode | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._welcome = asyncio.Event()
         self._stop = asyncio.Event()
         self._heard = time.monotonic()
+        self._routes = Routes()
+        self._routes.add(wire.Welcome, self._enter)
+        self._routes.add(wire.Roles, self._on_roles)
+        self._routes.add(wire.RankLost, self._on_rank_lost)
+        self._routes.add(wire.Stop, self._on_stop)
 
     async def run(self) -> bool:
         """Serve until the coordinator says stop; True when the run completed (rank 0) or this node was not at fault (others)."""
@@ -96,13 +101,15 @@ class Agent:
         self.context = context
         if context.component != "planner":
             self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)
-        if self.rank == self.layout.train_leader:
-            self.train_leader = self._make_train_leader(context)
-            self._spawn(self.train_leader.run())
-        if self.rank == self.layout.rollout_leader:
-            self.rollout_lead = RolloutLead(context)
-            self._spawn(self.rollout_lead.run())
-        self._welcome.set()
+            add_engines(self._routes, self.rollout_node, self.train_node, self._spawn)
+            if self.rank == self.layout.train_leader:
+                self.train_leader = self._make_train_leader(context)
+                add_train_leader(self._routes, self.train_leader, self.train_node, self.rank, self.mesh.send)
+                self._spawn(self.train_leader.run())
+            if self.rank == self.layout.rollout_leader:
+                self.rollout_lead = RolloutLead(context)
+                add_rollout_lead(self._routes, self.rollout_lead)
+                self._spawn(self.rollout_lead.run())
 
     def _make_train_leader(self, context: Context) -> TrainLeader:
         config, start = self.config, context.start
@@ -201,56 +208,23 @@ class Agent:
             self._fail(f"message {type(message).__name__} from rank {source}", error)
 
     def _route(self, source: int, message: Any, blob: bytes) -> None:
-        lead, node, train, leader = self.rollout_lead, self.rollout_node, self.train_node, self.train_leader
-        match message:
-            case wire.Turns() if node:
-                node.on_turns(message)
-            case wire.TurnsDone() | wire.EngineUp() | wire.EngineDown() | wire.EngineVersion() | wire.EngineLoad() | wire.DrainTurns() | wire.Committed():
-                if lead:
-                    lead.on_message(message)
-            case wire.WeightsChunk() if node:
-                node.on_chunk(message, blob)
-            case wire.WeightsCurrent() if node:
-                node.on_current(message)
-            case wire.WeightsWanted() if train:
-                if leader and leader.exporter != self.rank:
-                    self.mesh.send(leader.exporter, message)
-                else:
-                    train.on_wanted(message)
-            case wire.Publish() if train:
-                train.on_publish(message)
-            case wire.ToReplica(message=order) if train:
-                train.on_message(order)
-            case wire.FromReplica(rank=rank, message=answer) if leader:
-                leader.on_reply(rank, answer)
-            case wire.FormGeneration(generation=generation, ranks=ranks) if leader:
-                leader.on_generation(generation, ranks)
-            case wire.Batch() if leader:
-                leader.on_batch(message)
-            case wire.StopTraining(reason=reason) if leader:
-                leader.on_stop(reason)
-            case wire.EngineDied(rank=rank, reason=reason, kind="train") if leader:
-                leader.on_replica_down(rank, reason)
-            case wire.StartEngine(kind=kind) if node and train:
-                self._spawn((node if kind == "rollout" else train).start())
-            case wire.StandbyEngine(kind=kind) if node and train:
-                (node if kind == "rollout" else train).standby()
-            case wire.Roles(receivers=receivers):
-                if self.context:
-                    self.context.receivers = receivers
-            case wire.RankLost(rank=rank):
-                self.mesh.forget(rank)
-                if leader:
-                    leader.on_replica_down(rank, "node lost")
-                if lead:
-                    lead.leader.on_rank_lost(rank)
-            case wire.Welcome():
-                self._enter(message)
-            case wire.Stop(reason=reason):
-                log.info("stop: %s", reason)
-                self._stop.set()
-            case _ if self.coordinator:
-                self.coordinator.on_message(source, message)
+        if not self._routes.deliver(message, blob) and self.coordinator is not None:
+            self.coordinator.on_message(source, message)
+
+    def _on_roles(self, roles: wire.Roles) -> None:
+        if self.context is not None:
+            self.context.receivers = roles.receivers
+
+    def _on_rank_lost(self, lost: wire.RankLost) -> None:
+        self.mesh.forget(lost.rank)
+        if self.train_leader is not None:
+            self.train_leader.on_replica_down(lost.rank, "node lost")
+        if self.rollout_lead is not None:
+            self.rollout_lead.leader.on_rank_lost(lost.rank)
+
+    def _on_stop(self, stop: wire.Stop) -> None:
+        log.info("stop: %s", stop.reason)
+        self._stop.set()
 
 
 def main() -> None:

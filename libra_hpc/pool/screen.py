@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from libra_hpc.planner.calibrate import StepForecast
 from libra_hpc.protocol.mesh import Heartbeat
 from libra_hpc.telemetry.accuracy import median_error, window_error
-from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status, StepForecastStatus
+from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status
 
 from . import states
 from .context import Context
@@ -68,10 +68,9 @@ def compose_status(
 
 def _forecast(seen: Observations, forecast: StepForecast) -> ForecastStatus | None:
     """None before the first step."""
-    timed = list(seen.predictions)
-    if not timed:
+    steps = list(seen.predictions)
+    if not steps:
         return None
-    steps = [StepForecastStatus(s.step, s.predicted_s, s.predicted_start_s, s.measured_s, s.predicted_train_s, s.measured_train_s) for s in timed]
     whole = [(s.predicted_s, s.measured_s) for s in steps]
     start = [(s.predicted_start_s, s.measured_s) for s in steps]
     train = [(s.predicted_train_s, s.measured_train_s) for s in steps]

@@ -10,45 +10,33 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from libra_hpc.config.run import RunConfig
 from libra_hpc.telemetry.rundir import RunDir
 
-from .fit import present_components
 from .job import JobRecord, read_job, start_attempt, write_job
+from .launch import Launch
 from .query import JobInfo, JobState
 from .site import clean_environment
-from .writer import agent_arguments, agent_environment
 
 GRACE_S = 20.0
 """Time the agents have to save and to end their engines after SIGTERM, before SIGKILL."""
 POLL_S = 0.05
 
 
-def start(
-    config: RunConfig,
-    run: RunDir,
-    *,
-    attempt: int,
-    environment: Mapping[str, str] | None = None,
-    python: str = sys.executable,
-    arguments: Sequence[str] | None = None,
-) -> str:
+def start(launch: Launch) -> str:
     """Start one agent per node of every component, all on this machine, and return ``local-<pid>``.
 
-    Parameters as for `writer.het_script`.  Output goes to ``agent-<rank>.log`` and ``launcher.log`` in the attempt's log folder.
+    Output goes to ``agent-<rank>.log`` and ``launcher.log`` in the attempt's log folder.
     """
-    ranks = sum(component.nodes for _, component in present_components(config))
+    run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
-    logs = run.logs(attempt)
-    command = [python, *(agent_arguments(run, attempt) if arguments is None else arguments)]
+    logs, command = run.logs(attempt), [launch.python, *launch.interpreted]
     begun = [option for path in (run.met(attempt), run.result) for option in ("--begun", str(path))]
-    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(ranks), "--logs", str(logs), *begun, "--", *command]
-    env = {**clean_environment(os.environ), **(environment or {}), **agent_environment(config)}
+    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(launch.ranks), "--logs", str(logs), *begun, "--", *command]
+    env = {**clean_environment(os.environ), **launch.variables}
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(logs / "launcher.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 
@@ -15,6 +13,7 @@ from . import local
 from .command import SlurmRefused, call
 from .fit import check_fit
 from .job import JobRecord, read_job, start_attempt, write_job
+from .launch import Launch
 from .query import JobInfo, JobState, job, partitions
 from .writer import het_script
 
@@ -24,44 +23,27 @@ USER_MISTAKES = ("invalid", "not available", "not be satisfied", "can not be sat
 """Words in sbatch's refusals that mean the request, not the cluster, is at fault."""
 
 
-def submit(
-    config: RunConfig,
-    run: RunDir,
-    *,
-    env: Mapping[str, str],
-    attempt: int,
-    environment: Mapping[str, str] | None = None,
-    python: str = sys.executable,
-    arguments: Sequence[str] | None = None,
-) -> str:
+def submit(launch: Launch, env: Mapping[str, str]) -> str:
     """Write ``job.sbatch``, queue it, write ``job.json``; returns the Slurm job id.
 
-    ``env`` is Slurm's client environment (`slurm_environment`), ``environment`` the variables of the agents.  Raises `UserError` when the request can
-    never be met (nothing is queued then), `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
+    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met (nothing is queued then),
+    `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
     """
-    _write_script(config, run, env, attempt, environment, python, arguments)
-    start_attempt(run, attempt)
-    answer = _sbatch(["--parsable", str(run.script)], config, env)
+    _write_script(launch, env)
+    start_attempt(launch.run, launch.attempt)
+    answer = _sbatch(["--parsable"], launch, env)
     # "id" or "id;cluster"
     job_id = answer.strip().split(";")[0]
     if not job_id.isdigit():
         raise OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
-    write_job(run, JobRecord("slurm", job_id, attempt, time.time()))
+    write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time()))
     return job_id
 
 
-def estimate(
-    config: RunConfig,
-    run: RunDir,
-    *,
-    env: Mapping[str, str],
-    attempt: int,
-    environment: Mapping[str, str] | None = None,
-    python: str = sys.executable,
-) -> str:
+def estimate(launch: Launch, env: Mapping[str, str]) -> str:
     """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns when it would start, in Slurm's words.  Raises as `submit` does."""
-    _write_script(config, run, env, attempt, environment, python, None)
-    return _sbatch(["--test-only", str(run.script)], config, env)
+    _write_script(launch, env)
+    return _sbatch(["--test-only"], launch, env)
 
 
 def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
@@ -103,25 +85,17 @@ def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     return env
 
 
-def _write_script(
-    config: RunConfig,
-    run: RunDir,
-    env: Mapping[str, str],
-    attempt: int,
-    environment: Mapping[str, str] | None,
-    python: str,
-    arguments: Sequence[str] | None,
-) -> None:
-    check_fit(config, partitions(env))
-    text = het_script(config, run, python=python, attempt=attempt, environment=environment or {}, arguments=arguments)
-    write_atomic(run.script, text.encode())
+def _write_script(launch: Launch, env: Mapping[str, str]) -> None:
+    check_fit(launch.config, partitions(env))
+    write_atomic(launch.run.script, het_script(launch).encode())
 
 
-def _sbatch(options: list[str], config: RunConfig, env: Mapping[str, str]) -> str:
+def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
+    name = launch.config.run.name
     try:
-        return call(["sbatch", *options], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S)
+        return call(["sbatch", *options, str(launch.run.script)], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S)
     except SlurmRefused as refusal:
         said = str(refusal)
         if any(word in said.lower() for word in USER_MISTAKES):
-            raise UserError(f"Slurm refuses the job of run {config.run.name!r}: {said}.") from None
-        raise OperationError(f"Slurm did not take the job of run {config.run.name!r}: {said}.") from None
+            raise UserError(f"Slurm refuses the job of run {name!r}: {said}.") from None
+        raise OperationError(f"Slurm did not take the job of run {name!r}: {said}.") from None

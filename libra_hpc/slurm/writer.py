@@ -10,7 +10,6 @@ job is being cancelled or preempted, and each rank's output goes to ``agent-<ran
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
 from importlib import resources
 
 import jinja2
@@ -18,9 +17,8 @@ import jinja2
 from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.telemetry.rundir import RunDir
 
-from .fit import present_components
+from .launch import Launch
 from .ranks import START_TRIES
 
 WARNING_S = 60
@@ -29,31 +27,10 @@ RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 """What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
 
 
-def component_counts(config: RunConfig) -> str:
-    """``planner:1,train:1,...``: nodes by component in rank order, what agents find their component from."""
-    return ",".join(f"{name}:{component.nodes}" for name, component in present_components(config))
-
-
-def agent_arguments(run: RunDir, attempt: int) -> list[str]:
-    """Arguments of the interpreter that start a node agent."""
-    return ["-m", "libra_hpc.pool.agent", "--run", str(run.path), "--attempt", str(attempt)]
-
-
-def agent_environment(config: RunConfig) -> dict[str, str]:
-    """Variables every agent gets, whatever started it."""
-    return {"LIBRA_COMPONENTS": component_counts(config), "PYTHONUNBUFFERED": "1"}
-
-
-def het_script(config: RunConfig, run: RunDir, *, python: str, attempt: int, environment: Mapping[str, str], arguments: Sequence[str] | None = None) -> str:
-    """The sbatch script of ``config``.
-
-    ``python``: interpreter on the nodes; ``attempt``: 1 for the first submission; ``environment``: variables the agents get, beside
-    `agent_environment`; ``arguments``: what the interpreter is given instead of the agent's.  Raises `UserError` for a value that cannot
-    be written as an sbatch option.
-    """
-    components = present_components(config)
-    exports = {**environment, **agent_environment(config)}
-    command = [python, *RANK_STARTER, *(agent_arguments(run, attempt) if arguments is None else arguments)]
+def het_script(launch: Launch) -> str:
+    """The sbatch script of a launch; raises `UserError` for a value that cannot be written as an sbatch option."""
+    config, run, components = launch.config, launch.run, launch.components
+    logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.interpreted]
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
         resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text()
     )
@@ -62,19 +39,19 @@ def het_script(config: RunConfig, run: RunDir, *, python: str, attempt: int, env
         common=[
             f"--job-name={_word('run.name', config.run.name)}",
             # Slurm expands % in file names; doubled it stands for itself.
-            f'--output="{str(run.logs(attempt) / "slurm.out").replace("%", "%%")}"',
+            f'--output="{str(logs / "slurm.out").replace("%", "%%")}"',
             "--open-mode=append",
             f"--signal=B:USR1@{WARNING_S}",
         ],
-        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())],
+        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted(launch.variables.items())],
         groups=",".join(str(index) for index in range(len(components))) if len(components) > 1 else "",
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
-        log_prefix=shlex.quote(str(run.logs(attempt) / "agent-")),
+        log_prefix=shlex.quote(str(logs / "agent-")),
         command=shlex.join(command),
         result=shlex.quote(str(run.result)),
-        met=shlex.quote(str(run.met(attempt))),
+        met=shlex.quote(str(run.met(launch.attempt))),
         tries=START_TRIES,
-        python=shlex.quote(python),
+        python=shlex.quote(launch.python),
     )
 
 

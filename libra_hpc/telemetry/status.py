@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.planner.snapshot import PlanDecision
 
 
@@ -57,24 +58,15 @@ class DecisionStatus(PlanDecision, frozen=True, kw_only=True):
     """Looks in a row that ended so, for the same reason."""
 
 
-class StepForecastStatus(msgspec.Struct, frozen=True):
-    """One step, predicted before it and measured after it; None where too little was known for a prediction."""
-
-    step: int
-    predicted_s: float | None
-    """From the commit before to this one, as predicted there."""
-    predicted_start_s: float | None
-    """The same, as predicted when its batch was complete and training of it began."""
-    measured_s: float
-    predicted_train_s: float | None
-    """Training alone, as predicted then."""
-    measured_train_s: float
+def because(reason: str, action: str) -> str:
+    """The reason of a decision without the name of the action that it begins with: a screen names the action beside it."""
+    return reason.removeprefix(f"{action}: ")
 
 
 class ForecastStatus(msgspec.Struct, frozen=True):
     """Predicted against measured step times; errors are medians of |predicted / measured - 1| over the last steps."""
 
-    steps: list[StepForecastStatus]
+    steps: list[PredictedStep]
     """The last few, oldest first."""
     error: float | None
     """A step ahead."""

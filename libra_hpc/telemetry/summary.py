@@ -16,6 +16,7 @@ from rich.text import Text
 from . import series
 from .accuracy import WINDOW, median_error, smoother_error, window_error
 from .rundir import RunDir, read_lines
+from .status import because
 
 FIRST_AND_LAST = 0.2
 """Share of the steps averaged for "first" and "last" reward: one step is too noisy, a quarter hides a short warm-up."""
@@ -264,7 +265,7 @@ def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
         meanwhile = f"{move.steps_meanwhile} steps, {move.tokens_meanwhile:,} tokens"
         gains = ("-" if gain is None else f"{gain:.2f} s" for gain in (move.predicted_gain_s, move.realised_gain_s))
         table.add_row(duration(move.at_s), str(move.rank), move.to, took, meanwhile, *gains)
-        reasons.add_row(f"node {move.rank}", move.reason)
+        reasons.add_row(f"node {move.rank}", because(move.reason, f"to_{move.to}"))
     return Group(table, reasons)
 
 

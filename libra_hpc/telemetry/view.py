@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .accuracy import WINDOW
-from .status import DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status
+from .status import DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status, because
 from .summary import STATE_STYLES, duration
 
 WIDTH = 100
@@ -81,7 +81,7 @@ def _learning(status: Status, rewards: Sequence[float]) -> Table:
     grid.add_column(no_wrap=True, ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     style = "bold green" if status.reward > status.reward_first else "bold"
-    reward = Text.assemble(("reward ", "dim"), f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style))
+    reward = Text.assemble(("reward ", "dim"), *((f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style)) if status.step else ("-",)))
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
     limits = Text.assemble(("weights ", "dim"), f"v{status.version}", ("   staleness ", "dim"), f"{status.staleness_mean:.2f} mean, {status.staleness_max} max")
@@ -165,7 +165,7 @@ def _decision(decision: DecisionStatus | None, *, now: float) -> Text:
     return Text.assemble(
         (what, "bold yellow" if decision.action != "hold" else "bold"),
         (f"  {duration(max(now - decision.at, 0))} ago  ", "dim"),
-        decision.reason.removeprefix(f"{decision.action}: "),
+        because(decision.reason, decision.action),
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from libra_hpc_cli import app, jobs
 
+from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import Partition
 from tests.config.test_check import MODEL
 
@@ -36,9 +37,9 @@ class Queue:
         self.cancelled: list[str] = []
         self.answer = jobs.JobView(id="4711", state="pending", reason="waiting for resources")
 
-    def queue(self, config: Any, run: Any, number: int, environment: Any) -> str:
-        self.submitted.append((run.name, number))
-        run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": number, "submitted_at": 1.0})
+    def queue(self, launch: Launch, environment: Any) -> str:
+        self.submitted.append((launch.run.name, launch.attempt))
+        launch.run.write_json(launch.run.job, {"job_id": "4711", "executor": "slurm", "attempt": launch.attempt, "submitted_at": 1.0})
         return "4711"
 
     def state(self, run: Any) -> jobs.JobView:

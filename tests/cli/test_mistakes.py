@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,9 @@ def test_a_mistake_in_the_run_file(case: str, site: Path, queue: Queue, cli: Cal
         (["status"], "There is no run below runs/"),
         (["status", "quick-007"], "RUN = 'quick-007': no run of that name"),
         (["submti"], "submti"),
+        (["simulate", "trace", "--calibration", "absent"], "calibration file = 'absent': No such file or directory; valid: "),
+        (["plan", "run.toml", "--best", "0"], "--best"),
+        (["submit", "run.toml", "-o", f"run.name={'x' * 5000}"], f"run.name = '{'x' * 119}...: too long; valid: "),
         (["make-policy", "model"], "OUT = 'model': exists already"),
         (["make-policy", "new", "--task", "chess"], "--task = 'chess': unknown task; valid: arithmetic, keychain"),
     ],
@@ -88,6 +92,8 @@ def test_a_mistake_in_the_command_line(arguments: list[str], sentence: str, site
 
 def test_check_finds_the_same_and_prints_nothing_but_the_verdict(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
+    facts = json.loads(cli("check", "run.toml", "--json").out)
+    assert facts == {"run_file": "run.toml", "good": True, "checked_against_slurm": True, "split": None}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert outcome.code == 2
     assert "no such partition" in one_line(outcome)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli.app import run
 
+from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.traces.generate import Dials, generate
 from libra_hpc.sim.traces.read import write_trace
 
@@ -47,9 +48,20 @@ def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: 
     assert simulate(str(trace), *FLEET, "--policy", "libra,round_robin", "--no-oracle", "--plot", str(picture)) == 0
     out = capsys.readouterr().out
     rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert rows[-2:] == ["libra", "round_robin"]
+    assert rows[-4:-2] == ["libra", "round_robin"]
     assert "makespan s" in out
+    assert "re-prefill: tokens computed again" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_policys_row_is_whole_and_no_line_is_too_long(trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trace.parent)
+    assert simulate(trace.name, *FLEET, "--policy", ",".join(policy_names(live=False))) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 100
+    for name in policy_names(live=False):
+        assert any(len(line.split()) == 10 and line.split()[0] == name for line in out.splitlines()), name
 
 
 def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +86,8 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
         (["--model", "qwen3-41b"], ["qwen3-41b", "qwen3-14b"]),
         (["--model", "llama-3.1-70b"], ["does not fit 1 x a800"]),
         (["--eta", "1"], ["--eta = 1", "--batch-groups"]),
+        (["--batch-groups", "1", "--train-s", "inf"], ["--train-s = inf: not a finite number"]),
+        (["--batch-groups", "1", "--sync-s", "inf"], ["--sync-s = inf: not a finite number"]),
     ],
 )
 def test_a_mistake_is_one_sentence(trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:

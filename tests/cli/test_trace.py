@@ -30,6 +30,7 @@ def test_generate_then_inspect(preset: str, tmp_path: Path, cli: Cli) -> None:
     lines = table.out.splitlines()
     assert max(map(len, lines)) <= max(100, len(lines[0]))
     assert "…" not in table.out
+    assert "ICC: correlation of two samples of a prompt" in table.out
     facts = json.loads(cli("trace", "inspect", str(out), "--json").out)
     assert (facts["format"], facts["bad_lines"], facts["description"]["trajectories"]) == ("libra", 0, 512)
     assert facts["prediction"]["prompt"][-1]["anova"]["icc"] == pytest.approx(0.69, abs=0.08)
@@ -41,6 +42,13 @@ def test_every_dial_arrives(tmp_path: Path, cli: Cli) -> None:
     assert cli("trace", "generate", str(out), *(text for name, value in options.items() for text in (f"--{name}", str(value)))).code == 0
     dials = Dials(trajectories=96, group=4, turns=6, sibling=0.4, outcome=0.9, drift=2, epochs=3, max_context=30000, seed=5)
     assert read_trace(out).trajectories == generate("r2e", dials)
+
+
+def test_what_was_generated_as_json(tmp_path: Path, cli: Cli) -> None:
+    told = json.loads(cli("trace", "generate", str(tmp_path / "a.jsonl"), "--trajectories", "16", "--json").out)
+    made = read_trace(tmp_path / "a.jsonl").trajectories
+    assert (told["trajectories"], told["turns"]) == (16, sum(len(one.turns) for one in made))
+    assert told["generated_tokens"] == sum(one.generated for one in made)
 
 
 def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
@@ -56,7 +64,8 @@ def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
     assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")
     assert done.err.startswith("passed over 1 bad lines, the first: line 3: ")
     assert [one.prompt_tokens for one in read_trace(out).trajectories] == [4808, 3180]
-    cli("trace", "convert", str(source), str(out), "--format", "azure", "--limit", "1")
+    told = cli("trace", "convert", str(source), str(out), "--format", "azure", "--limit", "1", "--json")
+    assert json.loads(told.out) == {"out": str(out), "format": "azure", "bad_lines": 0, "trajectories": 1}
     assert [one.prompt_tokens for one in read_trace(out, format="libra").trajectories] == [4808]
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ def test_wait_ends_with_the_summary_and_the_runs_verdict(state: str, code: int, 
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == code
     assert "step 41/60  reward 0.710" in outcome.out
-    assert "planner: node 2 to train: training 1.42 s a batch" in outcome.out
+    assert outcome.out.count("planner: node 2 to train: training 1.42 s a batch") == 1
+    assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
     assert (site / "runs" / "quick-001" / "summary.png").exists()
     verdict = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(state)
@@ -155,6 +157,13 @@ def test_status_shows_the_snapshot_or_why_the_job_waits(site: Path, queue: Queue
     assert (printed["run"], printed["job"]["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
 
 
+def test_status_of_a_run_that_was_never_queued(site: Path, queue: Queue, cli: Cli) -> None:
+    run = RunDir.create(site / "runs", "quick")
+    run.write_json(run.config, {})
+    queue.answer = jobs.JobView("", "unknown")
+    assert cli("status").out == f"quick-001: was never queued; files in {run.path}\n"
+
+
 def test_a_snapshot_of_an_earlier_attempt_is_not_shown(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
     run = RunDir(site / "runs" / "quick-001")
@@ -190,6 +199,10 @@ def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
     assert outcome.code == 0
     assert "is cancelled already" in outcome.out
     assert queue.cancelled == ["quick-001"]
+    assert json.loads(cli("cancel", "--json").out) == {"run": "quick-001", "job_id": "4711", "cancelled": False, "state": "cancelled"}
+    queue.answer = jobs.JobView("4711", "running")
+    assert json.loads(cli("cancel", "--json").out) == {"run": "quick-001", "job_id": "4711", "cancelled": True, "state": "cancelled"}
+    assert queue.cancelled == ["quick-001", "quick-001"]
 
 
 def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Queue, cli: Cli) -> None:
@@ -203,6 +216,15 @@ def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Que
     outcome = cli("logs", "--process", "hots")
     assert outcome.code == 2
     assert "valid: agent-2, host2, r3.0, t2.0" in outcome.err
+    assert "--rank = 7: no log file of such a node; valid: 2, 3." in cli("logs", "--rank", "7").err
+
+
+def test_marks_between_processes_are_no_logs(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.logs(1).mkdir(parents=True)
+    for name in ("agent-0.log", "slurm.out", "met"):
+        (run.logs(1) / name).write_text("said\n")
+    assert [line.split("/")[-1] for line in cli("logs").out.splitlines() if line != "said"] == ["agent-0.log <==", "slurm.out <=="]
 
 
 def test_following_logs_ends_with_the_run_and_misses_nothing(site: Path, queue: Queue, cli: Cli) -> None:
@@ -219,6 +241,25 @@ def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: algorithm.eta = -1: out of range; valid: an integer >= 0.\n"
+
+
+VERBS = [
+    *("submit", "status", "logs", "cancel", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy", "config show"),
+    *("cluster up", "cluster env", "cluster down", "cluster status", "trace inspect", "trace convert", "trace generate"),
+]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_names_its_arguments_plainly(verb: str, cli: Cli) -> None:
+    outcome = cli(*verb.split(), "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"Usage: libra-hpc {verb}" in outcome.out
+    assert "[[" not in outcome.out
+    assert "<int" not in outcome.out
+
+
+def test_the_version_is_that_of_the_package(cli: Cli) -> None:
+    assert cli("--version") == Outcome(0, f"libra-hpc {metadata.version('libra-hpc')}\n", "")
 
 
 def test_login_node_verbs_never_import_an_engine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,9 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 BATCH = 4
+ENGINE_MARKS = [
+    pytest.mark.cluster,
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None or importlib.util.find_spec("megatron") is None, reason="the engines are not installed"),
+]
+"""Of tests whose runs have real engines."""
 RUN_FILE = """
 [run]
 name = "t"
@@ -117,14 +127,15 @@ class Case:
 
     def kill_busy_engine(self, rank: int) -> None:
         """SIGKILL a rollout engine, frozen at a moment at which turns are in flight there; between batches there may be none."""
-        victim = self.child(rank, "libra_hpc.rollout.engine")
+        victim, run = self.child(rank, "libra_hpc.rollout.engine"), self.run
+        assert run is not None
 
         def busy() -> bool:
             os.kill(victim, signal.SIGSTOP)
             frozen = time.time()
             # The leader reports every second, and the status shows it within another.
             while time.time() < frozen + 4.0:
-                status = self.run.read_json(self.run.status)
+                status = run.read_json(run.status)
                 if status["updated_at"] > frozen + 2.0:
                     if any(bucket["inflight"] for bucket in status["buckets"]):
                         return True

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry.rundir import read_lines
-from tests.cluster.runs import Case, trained_once
+from tests.cluster.runs import ENGINE_MARKS, Case, trained_once
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None or importlib.util.find_spec("megatron") is None, reason="the engines are not installed"),
-]
-
+pytestmark = ENGINE_MARKS
 
 STEPS = 24
 

@@ -42,6 +42,20 @@ def running(info: ClusterInfo) -> list[str]:
     return [name for name, pid in info.pids.items() if command_line(pid)]
 
 
+def processes(cluster: Cluster) -> dict[int, str]:
+    """Program of every process that works in the cluster's folder or was told of its configuration."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            program, works = (entry / "exe").readlink().name, (entry / "cwd").readlink().is_relative_to(cluster.home)
+            told = f"SLURM_CONF={cluster.conf}".encode() in (entry / "environ").read_bytes().split(b"\0") or str(cluster.conf) in command_line(int(entry.name))
+        except (OSError, ValueError):
+            continue
+        if works or told:
+            found[int(entry.name)] = program
+    return found
+
+
 def submit_sleep(info: ClusterInfo, marker: Path) -> str:
     script = f"#!/bin/bash\n#SBATCH -p cpu --output=/dev/null\nsrun sh -c 'echo $PPID $$ >{marker}; exec sleep 600'\n"
     path = marker.with_suffix(".sbatch")
@@ -112,17 +126,30 @@ def test_up_repairs_what_was_killed_and_jobs_live_on(own: Cluster, tmp_path: Pat
     assert len(messages) == 1
 
 
-def test_down_after_a_killed_slurmd_leaves_no_task(own: Cluster, tmp_path: Path) -> None:
+def test_down_after_a_killed_slurmd_leaves_no_process(own: Cluster, tmp_path: Path) -> None:
     info = own.up()
     submit_sleep(info, tmp_path / "job")
     for name, pid in info.pids.items():
         if name.startswith("slurmd") or name == "slurmctld":
             os.kill(pid, signal.SIGKILL)
+    mine = {"slurmstepd-wlm", "munged", Path("/bin/sleep").resolve().name, Path("/bin/bash").resolve().name, "srun"}
+    before = processes(own)
+    assert mine <= set(before.values()), before
     own.down()
-    _, task = (int(pid) for pid in (tmp_path / "job").read_text().split())
-    while command_line(task):
+    assert processes(own) == {}
+
+
+def test_down_leaves_the_steps_of_another_cluster_alone(own: Cluster, cluster: ClusterInfo, tmp_path: Path) -> None:
+    job_id = submit_sleep(cluster, tmp_path / "job")
+    own.up()
+    own.down()
+    step, task = (int(pid) for pid in (tmp_path / "job").read_text().split())
+    assert command_line(step)
+    assert command_line(task)
+    assert job(environment(cluster), job_id).state is JobState.RUNNING
+    call(["scancel", job_id], environment(cluster))
+    while not job(environment(cluster), job_id).state.ended:
         time.sleep(0.05)
-    assert running(info) == []
 
 
 def test_ports_taken_by_others_are_given_up(own: Cluster) -> None:

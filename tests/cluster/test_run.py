@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry.rundir import read_lines
-from tests.cluster.runs import Case, trained_once
+from tests.cluster.runs import ENGINE_MARKS, Case, trained_once
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None or importlib.util.find_spec("megatron") is None, reason="the engines are not installed"),
-]
+pytestmark = ENGINE_MARKS
 
 STEPS = 160
 """The first attempt is cancelled long before them, also when the machine is so busy that a command takes as long as many steps."""

@@ -16,6 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.command import call
+from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import JobInfo, JobState
 from libra_hpc.telemetry.rundir import RunDir
 
@@ -77,7 +78,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def queue(run: RunDir, env: dict[str, str], how: str, attempt: int = 1) -> str:
     arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
-    return submit.submit(RunConfig.model_validate(CONFIG), run, env=env, attempt=attempt, environment={"NOTE": "it's 100%"}, arguments=arguments)
+    return submit.submit(Launch(RunConfig.model_validate(CONFIG), run, attempt, environment={"NOTE": "it's 100%"}, arguments=arguments), env)
 
 
 def records(run: RunDir, attempt: int = 1) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
 def test_mistakes_queue_nothing(run: RunDir, slurm_env: dict[str, str], section: str, field: str, change: dict[str, Any]) -> None:
     before = call(["squeue", "--noheader", "--format=%A"], slurm_env)
     with pytest.raises(UserError, match=f"^{section}.{field}"):
-        submit.submit(RunConfig.model_validate({section: change}), run, env=slurm_env, attempt=1)
+        submit.submit(Launch(RunConfig.model_validate({section: change}), run, 1), slurm_env)
     assert call(["squeue", "--noheader", "--format=%A"], slurm_env) == before
     assert not run.job.exists()
 
@@ -170,11 +171,11 @@ def test_mistakes_queue_nothing(run: RunDir, slurm_env: dict[str, str], section:
 def test_what_only_slurm_knows_is_refused_in_its_words(run: RunDir, slurm_env: dict[str, str]) -> None:
     config = RunConfig.model_validate({"components": {"rollout": {"constraint": "nvlink"}}})
     with pytest.raises(UserError, match=r"Slurm refuses the job of run 'run': .*feature"):
-        submit.submit(config, run, env=slurm_env, attempt=1)
+        submit.submit(Launch(config, run, 1), slurm_env)
 
 
 def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
-    submit.estimate(RunConfig.model_validate(CONFIG), run, env=slurm_env, attempt=1)
+    submit.estimate(Launch(RunConfig.model_validate(CONFIG), run, 1), slurm_env)
     assert run.script.exists()
     assert not run.job.exists()
 

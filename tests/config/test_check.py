@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from libra_hpc.config import check
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.tasks.registry import BUILTIN, task_class
 
 MODEL = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 6,
@@ -112,11 +114,24 @@ def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     check.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
         check.check_task(f"{task}:Mien")
+    task.write_text("class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self, tokenizer, **options): pass\n")
+    check.check_task(f"{task}:Mine", ["turns", "seed"])
+    check.check_task(f"{task}:Any", ["whatever"])
+    with pytest.raises(UserError, match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"):
+        check.check_task(f"{task}:Mine", ["trns"])
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
         check.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
         check.check_task("keychian")
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
+    taken = list(inspect.signature(task_class(name)).parameters)[1:]
+    check.check_task(name, taken)
+    with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
+        check.check_task(name, ["chess"])
 
 
 def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:

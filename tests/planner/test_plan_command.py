@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,10 +65,23 @@ def test_the_default_tells_split_limits_and_sources(call: Call) -> None:
     _, out, _ = call()
     assert "qwen3-14b on 48 x a800 (6 nodes of 8); 512 trajectories a batch, eta 1 (stages overlap)" in out
     assert "assumed log-normal" in out
+    assert "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel" in out
     assert "rollout steps: operator tables" in out
     assert "proved optimal" in out
     assert "choices do not fit (--explain for all)" in out
     assert "GB over" in out
+
+
+def test_small_figures_keep_two_digits_and_nothing_excluded_is_said(call: Call, tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256}
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": 32, "torch_dtype": "bfloat16", **shape}))
+    _, out, _ = call("--model", "tiny", "--explain")
+    assert re.search(r"forward and backward +\d[.\d]* ms +\d+%", out)
+    assert re.search(r"weights +0\.000\d+ ", out)
+    assert re.search(r"\n \d+ x TP1 .* \d+\.\d s ", out)
+    assert "nothing was excluded" in out
+    assert "because" not in out
 
 
 def test_json_is_the_whole_result(call: Call) -> None:
@@ -125,7 +139,9 @@ def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     assert "rollout steps: roofline of qwen3-14b on mi250x" in out
 
 
-MISTAKES = {
+MISTAKES: dict[tuple[str, ...], str] = {
+    ("--devices", "absent"): "device file = 'absent': No such file or directory; valid: ",
+    ("--gpus", "99999999"): "--gpus = '99999999': too many to search through; valid: at most 65536.",
     ("--device", "a80"): "device = 'a80': unknown device; valid: ",
     ("-o", "components.train.gpu_type=a80"): "components.train.gpu_type = 'a80': unknown device; valid: ",
     ("--model", "qwen3-14"): "(did you mean 'qwen3-14b'?)",

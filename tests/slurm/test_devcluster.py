@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.devcluster import packages
 from libra_hpc.slurm.devcluster.cluster import Cluster
 from libra_hpc.slurm.devcluster.conf import NODES, Site, gres_conf, slurm_conf
-from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, stop
+from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, step_daemons, stop
 from libra_hpc.slurm.devcluster.packages import Tools
 
 SITE = Site(Path("/h"), "host", "127.0.1.1", "me", {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}}, 4242)
@@ -107,6 +108,26 @@ def test_job_processes_need_the_configuration_and_a_node_of_ours() -> None:
     children = [subprocess.Popen(["/bin/sleep", "60"], env={**os.environ, **extra}) for extra in variables]
     try:
         assert job_processes(conf, ["n0", "n1"]) == [children[2].pid]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_step_daemons_need_our_program_in_our_folder(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder in (ours, other):
+        folder.mkdir()
+    program = ours / "slurmstepd"
+    shutil.copy("/bin/sleep", ours / "slurmstepd-wlm")
+    program.symlink_to("slurmstepd-wlm")
+    started = [(program, ours), (program, other), (Path("/bin/sleep"), ours)]
+    children = [subprocess.Popen([path, "60"], cwd=folder) for path, folder in started]
+    try:
+        assert step_daemons(program, ours) == [children[0].pid]
+        children[0].kill()
+        children[0].wait()
+        assert step_daemons(program, ours) == []
     finally:
         for child in children:
             child.kill()

@@ -14,6 +14,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.job import read_job, write_job
+from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import JobState
 from libra_hpc.slurm.ranks import KeyValueSpace
 from libra_hpc.telemetry.rundir import RunDir
@@ -66,7 +67,7 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir, *how: str) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    local.start(RunConfig(), run, attempt=1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how])
+    local.start(Launch(RunConfig(), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 
 def wait_for(run: RunDir, pattern: str, count: int) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.slurm.writer import component_counts, het_script
+from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.writer import het_script
 from libra_hpc.telemetry.rundir import RunDir
 
 FULL: dict[str, Any] = {
@@ -26,7 +27,7 @@ FULL: dict[str, Any] = {
 
 def script(config: dict[str, Any], **changes: Any) -> str:
     arguments: dict[str, Any] = {"python": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
-    return het_script(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes})
+    return het_script(Launch(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes}))
 
 
 def test_golden_text() -> None:
@@ -34,7 +35,9 @@ def test_golden_text() -> None:
 
 
 def test_components_without_nodes_are_left_out() -> None:
-    assert component_counts(RunConfig.model_validate(FULL)) == "planner:1,train:2,rollout:1"
+    launch = Launch(RunConfig.model_validate(FULL), RunDir("/data/demo-001"), 1)
+    assert launch.variables["LIBRA_COMPONENTS"] == "planner:1,train:2,rollout:1"
+    assert launch.ranks == 4
 
 
 def test_one_component_is_a_plain_job() -> None:

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.status import (
@@ -16,7 +17,6 @@ from libra_hpc.telemetry.status import (
     NodeStatus,
     StageStatus,
     Status,
-    StepForecastStatus,
     encode_status,
 )
 
@@ -25,7 +25,7 @@ STEPS = 60
 DRIFT_STEP = 30
 STEP_S = 3.0
 MOVE = (START + 100.0, START + 109.5)
-REASON = "training 1.42 s a batch, rollout 0.97 s; moving node 2 saves 31 s over 300 s and costs 9.5 s"
+REASON = "to_train: training 1.42 s a batch, rollout 0.97 s; moving node 2 saves 31 s over 300 s and costs 9.5 s"
 COMPONENTS = ("planner", "train", "hybrid", "rollout")
 
 
@@ -55,7 +55,7 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.write({"t": START, "kind": "job_started"})
     for rank, component in enumerate(COMPONENTS):
         log.write({"t": START + 1, "kind": "agent_joined", "rank": rank, "component": component, "host": f"node{rank}"})
-    log.write({"t": MOVE[0], "kind": "move_started", "rank": 2, "to": "train", "reason": "training takes 2.3 s a batch, rollout 2.1 s"})
+    log.write({"t": MOVE[0], "kind": "move_started", "rank": 2, "to": "train", "reason": "to_train: training takes 2.3 s a batch, rollout 2.1 s"})
     log.write({"t": MOVE[1], "kind": "move_done", "rank": 2, "role": "train", "seconds": 9.5})
     log.write({"t": MOVE[1] + 20, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.42, "realised_gain_s": 0.31})
     log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
@@ -92,5 +92,5 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
 
 def forecast(step: int) -> ForecastStatus:
     """What the screen shows of predictions; the first of them is not known."""
-    steps = [StepForecastStatus(n, None if n == step - 5 else 3.31, 3.09, STEP_S, 0.95, 1.0) for n in range(step - 5, step + 1)]
+    steps = [PredictedStep(n, None if n == step - 5 else 3.31, 3.09, STEP_S, 0.95, 1.0, 5.5) for n in range(step - 5, step + 1)]
     return ForecastStatus(steps, 0.1, 0.03, 0.07, 0.05, 3.2, {"train": 1.02, "latency": 0.97})

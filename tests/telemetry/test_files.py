@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,6 +16,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.telemetry import plot, series, summary, view
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import decode_status, encode_status
 
 from . import synthetic
 
@@ -142,7 +145,7 @@ def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
 def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     text = text_of(summary.render_summary(summary.summarise(run)))
     assert "3 steps, 500 tokens" in text
-    assert "training takes 2.3 s a batch" in text
+    assert "node 2  training takes 2.3 s a batch" in text
     assert "0.42 s" in text
     assert "0.31 s" in text
     facts = " ".join(text.replace("│", " ").split())
@@ -162,11 +165,28 @@ def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: st
         assert fact in text, fact
 
 
+def test_there_is_no_reward_before_the_first_step(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at))
+    assert "reward -  " in text_of(view.render(msgspec.structs.replace(status, step=0), now=status.updated_at))
+
+
 def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:
     running, over = synthetic.make_status(run), synthetic.make_status(run, state="completed")
     later = running.updated_at + 3600
     assert "no news for 1:00:00" in text_of(view.render(running, now=later))
     assert "no news" not in text_of(view.render(over, now=later))
+
+
+def test_a_status_written_before_latencies_were_in_it_is_read(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    old = json.loads(encode_status(status))
+    for step in old["forecast"]["steps"]:
+        assert step.pop("latency_s") == 5.5
+    read = decode_status(json.dumps(old).encode())
+    assert read.forecast is not None
+    assert [step.latency_s for step in read.forecast.steps] == [None] * 6
+    assert text_of(view.render(read, now=status.updated_at)) == text_of(view.render(status, now=status.updated_at))
 
 
 @pytest.mark.parametrize(("values", "expected"), [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")])

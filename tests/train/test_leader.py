@@ -90,6 +90,15 @@ async def until(condition: Callable[[], object]) -> None:
     raise AssertionError("never happened")
 
 
+async def pair_with_a_silent_second(world: World) -> None:
+    """Replicas 1 and 2 are members of generation 1, and 2 will never answer again."""
+    for rank in (1, 2):
+        world.add(rank)
+    world.leader.on_generation(1, (1, 2))
+    await until(lambda: len(world.of(MemberJoined)) == 2)
+    world.replicas[2].silent = True
+
+
 def play(world: World, script: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         task = asyncio.create_task(world.leader.run())
@@ -142,13 +151,9 @@ def test_a_newcomer_joins_at_a_step_border_and_shares_the_next_batch() -> None:
 
 def test_a_death_in_a_step_redoes_that_step_with_the_survivor() -> None:
     world = World(steps=2)
-    world.add(1)
-    world.add(2)
 
     async def script() -> None:
-        world.leader.on_generation(1, (1, 2))
-        await until(lambda: len(world.of(MemberJoined)) == 2)
-        world.replicas[2].silent = True
+        await pair_with_a_silent_second(world)
         world.replicas[1].take = lambda message: world.reply(1, StepFailed(1, 1, "peer closed"))  # type: ignore[method-assign]
         world.leader.on_batch(batch(1))
         await asyncio.sleep(0.02)
@@ -163,13 +168,9 @@ def test_a_death_in_a_step_redoes_that_step_with_the_survivor() -> None:
 
 def test_a_step_that_one_survivor_committed_is_not_trained_again() -> None:
     world = World(steps=2)
-    world.add(1)
-    world.add(2)
 
     async def script() -> None:
-        world.leader.on_generation(1, (1, 2))
-        await until(lambda: len(world.of(MemberJoined)) == 2)
-        world.replicas[2].silent = True
+        await pair_with_a_silent_second(world)
         world.leader.on_batch(batch(1))
         await until(lambda: len(world.trained) == 1)
         world.leader.on_replica_down(2, "killed after the all-reduce")

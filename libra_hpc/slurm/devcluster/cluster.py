@@ -27,7 +27,7 @@ from libra_hpc.errors import OperationError, invalid
 from libra_hpc.telemetry.rundir import write_atomic
 
 from . import conf as files
-from .daemons import Daemon, job_processes, last_line, send, stop
+from .daemons import Daemon, job_processes, last_line, send, step_daemons, stop
 from .packages import Tools, ensure_packages, locked
 
 READY_TIMEOUT_S = 60.0
@@ -36,6 +36,8 @@ RESUME_AFTER_S = 3.0
 """A node that is still down or drained this long after its slurmd started was set so by someone, and is resumed."""
 CANCEL_TIMEOUT_S = 20.0
 """Slurm kills a job's processes ``KillWait`` = 10 s after asking them to end."""
+KILL_TIMEOUT_S = 5.0
+"""A killed process is gone within milliseconds, unless it hangs in the kernel, where nobody can help."""
 PORT_RANGE = (20000, 32000)
 """Below Linux's ephemeral range (32768 upwards), so that no outgoing connection takes one of our ports between two starts."""
 POLL_S = 0.1
@@ -234,9 +236,19 @@ class Cluster:
             self._cancel_jobs(env)
         # munged last: the others need it to end in an orderly way.
         stopped = [name for group in (slurmds, [slurmctld], [munged]) for name in stop(group)]
-        for pid in job_processes(self.conf, files.NODES):
-            send(pid, signal.SIGKILL)
+        self._kill_steps(tools)
         return stopped
+
+    def _kill_steps(self, tools: Tools) -> None:
+        """End what a slurmd that was killed left behind: scripts, tasks and the daemons of their steps."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        # More than one look: a task may have started another one between look and signal.
+        while left := job_processes(self.conf, files.NODES) + step_daemons(tools.sbin / "slurmstepd", self.home / "log"):
+            for pid in left:
+                send(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
 
     def _cancel_jobs(self, env: dict[str, str]) -> None:
         deadline = time.monotonic() + CANCEL_TIMEOUT_S

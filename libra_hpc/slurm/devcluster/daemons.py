@@ -6,11 +6,12 @@ survives a crash of the machine.  Nothing is ever signalled on the pid file's wo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,13 +108,11 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def job_processes(conf: Path, nodes: Sequence[str]) -> list[int]:
-    """Processes of jobs of the cluster with this ``conf``, found by what Slurm put into their environment: left over when a slurmd was killed."""
+    """Scripts and tasks of jobs of the cluster with this ``conf``, found by what Slurm put into their environment: left over when a slurmd was killed."""
     wanted_conf = f"SLURM_CONF={conf}".encode()
     wanted_nodes = {f"SLURMD_NODENAME={node}".encode() for node in nodes}
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for entry in _processes():
         try:
             variables = set((entry / "environ").read_bytes().split(b"\0"))
         except OSError:
@@ -121,6 +120,26 @@ def job_processes(conf: Path, nodes: Sequence[str]) -> list[int]:
         if wanted_conf in variables and variables & wanted_nodes:
             found.append(int(entry.name))
     return found
+
+
+def step_daemons(program: Path, folder: Path) -> list[int]:
+    """Processes of ``program`` (slurmstepd) that work in ``folder``, where a slurmd of the cluster works and starts them.
+
+    They outlive a killed slurmd, and their job too when no controller takes its end.  Their command line says nothing: Slurm writes a title over it and
+    over the beginning of their environment.
+    """
+    wanted = program.resolve(), folder.resolve()
+    found = []
+    for entry in _processes():
+        # Readable for our own processes only, so the others cannot be meant.
+        with contextlib.suppress(OSError):
+            if ((entry / "exe").readlink(), (entry / "cwd").readlink()) == wanted:
+                found.append(int(entry.name))
+    return found
+
+
+def _processes() -> Iterator[Path]:
+    return (entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid())
 
 
 def last_line(path: Path) -> str:

@@ -1,0 +1,87 @@
+"""Routes: which part of a node gets which message of the mesh.
+
+One table of message type -> handler, to which every part adds its own rows when it comes to life; what has no row is for the coordinator, where there is one,
+and for nobody elsewhere (a message to a part that this node does not have, or not yet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.train.leader import TrainLeader
+
+from .rollout_lead import RolloutLead
+from .rollout_node import RolloutNode
+from .train_node import TrainNode
+
+M = TypeVar("M")
+
+FOR_ROLLOUT_LEAD = (wire.TurnsDone, wire.EngineUp, wire.EngineDown, wire.EngineVersion, wire.EngineLoad, wire.DrainTurns, wire.Committed)
+
+
+class Routes:
+    """The table; message types have no subtypes, so a look-up by type is exact."""
+
+    def __init__(self) -> None:
+        self._rows: dict[type, Callable[[Any, bytes], object]] = {}
+
+    def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
+        """Messages of this type go to ``handler``, instead of where they went before."""
+        self._rows[kind] = lambda message, blob: handler(message)
+
+    def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes], None]) -> None:
+        """The same for a message that carries a blob."""
+        self._rows[kind] = handler
+
+    def deliver(self, message: object, blob: bytes = b"") -> bool:
+        """Hand a message to its handler; False when there is none."""
+        handler = self._rows.get(type(message))
+        if handler is None:
+            return False
+        handler(message, blob)
+        return True
+
+
+def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: Callable[[Any], None]) -> None:
+    """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
+
+    def half(kind: str) -> RolloutNode | TrainNode:
+        return rollout if kind == "rollout" else train
+
+    routes.add(wire.Turns, rollout.on_turns)
+    routes.add_with_blob(wire.WeightsChunk, rollout.on_chunk)
+    routes.add(wire.WeightsCurrent, rollout.on_current)
+    routes.add(wire.WeightsWanted, train.on_wanted)
+    routes.add(wire.Publish, train.on_publish)
+    routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
+    routes.add(wire.StartEngine, lambda order: spawn(half(order.kind).start()))
+    routes.add(wire.StandbyEngine, lambda order: half(order.kind).standby())
+
+
+def add_train_leader(routes: Routes, leader: TrainLeader, train: TrainNode, rank: int, send: Callable[[int, wire.MeshMessage], None]) -> None:
+    """Rows of the train leader, which has the node of this ``rank`` beside it: rollout nodes know only the leader, so it passes on who wants weights."""
+
+    def wanted(message: wire.WeightsWanted) -> None:
+        if leader.exporter == rank:
+            train.on_wanted(message)
+        else:
+            send(leader.exporter, message)
+
+    def died(message: wire.EngineDied) -> None:
+        if message.kind == "train":
+            leader.on_replica_down(message.rank, message.reason)
+
+    routes.add(wire.WeightsWanted, wanted)
+    routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
+    routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
+    routes.add(wire.Batch, leader.on_batch)
+    routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason))
+    routes.add(wire.EngineDied, died)
+
+
+def add_rollout_lead(routes: Routes, lead: RolloutLead) -> None:
+    """Rows of the rollout leader."""
+    for kind in FOR_ROLLOUT_LEAD:
+        routes.add(kind, lead.on_message)

@@ -1,0 +1,51 @@
+"""A launch: one attempt of a run, told to whatever starts it (sbatch, the local launcher, a dry run) as one value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra_hpc.config.job import Component
+from libra_hpc.config.run import RunConfig
+from libra_hpc.telemetry.rundir import RunDir
+
+from .fit import present_components
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started: one node agent per node of every component of ``config``, in rank order."""
+
+    config: RunConfig
+    run: RunDir
+    attempt: int
+    """1 for the first submission of a run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables the agents get, beside those that every agent gets."""
+    python: str = sys.executable
+    """Interpreter on the nodes."""
+    arguments: Sequence[str] | None = None
+    """What the interpreter is given instead of the agent's own arguments."""
+
+    @property
+    def components(self) -> list[tuple[str, Component]]:
+        """Components that have nodes, with their names, in rank order."""
+        return present_components(self.config)
+
+    @property
+    def ranks(self) -> int:
+        """How many agents there are."""
+        return sum(component.nodes for _, component in self.components)
+
+    @property
+    def interpreted(self) -> list[str]:
+        """Arguments of the interpreter that start a node agent."""
+        agent = ["-m", "libra_hpc.pool.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
+        return agent if self.arguments is None else list(self.arguments)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables the agents get, whatever starts them; ``LIBRA_COMPONENTS`` (``planner:1,train:1,...``) tells a rank its component."""
+        counts = ",".join(f"{name}:{component.nodes}" for name, component in self.components)
+        return {**self.environment, "LIBRA_COMPONENTS": counts, "PYTHONUNBUFFERED": "1"}
