@@ -33,7 +33,7 @@ from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport,
 from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.protocol import Policy
+from libra_hpc.sched.protocol import Policy, TurnView
 
 from .batch import batch_ready, batch_stats
 from .fleet import Fleet
@@ -80,7 +80,7 @@ class RolloutLeader:
         self._send, self._train_leader, self._to_host, self._log = send, train_leader, to_host, log
         self._ended, self._routed = ended, routed
         self._hosts_ready = [False] * hosts
-        self._board = Board(settings.max_inflight, max_context=settings.max_model_len)
+        self._board = Board(settings.max_inflight)
         self._fleet = Fleet(self._board)
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
@@ -172,8 +172,11 @@ class RolloutLeader:
     def _ready(self, trajectory: Trajectory) -> None:
         trajectory.ready_at = time.monotonic()
         trajectory.place = "waiting"
-        self._queue.ready(trajectory.view(self.settings.task), trajectory.ready_at)
+        self._queue.ready(self._view(trajectory), trajectory.ready_at)
         self._kick()
+
+    def _view(self, trajectory: Trajectory) -> TurnView:
+        return trajectory.view(self.settings.task, self.settings.max_model_len)
 
     def _kick(self) -> None:
         if not self._scheduled:

@@ -120,11 +120,9 @@ class TpClass:
 class Board:
     """See the module.  Names of engines that are not up are ignored by `answered`, `report` and `down`, and are a `KeyError` elsewhere."""
 
-    def __init__(self, max_inflight: int, adaptive: bool = True, max_context: int = 0) -> None:
+    def __init__(self, max_inflight: int, adaptive: bool = True) -> None:
         self.max_inflight = max_inflight
         """Most turns in flight at one engine."""
-        self.max_context = max_context
-        """Tokens of context at which a trajectory is ended; 0: not known."""
         self.adaptive = adaptive
         """Whether caps follow the engines' reports (`concurrency`) instead of staying at ``max_inflight``."""
         self.engines: dict[str, EngineView] = {}

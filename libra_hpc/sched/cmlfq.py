@@ -1,12 +1,7 @@
 """C-MLFQ: a multi-level feedback queue whose feedback is causal (what the prompt, the siblings and the tools said), not only how long a trajectory has run.
 
 Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single sequence.  What a trajectory has left
-comes from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
-
-**What is left.**  Of a trajectory that is expected to generate m more tokens, m b / (m + b) count, b being what its context has room for when its tools go on
-adding to it as they did: the mean of a rest with a Pareto tail of index 2 (as in `survival`) and mean m when it is cut off at b.  Long trajectories tend
-to end at the limit, so the nearer one comes to it the better it is known what is left.  What it may *reach* is `UPPER` = 1.3 times the expected (the
-fourth root of the mean fourth power where the error of m is some half of it), and at most b.
+and what it may *reach* come from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
 
 **Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every engine is credited with the
 work of the trajectories that sit there (`seats`), which gives the second at which it would finish.  A turn goes where it adds least to
@@ -45,7 +40,6 @@ from libra_hpc.sched.tree import CausalTree, Cursor
 from libra_hpc.sched.ttl import KeepTimes
 
 MOVE_MARGIN = 3.0
-UPPER = 1.3
 OWN = 0.02
 AGEING_S = 300.0
 WARM = 0.5
@@ -92,7 +86,9 @@ class CausalMlfq:
     def key(self, turn: TurnView, now: float) -> float:
         """Virtual time: when it became ready, less its credit."""
         tracked = self._tracked.get(turn.trajectory) or self._track(turn)
-        left = self.tree.advance(tracked.cursor, turn.signals, turn.attained_tokens)
+        limit = turn.max_context
+        room = limit - turn.context_tokens if limit else inf
+        left = self.tree.advance(tracked.cursor, turn.signals, turn.attained_tokens, room)
         share = left / (left + self.tree.everything.tables[0].rest[0])
         # The probe of a group is the first turn of its first sibling.
         first = share if turn.sample else 1.0
@@ -109,20 +105,9 @@ class CausalMlfq:
         seats, cursor, context, signals = self._seats, tracked.cursor, turn.context_tokens, turn.signals
         if board.generation != seats.generation:
             seats.follow(board)
-        left, turns_left = cursor.left, cursor.turns_left - 1.0
-        reach = UPPER * left
-        if board.max_context:
-            attained = turn.attained_tokens
-            room = float(max(1, board.max_context - context))
-            if attained:
-                room *= attained / (attained + cursor.payload)
-            fits = room / (left + room)
-            left *= fits
-            turns_left *= fits
-            if reach > room:
-                reach = room
+        left, reach = cursor.left, cursor.reach
         # What tools will add, and the mean context from here on.
-        future = cursor.payload / len(signals) * turns_left if signals else 0.0
+        future = cursor.payload / len(signals) * (cursor.turns_left - 1.0) if signals else 0.0
         work = left * (context + 0.5 * (left + future))
         before = tracked.seat
         if before is not None:

@@ -10,7 +10,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.sched.protocol import Finished, TurnView
 from libra_hpc.sim.engine import Engine
 from libra_hpc.sim.request import Request
-from libra_hpc.sim.settings import trajectory_ids
+from libra_hpc.sim.settings import SimSettings, trajectory_ids
 
 
 class Run:
@@ -41,12 +41,13 @@ class Run:
         self.engine = ""
         self.high = min(self.high, self.context)
 
-    def view(self, task: str) -> TurnView:
+    def view(self, settings: SimSettings) -> TurnView:
         """The turn that is ready, as a policy sees it."""
         spec = self.spec
         return TurnView(
-            self.name, spec.prompt_id, spec.sample, task, self.context, self.attained, self.turn, self.ready_at, self.engine, self.signals
-        )
+            self.name, spec.prompt_id, spec.sample, settings.task, self.context, self.attained, self.turn, self.ready_at, self.engine, self.signals,
+            settings.max_model_len,
+        )  # fmt: skip
 
     def answered(self, high: int, version: int) -> float:
         """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until the end."""

@@ -45,7 +45,7 @@ class Simulation:
     ) -> None:
         check(work, engines, settings)
         self.settings = settings
-        self.board = Board(settings.max_inflight, settings.adaptive, settings.max_model_len)
+        self.board = Board(settings.max_inflight, settings.adaptive)
         self.recorder = Recorder()
         self._policy = policy
         self._deferral = Deferral(policy)
@@ -157,7 +157,7 @@ class Simulation:
         if run.epoch != epoch:
             return
         run.ready_at, run.place = self.now, "queue"
-        self._queue.ready(run.view(self.settings.task), self.now)
+        self._queue.ready(run.view(self.settings), self.now)
         self._kick()
 
     def _route(self, _: None) -> None:
