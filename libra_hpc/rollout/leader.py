@@ -19,18 +19,9 @@ from typing import Any
 import msgspec
 
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import (
-    CloseEpisode,
-    EpisodeFailed,
-    EpisodeOpened,
-    EpisodeStepped,
-    HostReady,
-    OpenEpisode,
-    StepEpisode,
-    ToHost,
-)
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
 from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport, Turns, TurnsDrained
-from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
+from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Policy, TurnView
@@ -87,8 +78,7 @@ class RolloutLeader:
         self._episodes: dict[str, Trajectory] = {}
         self._draining: set[int] = set()
         self._scheduled = False
-        self._rid = 0
-        self.resubmitted = 0
+        self._rid = self.resubmitted = 0
         self._lengths: list[tuple[int, int, int, float]] = []
 
     # --- data order -------------------------------------------------------------------------------------------------------------------------
@@ -170,8 +160,7 @@ class RolloutLeader:
     # --- turns ------------------------------------------------------------------------------------------------------------------------------
 
     def _ready(self, trajectory: Trajectory) -> None:
-        trajectory.ready_at = time.monotonic()
-        trajectory.place = "waiting"
+        trajectory.ready_at, trajectory.place = time.monotonic(), "waiting"
         self._queue.ready(self._view(trajectory), trajectory.ready_at)
         self._kick()
 
@@ -188,6 +177,7 @@ class RolloutLeader:
         self._compose()
         self._admit()
         self._dispatch()
+        self._rebalance()
 
     def _dispatch(self) -> None:
         now, at = time.monotonic(), time.time()
@@ -204,6 +194,13 @@ class RolloutLeader:
             self._routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
             self._send(rank, Turns(tuple(items)))
+
+    def _rebalance(self) -> None:
+        """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its partial output."""
+        for move in self._queue.rebalance(self._fleet.running(self._view), time.monotonic()):
+            rid = self._fleet.request(move.source, move.trajectory)
+            self._send(self._fleet.engines[move.source].rank, Turns(((move.source, Abort(rid)),)))
+            self._log("turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason)
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
@@ -300,8 +297,8 @@ class RolloutLeader:
         gone = self._fleet.down(name)
         if gone is None:
             return None
-        for trajectory, _ in gone.inflight.values():
-            self._resubmit(trajectory, reason)
+        for held in gone.inflight.values():
+            self._resubmit(held.trajectory, reason)
         return gone.rank
 
     def on_rank_lost(self, rank: int) -> None:

@@ -34,7 +34,7 @@ class EngineView:
 
     __slots__ = (
         "cap", "decode_s", "engine", "home", "inflight", "inflight_tokens", "kv_capacity", "kv_use", "level", "open", "prefill_s", "preemptions", "running",
-        "speed", "stamp", "tp", "version", "waiting",
+        "speed", "stamp", "steps", "tp", "version", "waiting",
     )  # fmt: skip
 
     def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, home: TpClass) -> None:
@@ -58,7 +58,7 @@ class EngineView:
         """Context tokens of those turns when they were sent."""
         self.kv_use = 0.0
         """Last reported, 0..1."""
-        self.running = self.waiting = self.preemptions = 0
+        self.running = self.waiting = self.preemptions = self.steps = 0
         self.decode_s = 0.0
         """Measured seconds per decoded token of one sequence at the present batch; 0.0 while unknown."""
         self.prefill_s = 0.0
@@ -225,6 +225,7 @@ class Board:
         if view is None:
             return
         view.kv_use, view.running, view.waiting, view.preemptions = stats.kv_use, stats.running, stats.waiting, stats.preemptions
+        view.steps = stats.steps
         view.speed.update(stats)
         view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s
         fit = view.home.fit

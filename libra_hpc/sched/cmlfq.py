@@ -20,6 +20,8 @@ estimate.  On simulated batches of 512 trajectories (48 A800, three kinds of wor
 the latter with a third fewer moves; 6 was slower by 2, 2 and 6 %.  When the engine of the last turn is full but would win by the same margin, the turn
 waits for a slot there, a matter of seconds, rather than prefill elsewhere.
 
+A turn so long that no gap comes may be moved while it runs (`midturn`); where it goes on was then decided before it was interrupted.
+
 **Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.  The credit is `AGEING_S` = 300 s for the
 first sibling of a group (the probe: the sooner it runs, the sooner the group is known); for others r / (r + m) of the same, r being expected left tokens
 and m the mean total, longest first; turns after the first get at least half, because their cache is warm.  As 0 <= credit <= `AGEING_S`, no turn is
@@ -31,9 +33,11 @@ overtaken by one that became ready `AGEING_S` or more after it: that is the boun
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from math import inf
 
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.sched.seats import Resident, Seat, Seats
 from libra_hpc.sched.tree import CausalTree, Cursor
@@ -62,7 +66,7 @@ WAITS = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 class _Tracked(Resident):
     """A running trajectory."""
 
-    __slots__ = ("credit", "cursor", "version")
+    __slots__ = ("credit", "cursor", "going", "version")
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()
@@ -70,6 +74,8 @@ class _Tracked(Resident):
         self.credit = 0.0
         self.version = -1
         """Weights of the engine of its last turn, when it was sent there."""
+        self.going: Move | None = None
+        """Where its interrupted turn goes on."""
 
 
 class CausalMlfq:
@@ -102,6 +108,8 @@ class CausalMlfq:
         if tracked is None:
             self.key(turn, now)
             tracked = self._tracked[turn.trajectory]
+        if tracked.going is not None and (decision := self._go_on(tracked, tracked.going, turn, board)):
+            return decision
         seats, cursor, context, signals = self._seats, tracked.cursor, turn.context_tokens, turn.signals
         if board.generation != seats.generation:
             seats.follow(board)
@@ -159,6 +167,40 @@ class CausalMlfq:
         keep_s = self.keep.keep_s(cursor.state.last[0], members.tp, members.prefill_s, view.kv_capacity)
         return Decision(view.engine, priority, view.level, template, numbers, keep_s)
 
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        """Running turns that should go on elsewhere; each is seated there at once."""
+        if len(self._tracked) > TAIL * len(board.engines):
+            return []
+        seats = self._seats
+        if board.generation != seats.generation:
+            seats.follow(board)
+        runners: dict[str, Runner] = {}
+        middle: dict[str, tuple[Cursor, float]] = {}
+        for run in running:
+            turn, generated = run.turn, run.generated
+            tracked = self._tracked.get(turn.trajectory)
+            if tracked is None or tracked.going is not None:
+                continue
+            context = turn.context_tokens + generated
+            room = turn.max_context - context if turn.max_context else inf
+            cursor = self.tree.ahead(tracked.cursor, turn.signals, turn.attained_tokens + generated, room)
+            future = cursor.payload / len(turn.signals) * (cursor.turns_left - 1.0) if turn.signals else 0.0
+            middle[turn.trajectory] = cursor, cursor.left * (context + 0.5 * (cursor.left + future))
+            runners[turn.trajectory] = Runner(turn.trajectory, turn.turns, turn.engine, cursor.left, context, generated)
+        for name, tracked in self._tracked.items():
+            if name not in runners and tracked.seat is not None:
+                left = max(1.0, tracked.cursor.left)
+                runners[name] = Runner(name, 0, tracked.seat.view.engine, left, tracked.work / left, 0.0)
+        found = moves(board, runners.values())
+        for move in found:
+            cursor, work = middle[move.trajectory]
+            going, target, prefill = self._tracked[move.trajectory], seats.get(move.target), runners[move.trajectory].context
+            assert target is not None
+            self._stand_up(going)
+            target.sit(going, cursor.reach, work, prefill, target.finish_with(cursor.reach, work, prefill))
+            going.going = move
+        return found
+
     def finished(self, record: Finished, now: float) -> None:
         """Teach the tree, forget the trajectory."""
         tracked = self._tracked.pop(record.trajectory, None)
@@ -188,6 +230,16 @@ class CausalMlfq:
         if seat is not None:
             seat.leave(tracked)
             self._seats.changed(seat)
+
+    def _go_on(self, tracked: _Tracked, move: Move, turn: TurnView, board: Board) -> Decision | None:
+        """Send an interrupted turn where it was to go; None when it ended by itself, or when that engine takes no turn any more."""
+        tracked.going = None
+        view = board.engines.get(move.target)
+        if turn.turns != move.turns or view is None or not view.free or tracked.seat is None or tracked.seat.view is not view:
+            return None
+        tracked.version = view.version
+        keep_s = self.keep.keep_s(tracked.cursor.state.last[0], view.home.tp, view.home.prefill_s, view.kv_capacity)
+        return Decision(view.engine, int((turn.ready_at - tracked.credit) * PRIORITIES_PER_S), view.level, INTERRUPTS, move.numbers, keep_s)
 
     def _wait(self, tracked: _Tracked, before: Seat | None, priority: int, wanted: Seat | None) -> Decision:
         """It keeps its seat while it waits."""
