@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
@@ -131,6 +132,7 @@ class Plant:
         self.leader.on_engine_down(name, "killed")
 
     def send(self, rank: int, message: Any) -> None:
+        assert wire.mesh.decode(wire.mesh.encode(message)) == message, "it survives the way there"
         self.sent.append(message)
         if isinstance(message, Turns):
             self.inbox += [(engine, item) for engine, item in message.items if isinstance(item, Generate)]

@@ -68,6 +68,13 @@ def test_a_move_must_have_been_earned_first() -> None:
     assert where(moves(made, [runner("x"), runner("y", generated=0.0)])) == [("x", "a", "b")], "y is between two turns"
 
 
+def test_nothing_is_moved_for_the_sake_of_others_alone() -> None:
+    made = board(("a", 1), ("b", 1))
+    long = runner("y", left=60_000.0, generated=0.0)
+    assert not moves(made, [runner("x", left=600.0), long]), "4.8 s sooner, 4 s of prefill"
+    assert where(moves(made, [runner("x", left=2000.0), long])) == [("x", "a", "b")]
+
+
 def test_only_an_engine_that_would_start_at_once_is_a_target() -> None:
     made = board(("a", 1), ("closed", 1), ("queue", 1), ("full", 1), ("small", 1))
     made.set_open("closed", False)
@@ -141,11 +148,15 @@ def test_a_turn_that_is_being_interrupted_is_not_asked_about_again() -> None:
 
 def test_looking_changes_nothing_that_is_learned() -> None:
     looked, plain = Tail("x", "y"), Tail("x", "y")
-    for i in range(5):
-        looked.dispatcher.rebalance(looked.running(50 * i), 10.0 * i)
+    looked.board.set_open("b", False)
+    for i in range(6):
+        assert not looked.dispatcher.rebalance(looked.running(6000 * i), 10.0 * i), "nowhere to go"
     for tail in (looked, plain):
-        tail.policy.finished(finished(5000, "x", "x"), 100.0)
-    views = [turn("new", "new"), turn("y", "y", at="a", turns=1, attained=4000, signals=(MISS,))]
+        tail.policy.finished(finished(50_000, "x", "x"), 100.0)
+        for i in range(32):
+            tail.policy.finished(finished(100, f"new{i}", f"new{i}"), 100.0)
+    assert looked.policy.tree.everything.tables[0].rest == plain.policy.tree.everything.tables[0].rest
+    views = [turn("late", "late"), turn("y", "y", at="a", turns=1, attained=4000, signals=(MISS,))]
     assert [looked.policy.key(view, 100.0) for view in views] == [plain.policy.key(view, 100.0) for view in views]
 
 
