@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from bench.harness import median, report
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import EngineStats
@@ -26,6 +28,8 @@ from libra_hpc.sched.protocol import Finished, TurnView
 
 INFLIGHT = 10_000
 LAYOUT = (1,) * 36 + (2,) * 18 + (4,) * 10
+LIMIT = 131_072
+"""Of the context."""
 WARM = 4_000
 FINISHED = 2_000
 PASSES = 5
@@ -49,7 +53,7 @@ def record(rng: random.Random, name: str, prompt: str) -> Finished:
 
 def busy_board() -> Board:
     """64 engines that have reported."""
-    board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False, max_context=131_072)
+    board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
     for i, tp in enumerate(LAYOUT):
         board.up(f"engine-{i}", tp, 300_000 * tp, 0)
         for n in range(3):
@@ -60,7 +64,10 @@ def busy_board() -> Board:
 def views(rng: random.Random, count: int, at: dict[str, str]) -> list[TurnView]:
     """The next turns of ``count`` trajectories that have done six."""
     return [
-        TurnView(f"t{i}", f"p{i // 8}", i % 8, "task", rng.randrange(2000, 40_000), rng.randrange(200, 6000), 6, 100.0, at.get(f"t{i}", ""), signals(rng, 6))
+        TurnView(
+            f"t{i}", f"p{i // 8}", i % 8, "task", rng.randrange(2000, 40_000), rng.randrange(200, 6000), 6, 100.0, at.get(f"t{i}", ""), signals(rng, 6),
+            LIMIT,
+        )
         for i in range(count)
     ]  # fmt: skip
 
@@ -80,9 +87,12 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
         board.sent(decision.engine, turn.context_tokens)
     extra = signals(rng, 1)
     nexts = [
-        TurnView(t.trajectory, t.prompt_id, t.sample, t.task, t.context_tokens + 600, t.attained_tokens + 150, 7, 101.0, at[t.trajectory], t.signals + extra)
+        replace(
+            t, context_tokens=t.context_tokens + 600, attained_tokens=t.attained_tokens + 150, turns=7, ready_at=101.0, engine=at[t.trajectory],
+            signals=t.signals + extra,
+        )
         for t in turns
-    ]
+    ]  # fmt: skip
     order = list(range(INFLIGHT))
     rng.shuffle(order)
     empty = median([-clock() + clock() for _ in range(1000)])

@@ -129,13 +129,13 @@ class RolloutNode:
         await asyncio.gather(*(e.child.stop() for e in self._engines.values() if e.child is not None))
 
     def on_turns(self, message: Turns) -> None:
-        """Pass requests on; one whose engine is gone is dropped, the leader hears of the loss anyway."""
+        """Pass requests on; one whose engine is gone is refused."""
         for name, request in message.items:
             engine = self._engines.get(name)
-            if engine is None or engine.child is None or engine.state != "ready":
-                self._answer(name, _refused(request, "engine is not ready"))
-            else:
+            if engine is not None and engine.child is not None and engine.state == "ready":
                 engine.child.send(request)
+            elif isinstance(request, Generate):
+                self._answer(name, _refused(request, "engine is not ready"))
 
     def on_chunk(self, message: WeightsChunk, blob: bytes) -> None:
         """A piece of new weights."""

@@ -11,7 +11,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
-from .rollout import EngineReady, EngineStats, Generate, Generated
+from .rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from .trainer import FromWorker, Sample, ToWorker
 
 
@@ -231,8 +231,8 @@ class TurnsDrained(msgspec.Struct, tag=True, frozen=True):
 class Turns(msgspec.Struct, tag=True, frozen=True):
     """Rollout leader -> rollout node."""
 
-    items: tuple[tuple[str, Generate], ...]
-    """(engine, request)"""
+    items: tuple[tuple[str, Generate | Abort], ...]
+    """(engine, request, or the end of one)"""
 
 
 class TurnsDone(msgspec.Struct, tag=True, frozen=True):

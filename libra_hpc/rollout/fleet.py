@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import Running
+from libra_hpc.sched.protocol import TurnView
 
 from .trajectory import Trajectory
 
@@ -20,14 +23,24 @@ SPEED_WINDOW_S = 10.0
 """Window of the busy-seconds-per-token figure behind ``rollout_s``: a few global batches."""
 
 
+class Held(NamedTuple):
+    """A turn in flight."""
+
+    trajectory: Trajectory
+    tokens: int
+    """Of its context, when it was sent."""
+    steps: int
+    """That its engine had reported then."""
+
+
 class Engine:
-    """One vLLM replica.  `inflight` maps a request id to the trajectory whose turn it runs and the context tokens it was sent with."""
+    """One vLLM replica.  `inflight` maps a request id to the turn it runs."""
 
     __slots__ = ("draining", "inflight", "rank", "stats")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.inflight: dict[str, tuple[Trajectory, int]] = {}
+        self.inflight: dict[str, Held] = {}
         self.draining = False
         self.stats: EngineStats | None = None
 
@@ -55,7 +68,7 @@ class Fleet:
 
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
         """A turn that the dispatcher has put on the board is on its way."""
-        self.engines[name].inflight[rid] = (trajectory, len(trajectory.context))
+        self.engines[name].inflight[rid] = Held(trajectory, len(trajectory.context), self._board.engines[name].steps)
 
     def take(self, name: str, rid: str) -> Trajectory | None:
         """A turn is answered; None when it is not (or no longer) ours."""
@@ -63,14 +76,25 @@ class Fleet:
         held = engine.inflight.pop(rid, None) if engine else None
         if held is None:
             return None
-        self._board.answered(name, held[1])
-        return held[0]
+        self._board.answered(name, held.tokens)
+        return held.trajectory
 
     def drop(self, trajectory: Trajectory) -> None:
         """Forget the turns of a trajectory that starts anew; their answers will find nothing."""
         for name, engine in self.engines.items():
-            for rid in [rid for rid, (held, _) in engine.inflight.items() if held is trajectory]:
+            for rid in [rid for rid, held in engine.inflight.items() if held.trajectory is trajectory]:
                 self.take(name, rid)
+
+    def running(self, view: Callable[[Trajectory], TurnView]) -> Iterator[Running]:
+        """Every turn in flight, and how far it is: engines do not say so before its end, but their steps do."""
+        for name, engine in self.engines.items():
+            steps = self._board.engines[name].steps
+            for held in engine.inflight.values():
+                yield Running(view(held.trajectory), steps - held.steps)
+
+    def request(self, name: str, episode: str) -> str:
+        """Id of the request that runs a trajectory's turn at an engine."""
+        return next(rid for rid, held in self.engines[name].inflight.items() if held.trajectory.episode == episode)
 
     def applied(self, name: str, version: int) -> None:
         """An engine samples under new weights."""

@@ -19,21 +19,12 @@ from typing import Any
 import msgspec
 
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import (
-    CloseEpisode,
-    EpisodeFailed,
-    EpisodeOpened,
-    EpisodeStepped,
-    HostReady,
-    OpenEpisode,
-    StepEpisode,
-    ToHost,
-)
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
 from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport, Turns, TurnsDrained
-from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
+from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.protocol import Policy
+from libra_hpc.sched.protocol import Policy, TurnView
 
 from .batch import batch_ready, batch_stats
 from .fleet import Fleet
@@ -80,15 +71,14 @@ class RolloutLeader:
         self._send, self._train_leader, self._to_host, self._log = send, train_leader, to_host, log
         self._ended, self._routed = ended, routed
         self._hosts_ready = [False] * hosts
-        self._board = Board(settings.max_inflight, max_context=settings.max_model_len)
+        self._board = Board(settings.max_inflight)
         self._fleet = Fleet(self._board)
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
         self._episodes: dict[str, Trajectory] = {}
         self._draining: set[int] = set()
         self._scheduled = False
-        self._rid = 0
-        self.resubmitted = 0
+        self._rid = self.resubmitted = 0
         self._lengths: list[tuple[int, int, int, float]] = []
 
     # --- data order -------------------------------------------------------------------------------------------------------------------------
@@ -170,10 +160,12 @@ class RolloutLeader:
     # --- turns ------------------------------------------------------------------------------------------------------------------------------
 
     def _ready(self, trajectory: Trajectory) -> None:
-        trajectory.ready_at = time.monotonic()
-        trajectory.place = "waiting"
-        self._queue.ready(trajectory.view(self.settings.task), trajectory.ready_at)
+        trajectory.ready_at, trajectory.place = time.monotonic(), "waiting"
+        self._queue.ready(self._view(trajectory), trajectory.ready_at)
         self._kick()
+
+    def _view(self, trajectory: Trajectory) -> TurnView:
+        return trajectory.view(self.settings.task, self.settings.max_model_len)
 
     def _kick(self) -> None:
         if not self._scheduled:
@@ -185,6 +177,7 @@ class RolloutLeader:
         self._compose()
         self._admit()
         self._dispatch()
+        self._rebalance()
 
     def _dispatch(self) -> None:
         now, at = time.monotonic(), time.time()
@@ -201,6 +194,13 @@ class RolloutLeader:
             self._routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
             self._send(rank, Turns(tuple(items)))
+
+    def _rebalance(self) -> None:
+        """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its partial output."""
+        for move in self._queue.rebalance(self._fleet.running(self._view), time.monotonic()):
+            rid = self._fleet.request(move.source, move.trajectory)
+            self._send(self._fleet.engines[move.source].rank, Turns(((move.source, Abort(rid)),)))
+            self._log("turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason)
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
@@ -297,8 +297,8 @@ class RolloutLeader:
         gone = self._fleet.down(name)
         if gone is None:
             return None
-        for trajectory, _ in gone.inflight.values():
-            self._resubmit(trajectory, reason)
+        for held in gone.inflight.values():
+            self._resubmit(held.trajectory, reason)
         return gone.rank
 
     def on_rank_lost(self, rank: int) -> None:

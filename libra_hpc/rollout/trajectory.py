@@ -84,11 +84,11 @@ class Trajectory:
         self.signals.append(signal)
         self.at_signal.append(self.attained)
 
-    def view(self, task: str) -> TurnView:
+    def view(self, task: str, max_context: int) -> TurnView:
         """The turn that needs an engine now, as the scheduler sees it."""
         return TurnView(
             self.episode, self.prompt_id, self.sample, task, len(self.context), self.attained, len(self.turns) - 1, self.ready_at, self.engine,
-            tuple(self.signals),
+            tuple(self.signals), max_context,
         )  # fmt: skip
 
     def finished(self, task: str) -> Finished:

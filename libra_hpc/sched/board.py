@@ -34,7 +34,7 @@ class EngineView:
 
     __slots__ = (
         "cap", "decode_s", "engine", "home", "inflight", "inflight_tokens", "kv_capacity", "kv_use", "level", "open", "prefill_s", "preemptions", "running",
-        "speed", "stamp", "tp", "version", "waiting",
+        "speed", "stamp", "steps", "tp", "version", "waiting",
     )  # fmt: skip
 
     def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, home: TpClass) -> None:
@@ -58,7 +58,7 @@ class EngineView:
         """Context tokens of those turns when they were sent."""
         self.kv_use = 0.0
         """Last reported, 0..1."""
-        self.running = self.waiting = self.preemptions = 0
+        self.running = self.waiting = self.preemptions = self.steps = 0
         self.decode_s = 0.0
         """Measured seconds per decoded token of one sequence at the present batch; 0.0 while unknown."""
         self.prefill_s = 0.0
@@ -120,11 +120,9 @@ class TpClass:
 class Board:
     """See the module.  Names of engines that are not up are ignored by `answered`, `report` and `down`, and are a `KeyError` elsewhere."""
 
-    def __init__(self, max_inflight: int, adaptive: bool = True, max_context: int = 0) -> None:
+    def __init__(self, max_inflight: int, adaptive: bool = True) -> None:
         self.max_inflight = max_inflight
         """Most turns in flight at one engine."""
-        self.max_context = max_context
-        """Tokens of context at which a trajectory is ended; 0: not known."""
         self.adaptive = adaptive
         """Whether caps follow the engines' reports (`concurrency`) instead of staying at ``max_inflight``."""
         self.engines: dict[str, EngineView] = {}
@@ -227,6 +225,7 @@ class Board:
         if view is None:
             return
         view.kv_use, view.running, view.waiting, view.preemptions = stats.kv_use, stats.running, stats.waiting, stats.preemptions
+        view.steps = stats.steps
         view.speed.update(stats)
         view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s
         fit = view.home.fit

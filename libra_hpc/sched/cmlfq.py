@@ -1,12 +1,7 @@
 """C-MLFQ: a multi-level feedback queue whose feedback is causal (what the prompt, the siblings and the tools said), not only how long a trajectory has run.
 
 Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single sequence.  What a trajectory has left
-comes from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
-
-**What is left.**  Of a trajectory that is expected to generate m more tokens, m b / (m + b) count, b being what its context has room for when its tools go on
-adding to it as they did: the mean of a rest with a Pareto tail of index 2 (as in `survival`) and mean m when it is cut off at b.  Long trajectories tend
-to end at the limit, so the nearer one comes to it the better it is known what is left.  What it may *reach* is `UPPER` = 1.3 times the expected (the
-fourth root of the mean fourth power where the error of m is some half of it), and at most b.
+and what it may *reach* come from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
 
 **Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every engine is credited with the
 work of the trajectories that sit there (`seats`), which gives the second at which it would finish.  A turn goes where it adds least to
@@ -25,6 +20,8 @@ estimate.  On simulated batches of 512 trajectories (48 A800, three kinds of wor
 the latter with a third fewer moves; 6 was slower by 2, 2 and 6 %.  When the engine of the last turn is full but would win by the same margin, the turn
 waits for a slot there, a matter of seconds, rather than prefill elsewhere.
 
+A turn so long that no gap comes may be moved while it runs (`midturn`); where it goes on was then decided before it was interrupted.
+
 **Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.  The credit is `AGEING_S` = 300 s for the
 first sibling of a group (the probe: the sooner it runs, the sooner the group is known); for others r / (r + m) of the same, r being expected left tokens
 and m the mean total, longest first; turns after the first get at least half, because their cache is warm.  As 0 <= credit <= `AGEING_S`, no turn is
@@ -36,16 +33,17 @@ overtaken by one that became ready `AGEING_S` or more after it: that is the boun
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from math import inf
 
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.sched.seats import Resident, Seat, Seats
 from libra_hpc.sched.tree import CausalTree, Cursor
 from libra_hpc.sched.ttl import KeepTimes
 
 MOVE_MARGIN = 3.0
-UPPER = 1.3
 OWN = 0.02
 AGEING_S = 300.0
 WARM = 0.5
@@ -68,7 +66,7 @@ WAITS = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 class _Tracked(Resident):
     """A running trajectory."""
 
-    __slots__ = ("credit", "cursor", "version")
+    __slots__ = ("credit", "cursor", "going", "version")
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()
@@ -76,6 +74,8 @@ class _Tracked(Resident):
         self.credit = 0.0
         self.version = -1
         """Weights of the engine of its last turn, when it was sent there."""
+        self.going: Move | None = None
+        """Where its interrupted turn goes on."""
 
 
 class CausalMlfq:
@@ -92,7 +92,9 @@ class CausalMlfq:
     def key(self, turn: TurnView, now: float) -> float:
         """Virtual time: when it became ready, less its credit."""
         tracked = self._tracked.get(turn.trajectory) or self._track(turn)
-        left = self.tree.advance(tracked.cursor, turn.signals, turn.attained_tokens)
+        limit = turn.max_context
+        room = limit - turn.context_tokens if limit else inf
+        left = self.tree.advance(tracked.cursor, turn.signals, turn.attained_tokens, room)
         share = left / (left + self.tree.everything.tables[0].rest[0])
         # The probe of a group is the first turn of its first sibling.
         first = share if turn.sample else 1.0
@@ -106,23 +108,14 @@ class CausalMlfq:
         if tracked is None:
             self.key(turn, now)
             tracked = self._tracked[turn.trajectory]
+        if tracked.going is not None and (decision := self._go_on(tracked, tracked.going, turn, board)):
+            return decision
         seats, cursor, context, signals = self._seats, tracked.cursor, turn.context_tokens, turn.signals
         if board.generation != seats.generation:
             seats.follow(board)
-        left, turns_left = cursor.left, cursor.turns_left - 1.0
-        reach = UPPER * left
-        if board.max_context:
-            attained = turn.attained_tokens
-            room = float(max(1, board.max_context - context))
-            if attained:
-                room *= attained / (attained + cursor.payload)
-            fits = room / (left + room)
-            left *= fits
-            turns_left *= fits
-            if reach > room:
-                reach = room
+        left, reach = cursor.left, cursor.reach
         # What tools will add, and the mean context from here on.
-        future = cursor.payload / len(signals) * turns_left if signals else 0.0
+        future = cursor.payload / len(signals) * (cursor.turns_left - 1.0) if signals else 0.0
         work = left * (context + 0.5 * (left + future))
         before = tracked.seat
         if before is not None:
@@ -174,6 +167,40 @@ class CausalMlfq:
         keep_s = self.keep.keep_s(cursor.state.last[0], members.tp, members.prefill_s, view.kv_capacity)
         return Decision(view.engine, priority, view.level, template, numbers, keep_s)
 
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        """Running turns that should go on elsewhere; each is seated there at once."""
+        if len(self._tracked) > TAIL * len(board.engines):
+            return []
+        seats = self._seats
+        if board.generation != seats.generation:
+            seats.follow(board)
+        runners: dict[str, Runner] = {}
+        middle: dict[str, tuple[Cursor, float]] = {}
+        for run in running:
+            turn, generated = run.turn, run.generated
+            tracked = self._tracked.get(turn.trajectory)
+            if tracked is None or tracked.going is not None:
+                continue
+            context = turn.context_tokens + generated
+            room = turn.max_context - context if turn.max_context else inf
+            cursor = self.tree.ahead(tracked.cursor, turn.signals, turn.attained_tokens + generated, room)
+            future = cursor.payload / len(turn.signals) * (cursor.turns_left - 1.0) if turn.signals else 0.0
+            middle[turn.trajectory] = cursor, cursor.left * (context + 0.5 * (cursor.left + future))
+            runners[turn.trajectory] = Runner(turn.trajectory, turn.turns, turn.engine, cursor.left, context, generated)
+        for name, tracked in self._tracked.items():
+            if name not in runners and tracked.seat is not None:
+                left = max(1.0, tracked.cursor.left)
+                runners[name] = Runner(name, 0, tracked.seat.view.engine, left, tracked.work / left, 0.0)
+        found = moves(board, runners.values())
+        for move in found:
+            cursor, work = middle[move.trajectory]
+            going, target, prefill = self._tracked[move.trajectory], seats.get(move.target), runners[move.trajectory].context
+            assert target is not None
+            self._stand_up(going)
+            target.sit(going, cursor.reach, work, prefill, target.finish_with(cursor.reach, work, prefill))
+            going.going = move
+        return found
+
     def finished(self, record: Finished, now: float) -> None:
         """Teach the tree, forget the trajectory."""
         tracked = self._tracked.pop(record.trajectory, None)
@@ -203,6 +230,16 @@ class CausalMlfq:
         if seat is not None:
             seat.leave(tracked)
             self._seats.changed(seat)
+
+    def _go_on(self, tracked: _Tracked, move: Move, turn: TurnView, board: Board) -> Decision | None:
+        """Send an interrupted turn where it was to go; None when it ended by itself, or when that engine takes no turn any more."""
+        tracked.going = None
+        view = board.engines.get(move.target)
+        if turn.turns != move.turns or view is None or not view.free or tracked.seat is None or tracked.seat.view is not view:
+            return None
+        tracked.version = view.version
+        keep_s = self.keep.keep_s(tracked.cursor.state.last[0], view.home.tp, view.home.prefill_s, view.kv_capacity)
+        return Decision(view.engine, int((turn.ready_at - tracked.credit) * PRIORITIES_PER_S), view.level, INTERRUPTS, move.numbers, keep_s)
 
     def _wait(self, tracked: _Tracked, before: Seat | None, priority: int, wanted: Seat | None) -> Decision:
         """It keeps its seat while it waits."""

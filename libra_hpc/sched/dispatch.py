@@ -4,16 +4,21 @@ Turns wait in the order of `Policy.key`.  As long as any engine has a free slot,
 slot elsewhere goes back to its place, one that has to wait for a sibling is set aside until a trajectory of its prompt finishes (or `release`), one that
 waits for a certain engine until that has a free slot or no longer takes turns.  One pass gives up after `MAX_REFUSED` = 32 turns that preferred to wait:
 the policy is being choosy for some engines' sake, and asking thousands of turns the same question in every pass would cost more than it finds.
+
+A policy that moves running turns (`midturn`) is asked for moves while nothing waits, at most every `LOOK_S` = 5 s: a turn worth moving has minutes to go.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import Move, Rebalances, Running
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
 
 MAX_REFUSED = 32
+LOOK_S = 5.0
 
 
 class _Entry:
@@ -37,6 +42,8 @@ class Dispatcher:
         self._prompts: dict[str, dict[str, _Entry]] = {}
         self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
         self._count = 0
+        self._rebalances = policy if isinstance(policy, Rebalances) else None
+        self._look_at = 0.0
 
     def __len__(self) -> int:
         """Turns that wait."""
@@ -85,6 +92,18 @@ class Dispatcher:
         for entry in refused:
             self._push(entry)
         return routed
+
+    @property
+    def rebalances(self) -> bool:
+        """Whether the policy ever moves running turns."""
+        return self._rebalances is not None
+
+    def rebalance(self, running: Iterable[Running], now: float) -> Sequence[Move]:
+        """Which of the running turns to interrupt, so that they go on elsewhere; ``running`` is not read unless the policy wants to know."""
+        if self._rebalances is None or self._entries or now < self._look_at:
+            return ()
+        self._look_at = now + LOOK_S
+        return self._rebalances.rebalance(running, self.board, now)
 
     def finished(self, record: Finished, now: float) -> None:
         """A trajectory ended: the policy learns, and the waiting turns of its prompt are placed anew."""

@@ -34,6 +34,8 @@ class TurnView(msgspec.Struct, frozen=True):
     engine: str
     """Where the last turn ran (its prefix may still be cached there); empty at admission."""
     signals: tuple[Signal, ...]
+    max_context: int = 0
+    """Tokens of context at which its trajectory is ended; 0: not known."""
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -11,6 +11,13 @@ The estimate goes from coarse to fine:
    held-out quantile loss.  The regression knows finished trajectories alone, which early in a batch are the short ones, so its correction (on the
    logarithm) counts by the share of those who got as far and have ended (`Survival.known`).
 
+5. *room*: of m expected tokens m b / (m + b) count, b being what the context has room for when the tools go on adding to it as they did: the mean of a rest
+   with a Pareto tail of index 2 (as in `survival`) and mean m when it is cut off at b.  Long trajectories tend to end at the limit of the context, so the
+   nearer one comes to it the better it is known what is left.
+
+What a trajectory may *reach* is `UPPER` = 1.3 times the m expected (the fourth root of the mean fourth power where the error of m is some half of it),
+and at most b.
+
 A running trajectory holds a `Cursor`; a turn costs one step of it (three dictionary lookups), whatever the number of turns before.  The cursor also notes
 what was known at each signal.  When the trajectory ends, `finish` learns from at most `LEARNED` = 3 of those moments, spread over its turns and
 shifted from one trajectory to the next: the turns of one trajectory are too much alike for more to be worth their time.
@@ -23,8 +30,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from copy import deepcopy
-from math import exp, log
+from copy import copy, deepcopy
+from math import exp, inf, log
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.blend import CENTRE
@@ -35,6 +42,7 @@ from libra_hpc.sched.signals import SignalState, Vocabulary
 from libra_hpc.sched.survival import cell_of
 
 LEARNED = 3
+UPPER = 1.3
 MAX_PROMPTS = 8192
 MAX_OWN = 8
 MAX_PAIRS = 8192
@@ -47,7 +55,9 @@ _SHIFT = 10
 class Cursor:
     """Where a running trajectory stands in the tree."""
 
-    __slots__ = ("cell", "effect", "left", "payload", "prompt", "start", "state", "symbol", "task", "trail", "turns_left", "weight", "weighted")
+    __slots__ = (
+        "cell", "effect", "left", "payload", "prompt", "reach", "start", "state", "symbol", "task", "trail", "turns_left", "weight", "weighted",
+    )  # fmt: skip
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -58,6 +68,8 @@ class Cursor:
         """Of its contexts, on the logarithm."""
         self.left = 0.0
         """Expected tokens to generate, as of the last `CausalTree.advance`."""
+        self.reach = 0.0
+        """Tokens it may have to generate."""
         self.turns_left = 0.0
         """Expected turns to come, the present one included."""
         self.payload = 0
@@ -103,8 +115,11 @@ class CausalTree:
         prompt.task.tables[0].started += 1.0
         return Cursor(prompt)
 
-    def advance(self, cursor: Cursor, signals: Sequence[Signal], attained: int) -> float:
-        """Take in the signals that are new; returns the expected tokens left (also ``cursor.left``) after ``attained`` generated ones."""
+    def advance(self, cursor: Cursor, signals: Sequence[Signal], attained: int, room: float = inf) -> float:
+        """Take in the signals that are new; returns the expected tokens left (also ``cursor.left``) after ``attained`` generated ones.
+
+        ``room``: tokens that its context has room for.
+        """
         stats, prompt, trail = cursor.task, cursor.prompt, cursor.trail
         cell = cell_of(attained)
         if cell > cursor.cell:
@@ -136,10 +151,28 @@ class CausalTree:
             blend = stats.plain
             w = blend.weights
             correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale
-        cursor.left = left = exp(base + stats.tables[0].known[cell] * (correction + blend.log_smear))
+        left = exp(base + stats.tables[0].known[cell] * (correction + blend.log_smear))
+        reach = UPPER * left
+        if room < inf:
+            if room < 1.0:
+                room = 1.0
+            if attained:
+                room *= attained / (attained + cursor.payload)
+            left *= room / (left + room)
+            if reach > room:
+                reach = room
+        cursor.left, cursor.reach = left, reach
         # Two turns of the task's mean stand in for a trajectory's own pace.
         cursor.turns_left = 1.0 + left * (seen + 2) / (attained + 2.0 * stats.tokens_per_turn)
         return left
+
+    def ahead(self, cursor: Cursor, signals: Sequence[Signal], attained: int, room: float = inf) -> Cursor:
+        """Where a trajectory stands in the middle of a turn: a cursor of its own, from which nothing is learned.  No signal may be new."""
+        middle = copy(cursor)
+        # Cells count as passed when a turn is over.
+        middle.cell = max(cursor.cell, cell_of(attained))
+        self.advance(middle, signals, attained, room)
+        return middle
 
     def insert(self, record: Finished) -> None:
         """Learn from a completed trajectory that had no cursor (warm start, another leader's)."""

@@ -96,7 +96,9 @@ class Agents:
             self._arrive(sent)
 
     def abort(self, sent: Sent) -> None:
-        """A turn is not wanted any more; it is answered nevertheless."""
+        """A turn is not wanted there any more; it is answered nevertheless, with what was generated."""
+        if sent.request.aborted:
+            return
         engine, before = sent.engine, sent.engine.next_at
         sent.request.aborted = True
         if sent.request.serial:

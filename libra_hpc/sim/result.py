@@ -90,9 +90,11 @@ class SimResult(msgspec.Struct, frozen=True):
     queue_wait: Quantiles
     """Seconds a turn waited for its routing."""
     moves: int
-    """Turns on another engine than the turn before."""
+    """Turns, or rests of interrupted ones, on another engine than what came before."""
     tp_moves: int
     """... of another TP degree."""
+    midturn_moves: int
+    """... in the middle of a turn, which went on there."""
     preemptions: int
     recomputed: int
     """Running requests put back by weight updates."""
@@ -125,7 +127,7 @@ class Recorder:
         self.wait_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
-        self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = self.waits = self.decisions = 0
+        self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = self.midturn_moves = self.waits = self.decisions = 0
         self._by_level: dict[int, int] = {}
         self._sampled: list[tuple[float, TurnView, Decision]] = []
         self._stride = 1
@@ -183,6 +185,7 @@ class Recorder:
             queue_wait=quantiles(self.wait_s),
             moves=self.moves,
             tp_moves=self.tp_moves,
+            midturn_moves=self.midturn_moves,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
             abandoned=self.abandoned,

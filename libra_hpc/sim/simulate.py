@@ -8,12 +8,15 @@ A ``controller`` is called every ``controller_s`` seconds with the simulation an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec.structs import replace
 
 from libra_hpc.errors import OperationError
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
+from libra_hpc.sched.midturn import Running
 from libra_hpc.sched.protocol import Policy
 from libra_hpc.sim.agents import Agents
 from libra_hpc.sim.deferral import Deferral
@@ -45,7 +48,7 @@ class Simulation:
     ) -> None:
         check(work, engines, settings)
         self.settings = settings
-        self.board = Board(settings.max_inflight, settings.adaptive, settings.max_model_len)
+        self.board = Board(settings.max_inflight, settings.adaptive)
         self.recorder = Recorder()
         self._policy = policy
         self._deferral = Deferral(policy)
@@ -58,7 +61,7 @@ class Simulation:
         self._agents = Agents(settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed)
         self.engines = self._agents.engines
         self._sent: dict[str, Sent] = {}
-        self._routing = self._ticking = False
+        self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
         self._joining = 0
         self._controller, self._controller_s = controller, controller_s
@@ -156,8 +159,8 @@ class Simulation:
         run, epoch = item
         if run.epoch != epoch:
             return
-        run.ready_at, run.place = self.now, "queue"
-        self._queue.ready(run.view(self.settings.task), self.now)
+        run.ready(self.now)
+        self._queue.ready(run.view(self.settings), self.now)
         self._kick()
 
     def _route(self, _: None) -> None:
@@ -169,24 +172,25 @@ class Simulation:
             if not view.open or view.inflight > view.cap:
                 raise ValueError(f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot")
             recorder.decided(turn, decision, now)
-            spec = run.spec.turns[run.turn]
-            engine = self._agents.holder(turn, spec.gen_tokens, decision.engine)
+            engine = self._agents.holder(turn, run.left, decision.engine)
             again = "restart" if not turn.engine else "move"
             if turn.engine == engine.name:
                 again = "eviction" if run.version == engine.version else "swap"
             elif turn.engine:
                 recorder.moves += 1
+                recorder.midturn_moves += run.partial > 0
                 last = self.engines.get(turn.engine)
                 recorder.tp_moves += last is not None and last.tp != engine.tp
             request = Request(
-                run.name, turn.prompt_id, run.shared // settings.block_size, turn.context_tokens, spec.gen_tokens, decision.priority,
+                run.name, turn.prompt_id, run.shared // settings.block_size, turn.context_tokens, run.left, decision.priority,
                 decision.keep_s, run.high, again,
             )  # fmt: skip
             run.engine, run.place = engine.name, "engine"
-            sent = self._sent[run.name] = Sent(run, turn, engine, request)
+            sent = self._sent[run.name] = Sent(run, turn, engine, request, self.board.engines[engine.name].steps)
             self._agents.send(sent)
         if routed:
             self._active_at = now
+            self._watch()
         if len(self._queue) and self.board.free > 0:
             recorder.waits += 1
             if not self._ticking:
@@ -202,7 +206,11 @@ class Simulation:
             sent.engine.drop(run.name)
             return
         del self._sent[run.name]
-        self.recorder.turn_s.append(now - sent.turn.ready_at)
+        if sent.request.left:
+            run.interrupted(sent.request.generated, sent.request.high, run.version)
+            self._ready((run, run.epoch))
+            return
+        self.recorder.turn_s.append(now - run.asked_at)
         tool_s = run.answered(sent.request.high, run.version)
         run.place = "tool"
         after = self._end if run.last else self._ready
@@ -245,6 +253,26 @@ class Simulation:
         run.begin()
         self._queue.forget(run.name, run.spec.prompt_id, self.now)
         self._deferral.add(run)
+
+    # --- moves in mid-turn ------------------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._queue.rebalances and not self._watching:
+            self._watching = True
+            self._at(self.now + LOOK_S, self._look, None)
+
+    def _look(self, _: None) -> None:
+        self._watching = False
+        for move in self._queue.rebalance(self._running(), self.now):
+            self._agents.abort(self._sent[move.trajectory])
+        if self.in_flight:
+            self._watch()
+
+    def _running(self) -> Iterator[Running]:
+        """What the leader knows of running turns: the steps their engines have reported."""
+        for sent in self._sent.values():
+            steps = self.board.engines[sent.engine.name].steps - sent.steps
+            yield Running(replace(sent.turn, engine=sent.engine.name), steps)
 
     # --- training and engines ---------------------------------------------------------------------------------------------------------------
 

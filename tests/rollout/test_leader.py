@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
-from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Generated
+from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
 from libra_hpc.rollout.record import decision_line, trace_line
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
 
 STOP = 9
@@ -67,6 +69,25 @@ class Probing(Emptiest):
         self.probes = {prompt: probe for prompt, probe in self.probes.items() if probe != trajectory}
 
 
+class Moving(Emptiest):
+    """Everything starts at ``e0``; the first turn that is seen to have generated ``after`` tokens there goes on at ``e1``."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+        self.moved: list[Move] = []
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        there = any(move.trajectory == turn.trajectory for move in self.moved)
+        return Decision("e1" if there else "e0", 0, 0, "moved" if there else "first", {})
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        far = [run for run in running if run.generated >= self.after and not self.moved]
+        numbers = dict.fromkeys(("remaining", "generated", "context", "left_s", "saves_s"), 1.0)
+        self.moved += [Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "e1", numbers | {"source": "e0", "engine": "e1"}) for run in far[:1]]
+        return self.moved[-1:] if far else []
+
+
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
 
@@ -76,6 +97,7 @@ class Plant:
     ) -> None:
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
+        self.aborts: list[tuple[str, Abort]] = []
         self.host: list[Any] = []
         self.batches: list[Batch] = []
         self.sent: list[Any] = []
@@ -110,9 +132,11 @@ class Plant:
         self.leader.on_engine_down(name, "killed")
 
     def send(self, rank: int, message: Any) -> None:
+        assert wire.mesh.decode(wire.mesh.encode(message)) == message, "it survives the way there"
         self.sent.append(message)
         if isinstance(message, Turns):
-            self.inbox += message.items
+            self.inbox += [(engine, item) for engine, item in message.items if isinstance(item, Generate)]
+            self.aborts += [(engine, item) for engine, item in message.items if isinstance(item, Abort)]
         elif isinstance(message, Batch):
             assert rank == TRAIN_LEADER
             self.batches.append(message)
@@ -121,6 +145,12 @@ class Plant:
         for _ in range(5):
             self.environment()
             await asyncio.sleep(0)
+
+    async def look(self) -> None:
+        """Let the dispatcher look for moves now."""
+        self.leader._queue._look_at = 0.0
+        self.leader.report()
+        await self.settle()
 
     def serve(self, count: int = 1000, pick: random.Random | None = None) -> None:
         for _ in range(min(count, len(self.inbox))):
@@ -298,6 +328,60 @@ def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
         again = next(r for _, r in plant.inbox if r.rid.split(":")[0] == request.rid.split(":")[0])
         assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
         assert again.max_tokens == request.max_tokens - 1
+
+    asyncio.run(main())
+
+
+def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
+    async def main() -> None:
+        policy = Moving(after=2)
+        plant = Plant(eta=0, turns=1, policy=policy)
+        plant.start()
+        await plant.run(lambda: len(plant.inbox) == 4)
+        await plant.settle()
+        assert not plant.aborts, "nothing is known of its progress yet"
+        plant.leader.on_engine_load("e0", EngineStats(0, 4, 0, 0.25, 8, 12, 0, 0, 2, 0.1))
+        await plant.look()
+        ((engine, abort),) = plant.aborts
+        request = next(r for _, r in plant.inbox if r.rid == abort.rid)
+        assert engine == "e0"
+        episode = policy.moved[0].trajectory
+        assert request.rid.startswith(f"{episode}:")
+        assert [(kind, fields["engine"], fields["to"]) for kind, fields in plant.events] == [("turn_interrupted", "e0", "e1")]
+        plant.inbox.remove(("e0", request))
+        plant.leader.on_turns_done((("e0", Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),))
+        await plant.settle()
+        ((_, again),) = [(e, r) for e, r in plant.inbox if e == "e1"]
+        assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
+        assert again.max_tokens == request.max_tokens - 1
+        plant.inbox = [item for item in plant.inbox if item[1] is not again]
+        rest = Generated(again.rid, pack_i32([8, STOP]), pack_f32([-2.0, -3.0]), "stop", ((0, 1), (1, 1)), 0, 0.0, 0.0)
+        plant.leader.on_turns_done((("e1", rest),))
+        await plant.run(lambda: plant.batches)
+        index, sample = (int(part) for part in episode.split(".")[:2])
+        group = next(g for g in plant.batches[0].groups if g.index == index)
+        assert unpack_i32(group.samples[sample].tokens) == [1, 2, index, 7, 8, STOP]
+        assert group.samples[sample].logprobs == pack_f32([0, 0, 0, -1, -2, -3])
+        assert list(group.samples[sample].loss_mask) == [0, 0, 0, 1, 1, 1]
+        line = next(line for line in plant.lines if (line["index"], line["sample"]) == (index, sample))
+        assert (line["versions"], line["turns"][0]["gen_tokens"]) == ([(0, 2), (1, 1)], 3)
+        first, second = [d for d in plant.decisions if d["trajectory"] == episode]
+        assert (first["engine"], second["engine"], second["from"], second["turn"], second["reason"]) == ("e0", "e1", "e0", 0, "moved")
+        assert plant.leader.resubmitted == 0, "nothing went wrong"
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_ends_before_its_interruption_arrives_is_taken_as_it_is() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, policy=Moving(after=0))
+        plant.start()
+        await plant.run(lambda: len(plant.inbox) == 4)
+        await plant.look()
+        await plant.run(lambda: plant.batches)
+        assert len(plant.aborts) == 1
+        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
+        assert all(len(s.tokens) == 10 * 4 for g in plant.batches[0].groups for s in g.samples)
 
     asyncio.run(main())
 

@@ -201,11 +201,12 @@ def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
 
 
 def test_near_the_limit_of_the_context_little_can_be_left() -> None:
+    keys: list[float] = []
+
     def left(limit: int, context: int) -> float:
         policy, made = knowing(p0=40_000, p1=40_000), board(("a", 1))
-        made.max_context = limit
-        view = turn("t", "p0", at="a", turns=1, context=context, attained=8000, signals=(MISS,))
-        policy.key(view, 0.0)
+        view = turn("t", "p0", at="a", turns=1, context=context, attained=8000, signals=(MISS,), limit=limit)
+        keys.append(policy.key(view, 0.0))
         decision = policy.route(view, made, 0.0)
         return float(decision.numbers["remaining"])
 
@@ -213,6 +214,7 @@ def test_near_the_limit_of_the_context_little_can_be_left() -> None:
     assert left(1_000_000, 30_000) == pytest.approx(free, rel=0.1)
     assert left(40_000, 30_000) < 10_000
     assert left(30_010, 30_000) < 10
+    assert keys == sorted(keys), "nor is it let ahead of others as a long one"
 
 
 def test_a_cache_is_kept_for_quick_tools_and_not_for_slow_ones() -> None:

@@ -20,10 +20,10 @@ def board(*engines: tuple[str, int], cap: int = 64, kv: int = 100_000) -> Board:
 
 def turn(
     name: str = "t", prompt: str = "p", *, sample: int = 1, at: str = "", turns: int = 0, context: int = 500, attained: int = 0, ready: float = 0.0,
-    signals: tuple[Signal, ...] = (),
+    signals: tuple[Signal, ...] = (), limit: int = 0,
 ) -> TurnView:  # fmt: skip
     """A turn of trajectory ``name``."""
-    return TurnView(name, prompt, sample, "task", context, attained, turns, ready, at, signals)
+    return TurnView(name, prompt, sample, "task", context, attained, turns, ready, at, signals, limit)
 
 
 def finished(

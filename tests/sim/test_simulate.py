@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import pytest
@@ -11,15 +11,37 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.abandon import OpenTrajectory
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.cmlfq import CausalMlfq
+from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, TurnView
 from libra_hpc.sim.run import Run
 from libra_hpc.sim.settings import RoleMove, SimSettings, trajectory_ids
 from libra_hpc.sim.simulate import Simulation, simulate
 
-from .toys import Linear, Spread, single, spec, turn
+from .toys import Linear, Restless, Spread, single, spec, turn
 
 NOW = SimSettings(block_size=4, send_s=0.0, answer_s=0.0)
 """Hops that take no time."""
+
+
+class Once(Restless):
+    """Moves what runs at the first look."""
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        return [] if self.seen else super().rebalance(running, board, now)
+
+
+class Pair(CausalMlfq):
+    """C-MLFQ that is made to put everything short on ``b``, everything long on ``a``."""
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        other = board.engines["b" if turn.prompt_id.startswith("long") else "a"]
+        if turn.attained_tokens:
+            return super().route(turn, board, now)
+        board.set_open(other.engine, False)
+        decision = super().route(turn, board, now)
+        board.set_open(other.engine, True)
+        return decision
 
 
 def with_(**changes: object) -> SimSettings:
@@ -73,6 +95,36 @@ def test_moves_are_counted_and_computed_again() -> None:
     assert result.reprefilled_by == {"move": 10 + 8}
     assert result.reprefilled_tokens == 18
     assert [decision.reason for decision in result.sampled] == ["in turn"] * 3
+
+
+def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner() -> None:
+    engines = [spec("a", Linear(400)), spec("b", Linear(400, tp=2))]
+    work = [single("p", 8, 30)]
+    assert simulate(work, engines, Spread(), NOW).makespan_s == 30.0
+    policy = Once()
+    result = simulate(work, engines, policy, with_(report_s=0.25))
+    # Five tokens at 1 s, interrupted at a border, then 25 at 0.5 s, the first of which also prefills everything but its last token once more.
+    assert result.makespan_s == 5.0 + 12.5
+    assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
+    assert (result.generated_tokens, result.discarded_tokens) == (30, 0)
+    assert [engine.generated_tokens for engine in result.engines] == [5, 25]
+    assert (result.moves, result.tp_moves, result.midturn_moves, result.reprefilled_by) == (1, 1, 1, {"move": 12})
+    assert (result.turns, result.decisions, result.turn_latency.p50) == (1, 2, 17.5)
+    rest = policy.turns[1]
+    assert (rest.context_tokens, rest.attained_tokens, rest.turns, rest.engine, rest.ready_at) == (13, 5, 0, "a", 5.0)
+    (record,) = policy.records
+    assert (record.generated_tokens, record.turns, record.context_tokens) == (30, 1, 38)
+
+
+def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
+    fleet = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
+    work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]
+    moving, staying = Pair(), Pair()
+    staying.rebalance = lambda running, board, now: []  # type: ignore[method-assign]
+    moved, stayed = (simulate(work, fleet, policy, with_(block_size=16, max_num_seqs=2)) for policy in (moving, staying))
+    assert (moved.midturn_moves, stayed.midturn_moves) == (1, 0)
+    assert moved.makespan_s < 0.95 * stayed.makespan_s
+    assert moved.generated_tokens == stayed.generated_tokens
 
 
 def test_a_full_engine_lets_turns_wait_in_order() -> None:

@@ -14,7 +14,7 @@ from libra_hpc.sim.result import SimResult
 from libra_hpc.sim.settings import RoleMove, SimSettings
 from libra_hpc.sim.simulate import Simulation
 
-from .toys import Linear, Spread, engine, play, request, spec
+from .toys import Linear, Restless, Spread, engine, play, request, spec
 
 EIGHTH = st.integers(0, 16).map(lambda n: n / 8)
 
@@ -45,9 +45,9 @@ def rules(draw: st.DrawFn) -> SimSettings:
     )  # fmt: skip
 
 
-def run(work: list[TrajectoryRecord], rules: SimSettings, capacity: int, keep_s: float) -> tuple[Simulation, SimResult]:
+def run(work: list[TrajectoryRecord], rules: SimSettings, capacity: int, keep_s: float, policy: type[Spread] = Spread) -> tuple[Simulation, SimResult]:
     engines = [spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)), spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2))]
-    sim = Simulation(work, engines, Spread(keep_s), rules)
+    sim = Simulation(work, engines, policy(keep_s), rules)
     return sim, sim.run()
 
 
@@ -81,6 +81,23 @@ def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: SimSe
     slow, stepped = run(work, msgspec.structs.replace(rules, max_stretch=1), capacity, keep_s)
     assert result == stepped
     assert fast.event_count <= slow.event_count
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
+def test_interrupted_turns_lose_nothing(work: list[TrajectoryRecord], rules: SimSettings, capacity: int, keep_s: float) -> None:
+    sim, result = run(work, rules, capacity, keep_s, Restless)
+    assert result.generated_tokens == sum(one.generated for one in work) == sum(engine.generated_tokens for engine in result.engines)
+    assert result.trajectories == len(work)
+    turns = sum(len(one.turns) for one in work)
+    assert result.turns == turns <= result.decisions
+    assert result.midturn_moves <= result.decisions - turns
+    records = sim._policy.records  # type: ignore[attr-defined]
+    assert sorted(record.context_tokens for record in records) == sorted(one.context for one in work)
+    assert all(one.held_blocks == 0 for one in sim.engines.values())
+    assert sim.in_flight == sim.waiting == 0
+    _, stepped = run(work, msgspec.structs.replace(rules, max_stretch=1), capacity, keep_s, Restless)
+    assert result == stepped
 
 
 class Arrival(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.sim.engine import IDLE, Engine
 from libra_hpc.sim.request import Request
@@ -54,6 +55,32 @@ class Spread:
 
     def forget(self, trajectory: str) -> None:
         pass
+
+
+class Restless(Spread):
+    """Sends every turn that runs elsewhere whenever it is asked, as far as there are slots."""
+
+    def __init__(self, keep_s: float = 0.0) -> None:
+        super().__init__(keep_s)
+        self.seen: list[tuple[float, str, int]] = []
+        self._avoid: dict[str, str] = {}
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        avoid = self._avoid.pop(turn.trajectory, "")
+        if not avoid:
+            return super().route(turn, board, now)
+        self.turns.append(turn)
+        able = [view for view in board.engines.values() if view.open and view.inflight < view.cap]
+        best = min(able, key=lambda view: (view.engine == avoid, view.engine))
+        return Decision(best.engine, 0, best.level, "away from {engine}", {"engine": avoid})
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        found = []
+        for run in running:
+            self.seen.append((now, run.turn.trajectory, run.generated))
+            self._avoid[run.turn.trajectory] = run.turn.engine
+            found.append(Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}))
+        return found
 
 
 def engine(steps: StepTimes, **settings: object) -> Engine:
