@@ -29,6 +29,8 @@ HALF = 8
 RUN = 6
 TOLERANCE = 0.1
 FIT = 6
+FAR = 0.1
+"""Share of the median time per token below which the law is not believed."""
 WARM = 3
 """Measured steps before one is predicted without a plan's reference."""
 
@@ -76,7 +78,10 @@ class _Steps:
             newest = len(self.measured) - 1
             trust = [0.5 ** ((newest - number) / HALF) for number in range(newest + 1)]
             self._law = robust_fit([_features(one) for one, _ in self.measured], [seconds for _, seconds in self.measured], trust)
-        return sum(c * x for c, x in zip(self._law, _features(load), strict=True))
+        fitted = sum(c * x for c, x in zip(self._law, _features(load), strict=True))
+        # Where every measured step had an open share or began at once, these may take all of the law, and it says next to nothing of a step that has neither.
+        typical = load.tokens * self.per_token
+        return fitted if fitted > FAR * typical else typical
 
 
 class TrainLaw:

@@ -245,3 +245,15 @@ def test_errors_of_sums_need_whole_windows() -> None:
     assert smoother_error([0.0] * 9, [10.0] * 9, [float(2**n) for n in range(9)]) == pytest.approx(0.25)
     assert smoother_error([1.0] * 2 * SIDE, [1.0] * 2 * SIDE, [1.0] * 2 * SIDE) is None
     assert median_error([(None, 1.0)]) is None
+
+
+def test_a_step_without_what_explains_all_others_is_predicted_from_its_tokens() -> None:
+    law = TrainLaw()
+    for number in range(24):
+        share, at_once = 0.3 + 0.1 * (number % 5), number % 8 != 7
+        law.measured(1, Load(6000.0 + number % 7, share, at_once), 0.3 * share + (0.1 if at_once else 0.0))
+    alone = Load(6000.0, 0.0, False)
+    predicted = law.predict(1, alone)
+    assert predicted is not None
+    assert 0.1 < predicted < 0.4
+    law.measured(1, alone, 0.2)

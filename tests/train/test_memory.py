@@ -70,12 +70,11 @@ def test_a_layer_keeps_what_the_planner_counts(lengths: list[int], tmp_path: Pat
     counted = activation_bytes_per_token(shape, recompute=False) / 2
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     padding = len(lengths) * max(lengths) / sum(lengths)
-    if padding == 1.0:
-        # Values stay in the projection's output, and the attention's output is not copied.
-        want = counted - PADDING * (2 * q + 2 * kv) + q + kv
-    else:
-        # On a GPU the norms of queries and keys hold on to the projection's output; a CPU's keep float32 copies, which `_kept` does not count.
-        want = counted - (PADDING - padding) * (2 * q + 2 * kv) - (q + 2 * kv)
+    # Without padding values stay in the projection's output, and the attention's output is not copied.
+    unpadded = counted - PADDING * (2 * q + 2 * kv) + q + kv
+    # With it the norms of queries and keys hold on to that output on a GPU; a CPU's keep float32 copies, which `_kept` does not count.
+    padded = counted - (PADDING - padding) * (2 * q + 2 * kv) - (q + 2 * kv)
+    want = unpadded if padding == 1.0 else padded
     assert kept / 2 == pytest.approx(want, rel=0.01)
 
 
