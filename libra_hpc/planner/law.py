@@ -61,7 +61,8 @@ class RolloutLaw:
         self._seen, self._cache = mark, {}
         batch = batch_of(snapshot, done)
         node = self._node
-        classes = [(ReplicaCost(self._steps(node.device, node.shape, tp), batch, node.options), count) for tp, count in node.engines]
+        options = msgspec.structs.replace(node.options, group=snapshot.group_size)
+        classes = [(ReplicaCost(self._steps(node.device, node.shape, tp), batch, options), count) for tp, count in node.engines]
         self._classes = sorted((c for c in classes if c[0].kv_capacity > 0), key=lambda c: c[0].latency)
         self._last = len(batch.lengths.bins) - 1
 

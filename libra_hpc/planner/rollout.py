@@ -57,6 +57,8 @@ class RolloutOptions(msgspec.Struct, frozen=True):
     """Most sequences a replica decodes at once."""
     prefix_hits: float = 0.95
     """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
+    group: int = 1
+    """Trajectories that share a prompt, sent to any replica: it is computed once on each that gets one of them."""
 
 
 class _Ladder(NamedTuple):
@@ -121,7 +123,7 @@ class ReplicaCost:
         self._ladders: dict[tuple[int, int], _Ladder] = {}
         lengths = batch.lengths
         self._top = min(float(lengths.longest_context), float(max(1, steps.kv_capacity)))
-        low = min(lengths.prompt, self._top)
+        low = min(lengths.prompt, lengths.prompt_beside, self._top)
         self._contexts = sorted({low * (self._top / low) ** (k / (CONTEXTS - 1)) for k in range(CONTEXTS)})
         most = max(2.0, batch.trajectories * (batch.eta + 1.0))
         self._live = [2.0 ** (g / 2) for g in range(math.ceil(2 * math.log2(most)) + 2)]
@@ -192,7 +194,7 @@ class ReplicaCost:
 
     def _time(self, first: int, last: int, replicas: float) -> float:
         share = self._shares[last + 1] - self._shares[first]
-        prompts = self._prompt_s * share / replicas
+        prompts = self._prompt_s * share * self._prompts(replicas)
         if self._batch.eta == 0:
             return prompts + self._drain(first, last, replicas)
         longest = self._batch.lengths.bins[last].generated
@@ -203,6 +205,11 @@ class ReplicaCost:
         # A token's mean position is half the mean length, weighted by length.
         context = self._batch.lengths.context_at(square / tokens / 2)
         return prompts + longest / open_batches * self.position_s(live, context)
+
+    def _prompts(self, replicas: float) -> float:
+        """Share of the trajectories' prompts that one replica computes."""
+        each, group = 1.0 / replicas, self._options.group
+        return each if group == 1 or each >= 1.0 else (1.0 - (1.0 - each) ** group) / group
 
     def _drain(self, first: int, last: int, replicas: float) -> float:
         shares, live = self._shares, self._live
