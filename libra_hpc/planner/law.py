@@ -28,6 +28,8 @@ KEPT = 8
 MODEL_ERROR = 0.05
 """Relative standard error of what comes from the model: it is within 10 % of the simulator in two of three cases."""
 CLOSE = 1e-3
+SAME = 0.01
+"""Relative difference of mean lengths that changes no decision."""
 
 
 class RolloutNode(msgspec.Struct, frozen=True):
@@ -48,6 +50,7 @@ class RolloutLaw:
         self._classes: list[tuple[ReplicaCost, int]] = []
         self._last = 0
         self._seen = (-1, -1)
+        self._work = (0, 0, 0)
         self._cache: dict[int, float | None] = {}
         self._factors: list[float] = []
 
@@ -58,7 +61,19 @@ class RolloutLaw:
         mark = (done[0].index, done[-1].index // size) if done else (-1, -1)
         if not done or mark == self._seen:
             return
-        self._seen, self._cache = mark, {}
+        self._build(snapshot, done)
+        self._seen = mark
+
+    def observe_work(self, snapshot: PlanSnapshot, done: Sequence[TrajectoryFact]) -> None:
+        """Take the lengths of ``done``, not empty; built anew when their means moved by more than `SAME`."""
+        mark = (len(done), sum(t.context for t in done), sum(t.generated for t in done))
+        if all(abs(new - old) <= SAME * old for new, old in zip(mark, self._work, strict=True)):
+            return
+        self._build(snapshot, done)
+        self._work = mark
+
+    def _build(self, snapshot: PlanSnapshot, done: Sequence[TrajectoryFact]) -> None:
+        self._seen, self._work, self._cache = (-1, -1), (0, 0, 0), {}
         batch = batch_of(snapshot, done)
         node = self._node
         options = msgspec.structs.replace(node.options, group=snapshot.group_size)
@@ -118,8 +133,8 @@ def batch_of(snapshot: PlanSnapshot, done: Sequence[TrajectoryFact], minibatches
     """The global batch that ``done``, not empty, says is being trained on."""
     observed = []
     for t in done:
-        # Prompt and tool results count alike: the facts do not tell them apart.
-        prompt = max(1, (t.context - t.generated) // max(1, t.turns))
+        # Where the facts do not tell them apart, prompt and tool results count alike.
+        prompt = t.prompt or max(1, (t.context - t.generated) // max(1, t.turns))
         observed.append(Observed(max(1, t.generated), max(t.context, prompt + t.generated), prompt, max(1, t.turns), max(0.0, t.tool_s)))
     trajectories = snapshot.prompts_per_step * snapshot.group_size
     return Batch(trajectories, sketch(observed, trajectories), snapshot.eta, minibatches, forwards)
