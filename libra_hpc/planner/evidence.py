@@ -26,7 +26,12 @@ from libra_hpc.planner.snapshot import PlanSnapshot, TrainStepFact, TrajectoryFa
 from libra_hpc.planner.underway import UnderWay, Work
 
 CHANGING = 32
+FORESEEN = 0.03
+"""Relative standard error of a foreseen time: the model's between numbers of nodes, once its level is measured."""
 AGREE = 0.15
+CLEARLY = 0.3
+"""By how much rollout must be the slower stage for the time between commits to say what the model is off: the mean of the slower one of two that take turns in
+being it is above both."""
 FIRST = 2
 PROMPTS = 4
 """`Drift.quantity` of a change of prompts."""
@@ -103,7 +108,7 @@ class Evidence:
         self._law.observe_work(snapshot, done)
         nodes, times = measured.split.rollout, measured.times
         if measured.starved:
-            if snapshot.steps[-1].at > self._learned:
+            if times.rollout > (1.0 + CLEARLY) * times.train and snapshot.steps[-1].at > self._learned and not self.changing(snapshot):
                 self._law.learn(nodes, times.rollout)
                 self._learned = snapshot.steps[-1].at
             return measured
@@ -167,7 +172,7 @@ def _begun(split: Split, steps: list[TrainStepFact], eta: int) -> Measured | Non
 
 def _errors(work: Work, group_size: int, first: bool) -> tuple[float, float]:
     """Of the model and of what is not finished; where nothing says that the workload changes, of the draw of these groups as well."""
-    train, rollout = hypot(MODEL_ERROR, work.tokens_error), hypot(MODEL_ERROR, work.generated_error)
+    train, rollout = hypot(FORESEEN, work.tokens_error), hypot(FORESEEN, work.generated_error)
     if not first:
         return train, rollout
     return (

@@ -76,7 +76,7 @@ class RolloutLaw:
         self._seen, self._work, self._cache = (-1, -1), (0, 0, 0), {}
         batch = batch_of(snapshot, done)
         node = self._node
-        options = msgspec.structs.replace(node.options, group=snapshot.group_size)
+        options = msgspec.structs.replace(node.options, group=snapshot.group_size, updates=1)
         classes = [(ReplicaCost(self._steps(node.device, node.shape, tp), batch, options), count) for tp, count in node.engines]
         self._classes = sorted((c for c in classes if c[0].kv_capacity > 0), key=lambda c: c[0].latency)
         self._last = len(batch.lengths.bins) - 1

@@ -59,6 +59,8 @@ class RolloutOptions(msgspec.Struct, frozen=True):
     """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
     group: int = 1
     """Trajectories that share a prompt, sent to any replica: it is computed once on each that gets one of them."""
+    updates: int = 0
+    """Weight updates per global batch while trajectories run: each has the running ones computed again."""
 
 
 class _Ladder(NamedTuple):
@@ -132,7 +134,8 @@ class ReplicaCost:
         if steps.kv_capacity > 0:
             for context in self._contexts:
                 self._tabulate(context)
-            self._prompt_s = lengths.prompt * batch.trajectories * steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
+            self._token_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
+            self._prompt_s = lengths.prompt * batch.trajectories * self._token_s
             self._prepare()
 
     def limit(self, last: int = 0) -> Limit | None:
@@ -204,7 +207,9 @@ class ReplicaCost:
         live = self._batch.trajectories * tokens * open_batches / (replicas * longest)
         # A token's mean position is half the mean length, weighted by length.
         context = self._batch.lengths.context_at(square / tokens / 2)
-        return prompts + longest / open_batches * self.position_s(live, context)
+        running = min(live, float(self._options.max_num_seqs), max(1.0, self.kv_capacity / context))
+        again = self._options.updates * running * context * self._token_s
+        return prompts + again + longest / open_batches * self.position_s(live, context)
 
     def _prompts(self, replicas: float) -> float:
         """Share of the trajectories' prompts that one replica computes."""
