@@ -214,7 +214,7 @@ class ReplicaCost:
     def _prompts(self, replicas: float) -> float:
         """Share of the trajectories' prompts that one replica computes."""
         each, group = 1.0 / replicas, self._options.group
-        return each if group == 1 or each >= 1.0 else (1.0 - (1.0 - each) ** group) / group
+        return each if group == 1 else max(1.0, each) * (1.0 - (1.0 - min(1.0, each)) ** group) / group
 
     def _drain(self, first: int, last: int, replicas: float) -> float:
         shares, live = self._shares, self._live
