@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from libra_hpc.planner.drift import Drift, DriftDetector
 from libra_hpc.planner.law import MODEL_ERROR, RolloutLaw
-from libra_hpc.planner.model import Measured, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
+from libra_hpc.planner.model import MAX_STEPS, Measured, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
 from libra_hpc.planner.scaling import Scaling
 from libra_hpc.planner.snapshot import PlanSnapshot, TrainStepFact, TrajectoryFact
 from libra_hpc.planner.underway import UnderWay, Work
@@ -50,7 +50,7 @@ class Evidence:
         self.direct: Measured | None = None
         """What was measured at the present split, whatever `measure` answered."""
         self._law, self._scaling = law, scaling
-        self._changed = -inf
+        self._changed = self._began = -inf
         self._split: Split | None = None
         self._base: Measured | None = None
         self._learned = -inf
@@ -82,6 +82,7 @@ class Evidence:
         """The present split; whether it is a new one."""
         if split == self._split:
             return False
+        self._began = -inf if self._split is None else now
         self._split, self.since = split, now
         return True
 
@@ -134,7 +135,7 @@ class Evidence:
         plain = measure(snapshot, split, self.since, inf)
         if isinstance(plain, Measured):
             self._base = plain
-        first = self._base is None
+        first = self._changed == self._began == -inf and len(steps) < MAX_STEPS
         if snapshot.eta == 0 or not (first or self.changing(snapshot)):
             return None
         base = self._base or _begun(split, steps, snapshot.eta)

@@ -9,7 +9,8 @@ prompt is known, and how far it is.  It counts as the finished ones of a like pr
 * Prompts unlike any finished one stand for themselves: what runs will at least double (the expectation for what is known by its age alone), and what waits is
   like that.  While most of the newest work is neither known nor begun, nothing is said.
 
-That prompts changed is tested group by group as they are admitted (`drift`, the same false-alarm rate): long before anything of theirs is finished.
+That prompts changed is tested group by group as they are admitted (`drift`): long before anything of theirs is finished.  What is foreseen is acted on at
+once, so the test is stricter than that of lengths: at most one block in ten thousand raises a false alarm (`FALSE_ALARM`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from libra_hpc.planner.drift import Drift, DriftDetector
 from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, TrajectoryFact
 
+FALSE_ALARM = 1e-4
 LIKE = 64
 FEWEST = 8
 """Finished trajectories of a like prompt that say how long such ones become."""
@@ -47,7 +49,7 @@ class UnderWay:
 
     def __init__(self, group_size: int, prompts: int) -> None:
         self._group_size, self._prompts = group_size, prompts
-        self._prompt_test = DriftDetector(1, prompts)
+        self._prompt_test = DriftDetector(1, prompts, FALSE_ALARM)
         self._tested = -1
         self._finished = -1
         self._like: dict[int, deque[TrajectoryFact]] = {}
