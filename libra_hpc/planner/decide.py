@@ -1,11 +1,11 @@
 """The planner's decision: hold, move hybrid nodes to the other stage, or advise another layout of the core.
 
 A look at the plan happens for a reason (`triggers`): the workload *drifted* (`drift`), the *period* is over, the *queues* press (trainers wait, or whole
-batches wait for them), or the stages are *imbalanced* by more than the least gain.  Then both stages are measured at the present split (`model`) and every
+batches wait for them), or the stages are *imbalanced* by more than the least gain.  Then both stages are measured or foreseen at the present split and every
 split that hybrid nodes can reach is predicted.  The best one is taken if all of this holds:
 
-* *Evidence*: enough steps, windows and trajectories since the last change of split or workload.  A drift alarm throws older measurements away; where there
-  is a cost model, new lengths alone are enough: training goes with the tokens of a batch, rollout by the model (`law`).
+* *Evidence*: enough steps, windows and trajectories since the last change of split or workload, or while the workload changes and where there is a cost
+  model, what the groups under way foretell (`evidence`).
 * *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost, and T_after is at least the
   share ``min_gain`` below T_now.  The cost is what `brake` measured, node seconds, times the share of its stage that is away.  The horizon is ``horizon_s``,
   at least `LEAST_BATCHES` = 12 batches, never more than what is left of the run.  Where the work has a significant trend the saving is the mean over
@@ -14,7 +14,7 @@ split that hybrid nodes can reach is predicted.  The best one is taken if all of
   (one-sided 95 %), each time taking its part of it.  What noise could have made is not acted on.
 * *Twice*: looked at often enough, noise exceeds any bound.  After `SETTLED` = 32 steps of one split without drift or trend, new steps alone must confirm it.
 * *No contradiction by the queues*: with overlapping stages, unless the commits themselves show trainers that wait, trainers that wait for data are
-  not the slower stage, and rollout is not when trainers hardly wait.
+  not the slower stage, and rollout is not when trainers hardly wait.  Of foreseen times the queues know nothing yet.
 * *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back, the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 

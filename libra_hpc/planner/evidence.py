@@ -8,7 +8,8 @@ within the last `CHANGING` = 32 steps.  The groups under way say what the next b
 token that was measured last, at this split or carried over from another one (`scaling`); rollout takes what the model says of their lengths, times what it
 was off when trainers last waited.  The first steps at a new split must agree with what was carried over, within `AGREE` = 15 %, else it is measured first.
 
-At the start of a run nothing is known, and the first split is a guess: `FIRST` = 2 steps that agree per token do, with the sampling error of so few groups.
+At the start of a run nothing is known and the first split is a guess.  With a cost model `FIRST` = 2 steps that agree per token are enough to leave it, and up
+to the eighth the draw of so few groups counts as error: a split that is far off is left early, a good one not at all for a batch of long ones.
 """
 
 from __future__ import annotations

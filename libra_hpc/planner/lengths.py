@@ -5,8 +5,8 @@ totals are kept exactly.  The body of the distribution is cut into `BODY` = 16 e
 trajectory of a global batch: the longest one decides when a batch ends, and it has a bin of its own.  A batch of 512 has 21 bins, one of 8,192 has
 25.
 
-What else the cost models need are ratios and moments over all trajectories: prompt, tool results, turns and tool seconds per generated token, and the
-mean and mean square of the context that training attends over.
+What else the cost models need are ratios and moments over all trajectories: prompts (per trajectory, and beside a generated token), tool results, turns
+and tool seconds per generated token, and the mean and mean square of the context that training attends over.
 """
 
 from __future__ import annotations

@@ -161,13 +161,19 @@ def work_trend(snapshot: PlanSnapshot, drifted: float) -> tuple[Trend, Trend]:
 
 def lengths_then(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
     """The trajectories `measure` goes by."""
-    return _seen(snapshot, split, since)[3]
+    return _seen(snapshot, split, since).done
 
 
-def _seen(
-    snapshot: PlanSnapshot, split: Split, since: float
-) -> tuple[list[TrainStepFact], list[TrainStepFact], list[RolloutWindowFact], list[TrajectoryFact]]:
-    """Steps for the fixed part, the newest of them, and windows and trajectories of their time."""
+class _Seen(NamedTuple):
+    """What was measured at a split: steps for the fixed part, the newest of them, and windows and trajectories of their time."""
+
+    fitted: list[TrainStepFact]
+    steps: list[TrainStepFact]
+    windows: list[RolloutWindowFact]
+    done: list[TrajectoryFact]
+
+
+def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
     fitted = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
     steps = fitted[-MAX_STEPS:]
     windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
@@ -176,7 +182,7 @@ def _seen(
         began = steps[0].at - steps[0].seconds
         windows = windows[-max(MIN_STEPS, sum(w.at - w.seconds >= began for w in windows)) :]
         done = done[-max(MIN_GROUPS * snapshot.group_size, sum(t.at > began for t in done)) :]
-    return fitted, steps, windows, done
+    return _Seen(fitted, steps, windows, done)
 
 
 def renewed(before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float) -> Measured | None:

@@ -14,7 +14,8 @@ of them advance in lockstep, in waves, of which the last does not fill the repli
 its N trajectories together and drains: T is the integral of the time per position over the live number n(x).  With eta >= 1 the next batches fill the
 gaps: eta + 1 of them are open, so a position lasts as long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every
 longest / (eta + 1) positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).  Computing the
-prompts is added.
+prompts is added: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n (`RolloutOptions.group`).  So are the
+contexts that a weight update has computed again, all those that run at that moment (`RolloutOptions.updates`).
 
 Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that classes can take the short or the
 long end.  Times per position are tabulated over n (a factor of sqrt 2 apart) and k (`CONTEXTS` values) and made non-decreasing in n, as physics has
