@@ -24,7 +24,7 @@ def _snapshot(done: list[TrajectoryFact], groups: list[GroupFact]) -> PlanSnapsh
 def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start: int = 0) -> list[TrajectoryFact]:
     """Whole groups, lengths uniform around the mean."""
     rng = random.Random(seed)
-    found = []
+    found: list[TrajectoryFact] = []
     for place, (prompt, mean) in enumerate(kinds):
         for _ in range(GROUP):
             generated = round(mean * rng.uniform(0.5, 1.5))
