@@ -1,11 +1,11 @@
 """The planner's decision: hold, move hybrid nodes to the other stage, or advise another layout of the core.
 
 A look at the plan happens for a reason (`triggers`): the workload *drifted* (`drift`), the *period* is over, the *queues* press (trainers wait, or whole
-batches wait for them), or the stages are *imbalanced* by more than the least gain.  Then both stages are measured at the present split (`model`) and every
+batches wait for them), or the stages are *imbalanced* by more than the least gain.  Then both stages are measured or foreseen at the present split and every
 split that hybrid nodes can reach is predicted.  The best one is taken if all of this holds:
 
-* *Evidence*: enough steps, windows and trajectories since the last change of split or workload.  A drift alarm throws older measurements away; where there
-  is a cost model, new lengths alone are enough: training goes with the tokens of a batch, rollout by the model (`law`).
+* *Evidence*: enough steps, windows and trajectories since the last change of split or workload, or while the workload changes and where there is a cost
+  model, what the groups under way foretell (`evidence`).
 * *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost, and T_after is at least the
   share ``min_gain`` below T_now.  The cost is what `brake` measured, node seconds, times the share of its stage that is away.  The horizon is ``horizon_s``,
   at least `LEAST_BATCHES` = 12 batches, never more than what is left of the run.  Where the work has a significant trend the saving is the mean over
@@ -14,7 +14,7 @@ split that hybrid nodes can reach is predicted.  The best one is taken if all of
   (one-sided 95 %), each time taking its part of it.  What noise could have made is not acted on.
 * *Twice*: looked at often enough, noise exceeds any bound.  After `SETTLED` = 32 steps of one split without drift or trend, new steps alone must confirm it.
 * *No contradiction by the queues*: with overlapping stages, unless the commits themselves show trainers that wait, trainers that wait for data are
-  not the slower stage, and rollout is not when trainers hardly wait.
+  not the slower stage, and rollout is not when trainers hardly wait.  Of foreseen times the queues know nothing yet.
 * *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back, the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 
@@ -34,9 +34,9 @@ import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.brake import Brake, Direction
-from libra_hpc.planner.drift import Drift, DriftDetector
-from libra_hpc.planner.law import MODEL_ERROR, RolloutLaw
-from libra_hpc.planner.model import Correction, Measured, Split, Times, ahead, measure, predict, renewed, with_work
+from libra_hpc.planner.evidence import Evidence
+from libra_hpc.planner.law import RolloutLaw
+from libra_hpc.planner.model import Correction, Measured, Split, Times, ahead, predict, with_work
 from libra_hpc.planner.repartition import Repartition
 from libra_hpc.planner.scaling import Scaling
 from libra_hpc.planner.snapshot import Candidate, NodeFact, PlanDecision, PlanSnapshot
@@ -51,7 +51,7 @@ LEAST_BATCHES = 12
 SETTLED = 32
 """Steps, four times what is measured at once.  Before, a late move costs more than a needless one."""
 KEPT = 5
-QUANTITIES = ("generated tokens", "context tokens", "turns", "seconds in tools")
+QUANTITIES = ("generated tokens", "context tokens", "turns", "seconds in tools", "prompts")
 
 
 class MoveOutcome(msgspec.Struct, frozen=True):
@@ -103,13 +103,11 @@ class Planner:
         """Every judged move, in order."""
         self._settings = settings
         self.law, self.repartition = law, repartition
-        self._detector: DriftDetector | None = None
-        self._next_index = 0
         self._split: Split | None = None
-        self._since = self._drifted = self._looked = float("-inf")
+        self._looked = float("-inf")
         self._alarmed = False
-        self._drift: Drift | None = None
         self._scaling = Scaling(law)
+        self._evidence = Evidence(law, self._scaling)
         self._brake = Brake(settings)
         self._pending: _Pending | None = None
 
@@ -126,10 +124,11 @@ class Planner:
             return _hold(f"hold: node {moving[0].rank} is in state {moving[0].role}")
         if split is None or split.train == 0 or split.rollout == 0:
             return _hold("hold: one of the stages has no node")
-        measured = self._measure(snapshot, split)
+        measured = self._evidence.measure(snapshot, split, self._brake.proposal.at if self._brake.proposal else None)
+        if self._evidence.direct is not None:
+            self._judge(self._evidence.direct, now)
         if isinstance(measured, str):
             return _hold(f"hold: {measured}")
-        self._judge(measured, now)
         numbers = self._numbers(snapshot, measured)
         triggers = self._triggers(snapshot, measured, now)
         if not triggers:
@@ -139,60 +138,22 @@ class Planner:
         moves = sorted(self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True)
         decision = self._verdict(moves, measured, numbers) if moves else _hold("hold: every stage is down to its last movable node", numbers)
         decision = self._confirmed(decision, measured, snapshot, now)
-        lasting = self._drift is not None and now - self._drifted >= self._settings.period_s
+        lasting = self._evidence.drift is not None and now - self._evidence.drifted >= self._settings.period_s
         if decision.action == "hold" and lasting and self.repartition and not self._brake.proposal and not (moves and moves[0].blocked):
-            decision = self.repartition.advise(snapshot, measured, self._drifted, self._horizon(snapshot, measured), self._settings) or decision
+            decision = self.repartition.advise(snapshot, measured, self._evidence.drifted, self._horizon(snapshot, measured), self._settings) or decision
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
 
     def _observe(self, snapshot: PlanSnapshot, now: float) -> None:
-        """Take in new trajectories and the present split; start measuring afresh when either changed."""
-        if self._detector is None:
-            self._detector = DriftDetector(snapshot.group_size, snapshot.prompts_per_step)
-        fresh = [t for t in snapshot.trajectories if t.index >= self._next_index]
-        if fresh:
-            self._next_index = fresh[-1].index + 1
-            drift = self._detector.update([(float(t.generated), float(t.context), float(t.turns), t.tool_s) for t in fresh])
-            if drift is not None:
-                self._drift, self._pending, self._alarmed = drift, None, True
-                # The block that raised the alarm is of the new kind already.
-                block = snapshot.trajectories[-drift.count :]
-                self._drifted = block[0].at if drift.count <= len(snapshot.trajectories) else now
-                self._brake.forgive()
-                self._scaling.forget_pairs()
+        """Take in what is new of the workload and of the nodes."""
+        if self._evidence.observe(snapshot, now):
+            self._pending, self._alarmed = None, True
+            self._brake.forgive()
+            self._scaling.forget_pairs()
         self._brake.observe(snapshot.nodes, now)
         split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
-        if split != self._split:
-            self._split, self._since, self._brake.proposal = split, now, None
-
-    def _measure(self, snapshot: PlanSnapshot, split: Split) -> Measured | str:
-        """The model at this split: fitted to the present workload, or while too little of it is measured, carried over from the one before."""
-        proposal = self._brake.proposal
-        measured = measure(snapshot, split, proposal.at if proposal else max(self._since, self._drifted), self._drifted)
-        if not isinstance(measured, str):
-            return self._with_law(snapshot, measured)
-        if self.law is None or self._drifted <= self._since or proposal:
-            return measured
-        before = measure(snapshot, split, self._since, self._drifted)
-        if isinstance(before, str):
-            return measured
-        self.law.observe(snapshot, self._drifted)
-        return renewed(before, snapshot, self._drifted, self.law.unthrottled(split.rollout), MODEL_ERROR) or measured
-
-    def _with_law(self, snapshot: PlanSnapshot, measured: Measured) -> Measured:
-        """Put the cost model's rollout in place of one that trainers hold up; learn from one that holds up trainers."""
-        if self.law is None or snapshot.eta == 0:
-            return measured
-        self.law.observe(snapshot, self._drifted)
-        nodes, times = measured.split.rollout, measured.times
-        if measured.starved:
-            self.law.learn(nodes, times.rollout)
-            return measured
-        free = self.law.unthrottled(nodes)
-        if free is None or free >= times.rollout:
-            return measured
-        error = max(measured.rollout_error, MODEL_ERROR)
-        return measured._replace(times=times._replace(rollout=max(measured.straggler, free)), rollout_error=error)
+        if self._evidence.split(split, now):
+            self._split, self._brake.proposal = split, None
 
     def _judge(self, measured: Measured, now: float) -> None:
         """Compare the first measurement after a move with the last one before it."""
@@ -264,7 +225,7 @@ class Planner:
         if times.train <= times.rollout:
             # Rollout slower by a share makes trainers wait for that share.
             contradicted = gated > waits and waits < 0.5 * (1.0 - times.train / times.rollout)
-        if snapshot.eta > 0 and contradicted and not measured.starved:
+        if snapshot.eta > 0 and contradicted and not measured.starved and not measured.foreseen:
             return f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the staleness gate {gated:.0%}"
         return ""
 
@@ -295,15 +256,16 @@ class Planner:
         if decision.action == "hold" or decision.action == "repartition":
             self._brake.proposal = None
             return decision
-        trend = measured.train_trend.rate or measured.rollout_trend.rate
-        settled = not trend and sum(s.at > max(self._since, self._drifted) for s in snapshot.steps) >= SETTLED
+        evidence = self._evidence
+        begun = max(evidence.since, evidence.drifted)
+        settled = not evidence.changing(snapshot) and sum(s.at > begun for s in snapshot.steps) >= SETTLED
         if not self._brake.passes(decision.action, settled, now):
             return _hold(f"hold: nothing changed for {SETTLED} steps, and new ones must confirm that {decision.reason}", decision.numbers)
         self._pending = _Pending(decision.action, decision.node, measured)
         return decision
 
     def _because(self) -> str:
-        drift = self._drift
+        drift = self._evidence.drift
         if drift is None:
             return ""
         what = "lengths" if drift.quantity == 0 else QUANTITIES[drift.quantity]
@@ -327,8 +289,8 @@ class Planner:
             numbers |= {"train_trend_per_h": 3600.0 * measured.train_trend.rate, "rollout_trend_per_h": 3600.0 * measured.rollout_trend.rate}
         if self.outcomes:
             numbers |= {"last_move_predicted_s": self.outcomes[-1].predicted, "last_move_realised_s": self.outcomes[-1].realised}
-        if self._drift is not None:
-            numbers["drift_distance"] = self._drift.distance
+        if self._evidence.drift is not None:
+            numbers["drift_distance"] = self._evidence.drift.distance
         return numbers
 
 

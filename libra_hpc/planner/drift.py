@@ -68,9 +68,9 @@ def critical_distance(n: float, m: float, false_alarm: float = FALSE_ALARM) -> f
 class DriftDetector:
     """Fed with every finished trajectory once, in order of finishing; ``group_size`` trajectories count as one observation, ``prompts`` groups are a batch."""
 
-    def __init__(self, group_size: int, prompts: int = 1) -> None:
+    def __init__(self, group_size: int, prompts: int = 1, false_alarm: float = FALSE_ALARM) -> None:
         groups = -(-BLOCK_GROUPS // prompts) * prompts
-        self._group = group_size
+        self._group, self._false_alarm = group_size, false_alarm
         self._block_size = groups * group_size
         self._reference_size = max(2 * groups, -(-REFERENCE_GROUPS // groups) * groups) * group_size
         self._reference: list[Sequence[float]] = []
@@ -101,7 +101,7 @@ class DriftDetector:
         blocks = len(self._fresh) // self._block_size
         sizes = [count * self._block_size for count in (1, 2, LONG) if count <= blocks and (count < LONG or long)]
         quantities = [q for q in range(len(self._fresh[0])) if any(row[q] != UNKNOWN for row in self._fresh)]
-        alarm = FALSE_ALARM / (len(sizes) * len(quantities))
+        alarm = self._false_alarm / (len(sizes) * len(quantities))
         clearest: Drift | None = None
         for size in sizes:
             critical = critical_distance(size / self._group, len(self._reference) / self._group, alarm)

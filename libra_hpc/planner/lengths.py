@@ -5,8 +5,8 @@ totals are kept exactly.  The body of the distribution is cut into `BODY` = 16 e
 trajectory of a global batch: the longest one decides when a batch ends, and it has a bin of its own.  A batch of 512 has 21 bins, one of 8,192 has
 25.
 
-What else the cost models need are ratios and moments over all trajectories: prompt, tool results, turns and tool seconds per generated token, and the
-mean and mean square of the context that training attends over.
+What else the cost models need are ratios and moments over all trajectories: prompts (per trajectory, and beside a generated token), tool results, turns
+and tool seconds per generated token, and the mean and mean square of the context that training attends over.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Lengths(msgspec.Struct, frozen=True):
     bins: tuple[Bin, ...]
     prompt: float
     """Mean prompt tokens."""
+    prompt_beside: float
+    """Mean prompt tokens beside a generated one: long answers count as often as they are long.  Where long prompts have short answers it is much less."""
     new_per_token: float
     """Tokens the environment adds per generated token."""
     turns_per_token: float
@@ -83,7 +85,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
     def context_at(self, generated: float) -> float:
         """Tokens of context of a trajectory that has generated so many: tool results come in proportion."""
-        return self.prompt + generated * (1.0 + self.new_per_token)
+        return self.prompt_beside + generated * (1.0 + self.new_per_token)
 
 
 def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
@@ -111,6 +113,7 @@ def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
     return Lengths(
         tuple(bins),
         fmean(o.prompt for o in ordered),
+        sum(o.prompt * o.generated for o in ordered) / total,
         sum(o.context - o.prompt - o.generated for o in ordered) / total,
         sum(o.turns for o in ordered) / total,
         sum(o.tool_s for o in ordered) / total,

@@ -96,6 +96,8 @@ class Measured(NamedTuple):
     rollout_trend: Trend = Trend()
     starved: bool = False
     """Whether trainers wait for rollout, whose time is then the time between commits."""
+    foreseen: bool = False
+    """Whether the times are of the work under way, which the queues do not show yet."""
 
 
 class Correction(NamedTuple):
@@ -110,15 +112,8 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
 
     Trends of the work are taken from all steps after ``drifted``, the last sudden change, whatever the split.
     """
-    steps = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
-    fitted, steps = steps, steps[-MAX_STEPS:]
-    windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
-    done = [t for t in snapshot.trajectories if t.at > since]
+    fitted, steps, windows, done = _seen(snapshot, split, since)
     need = MIN_GROUPS * snapshot.group_size
-    if len(steps) == MAX_STEPS:
-        began = steps[0].at - steps[0].seconds
-        windows = windows[-max(MIN_STEPS, sum(w.at - w.seconds >= began for w in windows)) :]
-        done = done[-max(need, sum(t.at > began for t in done)) :]
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
         return (
             f"{len(steps)} of {MIN_STEPS} steps, {len(windows)} of {MIN_STEPS} rollout windows and {len(done)} of {need} trajectories measured with "
@@ -126,16 +121,14 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         )
     train = median(s.seconds for s in steps)
     fixed = min(_intercept(fitted), MAX_FIXED * train)
-    recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
-    train_trend = trend([(s.at, float(s.tokens)) for s in recent])
-    rollout_trend = trend([(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0])
+    train_trend, rollout_trend = work_trend(snapshot, drifted)
     age = (steps[-1].at - steps[0].at) / 2.0
     train = fixed + (train - fixed) * train_trend.past(age)
     straggler = _straggler(snapshot, done, windows)
     work = fmean(t.generated for t in done) * snapshot.prompts_per_step * snapshot.group_size
     rate = sum(w.generated_tokens for w in windows) / sum(w.seconds * w.nodes * w.busy for w in windows)
     rollout = max(straggler, work / (split.rollout * rate))
-    error = _relative_error([float(t.generated) for t in done], len(done) / snapshot.group_size)
+    error = sampling_error([float(t.generated) for t in done], snapshot.group_size)
     starved = False
     if snapshot.eta > 0:
         intervals = [b.at - a.at for a, b in pairwise(steps)]
@@ -158,6 +151,38 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         rollout_trend,
         starved,
     )
+
+
+def work_trend(snapshot: PlanSnapshot, drifted: float) -> tuple[Trend, Trend]:
+    """Of the tokens trained on and of those generated, per step after ``drifted``."""
+    recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
+    return trend([(s.at, float(s.tokens)) for s in recent]), trend([(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0])
+
+
+def lengths_then(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
+    """The trajectories `measure` goes by."""
+    return _seen(snapshot, split, since).done
+
+
+class _Seen(NamedTuple):
+    """What was measured at a split: steps for the fixed part, the newest of them, and windows and trajectories of their time."""
+
+    fitted: list[TrainStepFact]
+    steps: list[TrainStepFact]
+    windows: list[RolloutWindowFact]
+    done: list[TrajectoryFact]
+
+
+def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
+    fitted = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
+    steps = fitted[-MAX_STEPS:]
+    windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
+    done = [t for t in snapshot.trajectories if t.at > since]
+    if len(steps) == MAX_STEPS:
+        began = steps[0].at - steps[0].seconds
+        windows = windows[-max(MIN_STEPS, sum(w.at - w.seconds >= began for w in windows)) :]
+        done = done[-max(MIN_GROUPS * snapshot.group_size, sum(t.at > began for t in done)) :]
+    return _Seen(fitted, steps, windows, done)
 
 
 def renewed(before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float) -> Measured | None:
@@ -242,6 +267,7 @@ def _median_error(values: Sequence[float]) -> float:
     return 1.2533 * spread / centre / sqrt(len(values))
 
 
-def _relative_error(values: Sequence[float], independent: float) -> float:
+def sampling_error(values: Sequence[float], group_size: int) -> float:
+    """Relative standard error of the mean of as many trajectories, of which a group counts as one."""
     centre = fmean(values)
-    return sqrt(fmean((v - centre) ** 2 for v in values)) / centre / sqrt(independent)
+    return sqrt(fmean((v - centre) ** 2 for v in values)) / centre / sqrt(len(values) / group_size)

@@ -14,7 +14,8 @@ of them advance in lockstep, in waves, of which the last does not fill the repli
 its N trajectories together and drains: T is the integral of the time per position over the live number n(x).  With eta >= 1 the next batches fill the
 gaps: eta + 1 of them are open, so a position lasts as long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every
 longest / (eta + 1) positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).  Computing the
-prompts is added.
+prompts is added: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n (`RolloutOptions.group`).  So are the
+contexts that a weight update has computed again, all those that run at that moment (`RolloutOptions.updates`).
 
 Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that classes can take the short or the
 long end.  Times per position are tabulated over n (a factor of sqrt 2 apart) and k (`CONTEXTS` values) and made non-decreasing in n, as physics has
@@ -57,6 +58,10 @@ class RolloutOptions(msgspec.Struct, frozen=True):
     """Most sequences a replica decodes at once."""
     prefix_hits: float = 0.95
     """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
+    group: int = 1
+    """Trajectories that share a prompt, sent to any replica: it is computed once on each that gets one of them."""
+    updates: int = 0
+    """Weight updates per global batch while trajectories run: each has the running ones computed again."""
 
 
 class _Ladder(NamedTuple):
@@ -121,7 +126,7 @@ class ReplicaCost:
         self._ladders: dict[tuple[int, int], _Ladder] = {}
         lengths = batch.lengths
         self._top = min(float(lengths.longest_context), float(max(1, steps.kv_capacity)))
-        low = min(lengths.prompt, self._top)
+        low = min(lengths.prompt, lengths.prompt_beside, self._top)
         self._contexts = sorted({low * (self._top / low) ** (k / (CONTEXTS - 1)) for k in range(CONTEXTS)})
         most = max(2.0, batch.trajectories * (batch.eta + 1.0))
         self._live = [2.0 ** (g / 2) for g in range(math.ceil(2 * math.log2(most)) + 2)]
@@ -130,7 +135,8 @@ class ReplicaCost:
         if steps.kv_capacity > 0:
             for context in self._contexts:
                 self._tabulate(context)
-            self._prompt_s = lengths.prompt * batch.trajectories * steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
+            self._token_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
+            self._prompt_s = lengths.prompt * batch.trajectories * self._token_s
             self._prepare()
 
     def limit(self, last: int = 0) -> Limit | None:
@@ -192,7 +198,7 @@ class ReplicaCost:
 
     def _time(self, first: int, last: int, replicas: float) -> float:
         share = self._shares[last + 1] - self._shares[first]
-        prompts = self._prompt_s * share / replicas
+        prompts = self._prompt_s * share * self._prompts(replicas)
         if self._batch.eta == 0:
             return prompts + self._drain(first, last, replicas)
         longest = self._batch.lengths.bins[last].generated
@@ -202,7 +208,14 @@ class ReplicaCost:
         live = self._batch.trajectories * tokens * open_batches / (replicas * longest)
         # A token's mean position is half the mean length, weighted by length.
         context = self._batch.lengths.context_at(square / tokens / 2)
-        return prompts + longest / open_batches * self.position_s(live, context)
+        running = min(live, float(self._options.max_num_seqs), max(1.0, self.kv_capacity / context))
+        again = self._options.updates * running * context * self._token_s
+        return prompts + again + longest / open_batches * self.position_s(live, context)
+
+    def _prompts(self, replicas: float) -> float:
+        """Share of the trajectories' prompts that one replica computes."""
+        each, group = 1.0 / replicas, self._options.group
+        return each if group == 1 else max(1.0, each) * (1.0 - (1.0 - min(1.0, each)) ** group) / group
 
     def _drain(self, first: int, last: int, replicas: float) -> float:
         shares, live = self._shares, self._live

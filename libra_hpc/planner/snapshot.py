@@ -65,6 +65,25 @@ class TrajectoryFact(msgspec.Struct, frozen=True):
     turns: int
     tool_s: float = -1.0
     """Seconds in tools, all turns together; -1.0 when not measured."""
+    group: int = -1
+    """Place of its group in the order of admission; -1 when not known."""
+    prompt: int = 0
+    """Tokens of its first prompt; 0 when not known."""
+
+
+class GroupFact(msgspec.Struct, frozen=True):
+    """One admitted group that is not finished."""
+
+    index: int
+    """Place in the order of admission, as `TrajectoryFact.group`."""
+    prompt: int
+    """Tokens of the prompt."""
+    waiting: int
+    """Trajectories that no engine has seen yet."""
+    running: int
+    """Others that have not finished."""
+    generated: int
+    """Tokens of ``running`` so far; of the turns under way estimated, by their time and the engines' speed."""
 
 
 class SwitchFact(msgspec.Struct, frozen=True):
@@ -104,6 +123,8 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     """Staleness bound; with 0 the stages take turns, with more they overlap."""
     steps_left: int
     """Steps until the run ends: a move must pay before that."""
+    groups: tuple[GroupFact, ...] = ()
+    """Admitted and not finished, by index; empty when not known."""
 
 
 class Candidate(msgspec.Struct, frozen=True):

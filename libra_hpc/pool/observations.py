@@ -9,7 +9,7 @@ from collections import deque
 from typing import Literal
 
 from libra_hpc.planner.calibrate import PredictedStep
-from libra_hpc.planner.snapshot import NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
+from libra_hpc.planner.snapshot import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
 
 STEPS = 256
@@ -57,8 +57,8 @@ class Observations:
             generated, prefilled = report.generated_tokens - last.generated_tokens, report.prefilled_tokens - last.prefilled_tokens
             self.windows.append(RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy), report.decode_s))
         self.report, self._report_at, self._report_nodes = report, now, nodes
-        for generated, context, turns, tool_s in report.lengths:
-            self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns, tool_s))
+        for generated, context, turns, tool_s, group, prompt in report.lengths:
+            self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns, tool_s, group, prompt))
             self._finished += 1
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
@@ -78,9 +78,11 @@ class Observations:
         queue = QueueFact(
             report.ready_groups if report else 0, report.outstanding_groups if report else 0, self.trainer_wait, report.gate_blocked if report else 0.0
         )
+        groups = tuple(GroupFact(g.index, g.prompt_tokens, g.waiting, g.running, g.generated) for g in report.open_groups) if report else ()
         return PlanSnapshot(
-            nodes, tuple(self.steps), tuple(self.windows), tuple(self.trajectories), tuple(self.switches), queue, prompts_per_step, group_size, eta, steps_left
-        )
+            nodes, tuple(self.steps), tuple(self.windows), tuple(self.trajectories), tuple(self.switches), queue, prompts_per_step, group_size, eta,
+            steps_left, groups,
+        )  # fmt: skip
 
     def train_speed(self) -> tuple[float, float, float]:
         """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""

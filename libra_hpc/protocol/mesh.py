@@ -256,6 +256,23 @@ class EngineVersion(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
+Length = tuple[int, int, int, float, int, int]
+"""Of a finished trajectory: generated tokens, final context, turns, seconds in tools, index of its prompt, prompt tokens."""
+
+
+class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
+    """One admitted group that is not finished; ``index`` is its prompt's, in data order."""
+
+    index: int
+    prompt_tokens: int
+    waiting: int
+    """Trajectories that no engine has seen yet."""
+    running: int
+    """Others that have not finished."""
+    generated: int
+    """Tokens of ``running`` so far, turns under way estimated."""
+
+
 class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Rollout leader -> coordinator, once a second."""
 
@@ -276,8 +293,10 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Seconds per decoded token of one sequence, mean over engines; 0.0 while unknown."""
     buckets: tuple[tuple[int, int, int, int, float], ...]
     """(tp, engines, in flight, trajectories, KV use)"""
-    lengths: tuple[tuple[int, int, int, float], ...]
-    """(generated tokens, final context, turns, seconds in tools) of trajectories finished since the last report."""
+    lengths: tuple[Length, ...]
+    """Of trajectories finished since the last report."""
+    open_groups: tuple[OpenGroup, ...] = ()
+    """By index."""
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------------

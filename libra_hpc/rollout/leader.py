@@ -20,7 +20,7 @@ import msgspec
 
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
-from libra_hpc.protocol.mesh import Batch, EngineUp, MeshMessage, RolloutReport, Turns, TurnsDrained
+from libra_hpc.protocol.mesh import Batch, EngineUp, Length, MeshMessage, RolloutReport, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
@@ -28,6 +28,7 @@ from libra_hpc.sched.protocol import Policy, TurnView
 
 from .batch import batch_ready, batch_stats
 from .fleet import Fleet
+from .progress import length_of, open_groups
 from .record import Ended, Routed
 from .staleness import StalenessGate
 from .supply import PromptSupply
@@ -79,7 +80,7 @@ class RolloutLeader:
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = self.resubmitted = 0
-        self._lengths: list[tuple[int, int, int, float]] = []
+        self._lengths: list[Length] = []
 
     # --- data order -------------------------------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class RolloutLeader:
             request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority, decision.keep_s)
             outbox.setdefault(self._fleet.engines[name].rank, []).append((name, request))
             self._fleet.send(name, rid, trajectory)
-            trajectory.engine, trajectory.place = name, "engine"
+            trajectory.engine, trajectory.place, trajectory.sent_at = name, "engine", now
             self._routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
             self._send(rank, Turns(tuple(items)))
@@ -255,7 +256,7 @@ class RolloutLeader:
         del self._episodes[trajectory.episode]
         now = time.monotonic()
         self._queue.finished(trajectory.finished(self.settings.task), now)
-        self._lengths.append((trajectory.attained, len(trajectory.context), len(trajectory.turns), sum(turn.tool_s for turn in trajectory.turns)))
+        self._lengths.append(length_of(trajectory))
         self._ended(Ended(trajectory, time.time(), now - trajectory.started_at))
         assert self._supply is not None
         self._supply.groups[trajectory.index].done.append(trajectory)
@@ -341,10 +342,10 @@ class RolloutLeader:
         # Time alone may change a policy's mind about a turn it has let wait.
         self._kick()
         lengths, self._lengths = tuple(self._lengths), []
-        fleet, supply, episodes = self._fleet, self._supply, self._episodes.values()
+        fleet, supply, episodes, now = self._fleet, self._supply, self._episodes.values(), time.monotonic()
         ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
         return RolloutReport(
             len(episodes), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding, self.resubmitted,
-            supply.blocked_share(time.monotonic()) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
-            fleet.buckets(episodes), lengths,
+            supply.blocked_share(now) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
+            fleet.buckets(episodes), lengths, open_groups(episodes, now, fleet.decode_s()),
         )  # fmt: skip

@@ -26,7 +26,8 @@ class Trajectory:
 
     __slots__ = (
         "at_signal", "attempt", "attained", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
-        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "reward", "sample", "signals", "started_at", "stop_ids", "turn", "turns", "versions",
+        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "reward", "sample", "sent_at", "signals", "started_at", "stop_ids", "turn", "turns",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, index: int, sample: int, attempt: int, host: int, now: float) -> None:
@@ -45,6 +46,8 @@ class Trajectory:
         self.engine = ""
         self.place = "tool"
         self.started_at = self.ready_at = now
+        self.sent_at = 0.0
+        """When the newest turn went to an engine; 0.0 before the first."""
         self.reward = 0.0
         self.info: dict[str, float] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
-from libra_hpc.planner.snapshot import PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.sim.replan_pool import ReplanPool, StepTruth
@@ -21,12 +21,32 @@ RECENT = 4
 
 
 class Watched:
-    """A policy whose finished trajectories are remembered."""
+    """A policy whose routed turns and finished trajectories are remembered."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.name = policy, policy.name
         self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
         self._count = 0
+        self._sent: dict[str, float] = {}
+        self._prompts: dict[str, int] = {}
+        self._places: dict[str, int] = {}
+
+    def place(self, prompt_id: str) -> int:
+        """Of a group in the order of admission, in which the groups are asked for."""
+        return self._places.setdefault(prompt_id, len(self._places))
+
+    def groups(self, sim: Simulation, decode_s: float) -> tuple[GroupFact, ...]:
+        """Those admitted and not finished; a turn under way generates a token every ``decode_s`` seconds since it was sent."""
+        found: dict[int, list[int]] = {}
+        for run in sim.open_runs():
+            group = found.setdefault(self.place(run.group), [run.shared + run.spec.turns[0].new_tokens, 0, 0, 0])
+            if run.turn == 0 and run.place == "queue":
+                group[1] += 1
+                continue
+            group[2] += 1
+            turn = (sim.now - self._sent[run.name]) / decode_s if run.place == "engine" and decode_s > 0.0 else 0.0
+            group[3] += run.attained + int(turn)
+        return tuple(GroupFact(index, *values) for index, values in sorted(found.items()))
 
     def key(self, turn: TurnView, now: float) -> float:
         """The policy's."""
@@ -34,12 +54,18 @@ class Watched:
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """The policy's."""
-        return self._policy.route(turn, board, now)
+        decision = self._policy.route(turn, board, now)
+        if decision.engine:
+            self._sent[turn.trajectory] = now
+            self._prompts.setdefault(turn.trajectory, turn.context_tokens)
+        return decision
 
     def finished(self, record: Finished, now: float) -> None:
         """Remember it, and tell the policy."""
         tools = sum(signal.seconds for signal in record.signals)
-        self.trajectories.append(TrajectoryFact(self._count, now, record.generated_tokens, record.context_tokens, record.turns, tools))
+        del self._sent[record.trajectory]
+        place, prompt = self.place(record.prompt_id), self._prompts.pop(record.trajectory)
+        self.trajectories.append(TrajectoryFact(self._count, now, record.generated_tokens, record.context_tokens, record.turns, tools, place, prompt))
         self._count += 1
         self._policy.finished(record, now)
 
@@ -90,5 +116,5 @@ class View:
         queue = QueueFact(stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked)))
         return PlanSnapshot(
             tuple(pool.nodes), steps, tuple(self._windows), tuple(self._watched.trajectories), tuple(pool.switches[-32:]), queue, site.prompts, site.group,
-            site.eta, self._total - len(done),
+            site.eta, self._total - len(done), self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
         )  # fmt: skip

@@ -61,6 +61,7 @@ class Simulation:
         self._agents = Agents(settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed)
         self.engines = self._agents.engines
         self._sent: dict[str, Sent] = {}
+        self._open: dict[str, Run] = {}
         self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
         self._joining = 0
@@ -121,8 +122,8 @@ class Simulation:
         return self._agents.in_flight
 
     def open_runs(self) -> list[Run]:
-        """Trajectories that started and have not ended."""
-        return [run for run in self._runs.values() if run.place not in ("", "done")]
+        """Trajectories that started and have not ended, in order of admission."""
+        return list(self._open.values())
 
     # --- events -----------------------------------------------------------------------------------------------------------------------------
 
@@ -152,6 +153,7 @@ class Simulation:
         for group in self.training.admit():
             for run in self._groups[group]:
                 run.opened_at, run.round = self.now, self.training.round
+                self._open[run.name] = run
                 self._ready((run, run.epoch))
             self._deferral.started(self.training.round)
 
@@ -225,6 +227,7 @@ class Simulation:
             return
         now, recorder = self.now, self.recorder
         run.place = "done"
+        del self._open[run.name]
         recorder.generated += run.attained
         recorder.finish_s.append(now)
         recorder.completion_s.append(now - run.opened_at)

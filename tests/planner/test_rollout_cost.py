@@ -177,3 +177,32 @@ def test_each_factor_scales_its_own_term() -> None:
     prefill = FakeSteps(1, fixed=1e-9, new=1e-3)
     more = seconds(prefill, Factors(prefill=2.0)) - seconds(prefill)
     assert more == pytest.approx(1000 * 1e-3, rel=0.05)
+
+
+def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_trajectories() -> None:
+    batch = Batch(64, sketch([Observed(2, 8002, 8000)], 64), 0)
+    device_steps = lookup("a800", "qwen3-14b", 4)
+
+    def prompts(group: int, replicas: int) -> float:
+        """Seconds of prompts, on all replicas together."""
+        whole, without = (ReplicaCost(device_steps, batch, RolloutOptions(group=group), Factors(prefill=p)).time(0, 0, replicas) for p in (1.0, 1e-9))
+        return (whole - without) * replicas
+
+    alone = prompts(1, 4)
+    assert prompts(8, 1) == pytest.approx(alone / 8, rel=0.01)
+    assert prompts(8, 4) == pytest.approx(alone * 4 * (1 - 0.75**8) / 8, rel=0.01)
+    assert prompts(8, 1000) == pytest.approx(alone, rel=0.01)
+
+
+def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
+    batch = Batch(64, sketch([Observed(200, 8200, 8000)], 64), 1)
+    steps = lookup("a800", "qwen3-14b", 4)
+    plain, updated = (ReplicaCost(steps, batch, RolloutOptions(max_num_seqs=8, updates=n)).time(0, 0, 2) for n in (0, 1))
+    assert updated - plain == pytest.approx(8 * 8100 * steps.step_s(0, 0, 2048, 0) / 2048, rel=0.05)
+
+
+def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_ones() -> None:
+    lengths = sketch([Observed(100, 12_100, 12_000), Observed(9900, 10_000, 100)], 2)
+    assert lengths.prompt == pytest.approx(6050)
+    assert lengths.prompt_beside == pytest.approx(0.01 * 12_000 + 0.99 * 100)
+    assert lengths.context_at(1000) == pytest.approx(1000 + lengths.prompt_beside)

@@ -6,10 +6,13 @@ import msgspec
 import pytest
 
 from libra_hpc.hardware.lookup import lookup
+from libra_hpc.planner.snapshot import PlanSnapshot
 from libra_hpc.sim.replan import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
-from libra_hpc.sim.replan_pool import Grouped, Site, StepTruth
+from libra_hpc.sim.replan_pool import Grouped, ReplanPool, Site, StepTruth
 from libra_hpc.sim.replan_verl import VerlLike
+from libra_hpc.sim.replan_view import View
 from libra_hpc.sim.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
+from libra_hpc.sim.simulate import Simulation
 
 SITE = Site(nodes=6, prompts=8, group=4)
 
@@ -113,3 +116,33 @@ def test_verl_activates_between_steps_when_samples_are_short_and_stops_when_they
     assert all(seconds >= 10.0 for seconds in starved.cycles)
     assert not fed.cycles
     assert fed.ratio < 0.3 < starved.ratio
+
+
+class _Watcher:
+    """Keeps every snapshot."""
+
+    def __init__(self) -> None:
+        self.seen: list[PlanSnapshot] = []
+
+    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        self.seen.append(view.snapshot(sim))
+
+
+def test_every_trajectory_of_an_open_group_waits_runs_or_is_finished_and_no_lengths_are_given_away() -> None:
+    watcher = _Watcher()
+    work = drifting(steady, 6, SITE.prompts, SITE.group, seed=8)
+    play(SITE, work, watcher, 3, seed=8)
+    longest = max(t.generated for t in work)
+    shares = []
+    for snapshot in watcher.seen:
+        assert [g.index for g in snapshot.groups] == sorted({g.index for g in snapshot.groups})
+        assert len(snapshot.groups) <= (SITE.eta + 1) * SITE.prompts
+        for group in snapshot.groups:
+            finished = [t for t in snapshot.trajectories if t.group == group.index]
+            assert group.waiting + group.running + len(finished) == SITE.group
+            assert all(t.prompt == group.prompt for t in finished)
+            assert group.running or not group.generated
+            shares.append(group.generated / longest)
+    assert max(shares) > 0.1
+    final = watcher.seen[-1].trajectories
+    assert all(t.prompt < t.context for t in final)

@@ -1,0 +1,40 @@
+"""What the planner is told of trajectories: how long finished ones became, and how far the groups are that are not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from libra_hpc.protocol.mesh import Length, OpenGroup
+
+from .trajectory import Trajectory
+
+
+def length_of(trajectory: Trajectory) -> Length:
+    """Of a finished one."""
+    tools = sum(turn.tool_s for turn in trajectory.turns)
+    return (trajectory.attained, len(trajectory.context), len(trajectory.turns), tools, trajectory.index, trajectory.prompt_tokens)
+
+
+def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> tuple[OpenGroup, ...]:
+    """Groups with trajectories in play, by index; those of which no prompt is known yet are left out.
+
+    Engines answer whole turns.  One that was sent ``s`` seconds ago counts as s / ``decode_s`` tokens, 0 while the speed (seconds per token) is unknown, and
+    never as more than it may generate.
+    """
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in episodes:
+        groups.setdefault(trajectory.index, []).append(trajectory)
+    found = []
+    for index, members in sorted(groups.items()):
+        prompt = max(t.prompt_tokens for t in members)
+        if prompt:
+            running = [t for t in members if t.sent_at > 0.0]
+            generated = sum(t.attained + _turn(t, now, decode_s) for t in running)
+            found.append(OpenGroup(index, prompt, len(members) - len(running), len(running), generated))
+    return tuple(found)
+
+
+def _turn(trajectory: Trajectory, now: float, decode_s: float) -> int:
+    if trajectory.place != "engine" or decode_s <= 0.0:
+        return 0
+    return min(trajectory.max_tokens - len(trajectory.turn), int((now - trajectory.sent_at) / decode_s))
