@@ -10,9 +10,8 @@ One step computes ``tokens = decodes + prefill`` positions on ``tp`` devices:
   between nodes once a replica spans nodes.
 * Launches: `KERNELS_PER_LAYER` kernels of fixed time each, which no degree of parallelism shortens.
 
-Peaks are scaled by the device's efficiencies.  The host's own work is a floor, since the engine prepares the next step while the device computes this
-one; it is compared with the part of the step that does not depend on the KV cache, which keeps steps linear in it.  Decoding is therefore at best
-``tp`` times as fast on ``tp`` devices, and less by latency and communication.
+Peaks are scaled by the device's efficiencies.  The host's own work comes on top (`Device.host_s`).  Decoding is therefore at best ``tp`` times as fast on
+``tp`` devices, and less by latency, communication and the host.
 """
 
 from __future__ import annotations
@@ -70,5 +69,4 @@ class Roofline:
             pairs = prefill * (context + 0.5 * (prefill + 1)) * self._pair
             read = (context + prefill) * self._kv
             base += pairs if pairs > read else read
-        host = self._host + decodes * self._host_sequence
-        return (base if base > host else host) + kv_tokens * self._kv
+        return base + self._host + decodes * self._host_sequence + kv_tokens * self._kv

@@ -17,7 +17,7 @@ in ``kv_tokens`` lets a simulator take many steps of one batch at once.  All cur
 A device whose links differ from those of the measured system (A800, H800) gets the same compute; of its all-reduces the latency (the time of the
 smallest message) stays and the rest grows with the ratio of link bandwidths.
 
-The figures are device time.  The host's own work per step is a floor under the part that does not depend on the KV cache, as in `Roofline`.
+The figures are device time; the host's own work of a step comes on top (`Device.host_s`).
 """
 
 from __future__ import annotations
@@ -146,27 +146,23 @@ class TableTimes:
         self._attention_slope = Curve(table.batches, isotonic(slopes))
 
     def _decode_terms_of(self, decodes: int) -> tuple[float, float, float]:
-        """Base seconds of a pure decode step, seconds per KV token, and base seconds of the decodes' attention alone."""
+        """Base seconds of a pure decode step, seconds per KV token, and what of the base is the decodes' own: their attention and the host's work."""
         if not decodes:
-            return self._host, 0.0, 0.0
-        attention = self._attention_base(decodes)
-        base = self._layers_at(decodes) + self._head(decodes) + attention
-        host = self._host + decodes * self._host_sequence
-        return max(base, host), self._attention_slope(decodes) / decodes, attention
+            return self._host, 0.0, self._host
+        own = self._attention_base(decodes) + self._host + decodes * self._host_sequence
+        return self._layers_at(decodes) + self._head(decodes) + own, self._attention_slope(decodes) / decodes, own
 
     def _prefill_row_of(self, prefill: int) -> Curve:
         return Curve(self._cached, [curve(prefill) for curve in self._prefill_curves])
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
         """Seconds of one step; see `StepTimes.step_s`."""
-        base, slope, attention = self._decode_terms(decodes)
+        base, slope, own = self._decode_terms(decodes)
         if prefill:
             row = self._prefill_row(prefill)
             at = bisect_right(self._cached, context) - 1
             prompt = row.ys[at] + (context - self._cached[at]) * row.slopes[at]
-            total = self._layers_at(decodes + prefill) + self._head(decodes + 1) + attention + prompt
-            host = self._host + decodes * self._host_sequence
-            base = total if total > host else host
+            base = self._layers_at(decodes + prefill) + self._head(decodes + 1) + own + prompt
         return base + slope * kv_tokens
 
 

@@ -13,6 +13,8 @@ from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.roofline import Roofline
 
+from .support import bare
+
 DEGREES = (1, 2, 4, 8)
 MODELS = ("qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "mixtral-8x7b")
 steps = st.tuples(st.integers(1, 1024), st.integers(0, 4_000_000), st.integers(0, 16384), st.integers(0, 131072))
@@ -51,7 +53,7 @@ def test_no_step_beats_the_peaks() -> None:
 
 
 def test_a_mixture_reads_more_experts_with_more_tokens_until_all_are_touched() -> None:
-    step_s = times("qwen3-30b-a3b", 1).step_s
+    step_s = Roofline(bare("a100"), model_shape("qwen3-30b-a3b"), 1).step_s
     small, middle, large = (step_s(n, 0) for n in (1, 32, 256))
     assert middle - small > 5 * (large - middle)
     active = model_shape("qwen3-30b-a3b")
@@ -72,9 +74,11 @@ def test_a_replica_across_nodes_pays_the_link_between_them() -> None:
     assert Roofline(across, shape, 8).step_s(0, 0, 2048) > 2 * Roofline(inside, shape, 8).step_s(0, 0, 2048)
 
 
-def test_host_work_is_a_floor() -> None:
-    slow_host = msgspec.structs.replace(device("h200"), host_s=0.1, host_sequence_s=0.001)
-    assert Roofline(slow_host, model_shape("qwen3-4b"), 1).step_s(10, 0) == pytest.approx(0.11)
+def test_host_work_comes_on_top() -> None:
+    shape = model_shape("qwen3-4b")
+    slow = msgspec.structs.replace(device("h200"), host_s=0.1, host_sequence_s=0.001)
+    for step in ((10, 0), (10, 5000), (10, 5000, 64, 8)):
+        assert Roofline(slow, shape, 1).step_s(*step) == pytest.approx(Roofline(bare("h200"), shape, 1).step_s(*step) + 0.11)
 
 
 def test_capacity_is_what_weights_and_workspace_leave() -> None:

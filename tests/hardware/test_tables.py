@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,8 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape, shapes
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.hardware.tables import FOLDER, TableTimes, available, fit_line, load_table
+
+from .support import bare
 
 DEGREES = (1, 2, 4, 8)
 NODE = 8
@@ -54,7 +55,7 @@ steps = st.tuples(st.integers(1, 2000), st.integers(0, 4_000_000), st.integers(0
 
 
 def nominal(name: str) -> Device:
-    return msgspec.structs.replace(device(name), memory_bytes=NOMINAL[name])
+    return bare(name, memory_bytes=NOMINAL[name])
 
 
 def node_rate(times: StepTimes, sequences: int, context: int) -> float:
@@ -70,13 +71,13 @@ def test_decoding_on_a_node_matches_the_tool(name: str, model: str, sequences: i
 
 @pytest.mark.parametrize(("name", "model", "new", "cached", "wanted"), PREFILL)
 def test_prefill_matches_the_tool(name: str, model: str, new: int, cached: int, wanted: tuple[float, ...]) -> None:
-    milliseconds = [1e3 * lookup(name, model, tp, source="tables").step_s(0, 0, new, cached) for tp in DEGREES]
+    milliseconds = [1e3 * lookup(bare(name), model, tp, source="tables").step_s(0, 0, new, cached) for tp in DEGREES]
     assert milliseconds == pytest.approx(wanted, rel=0.05)
 
 
 def test_a_mixed_step_matches_the_tool() -> None:
     # Qwen3-8B, A100, TP 4: 2,048 prompt tokens beside 64 decodes at a context of 2,048 each.
-    assert lookup("a100", "qwen3-8b", 4).step_s(64, 64 * 2048, 2048, 0) == pytest.approx(0.0580, rel=0.05)
+    assert lookup(bare("a100"), "qwen3-8b", 4).step_s(64, 64 * 2048, 2048, 0) == pytest.approx(0.0580, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["a100", "h200"])
@@ -115,7 +116,7 @@ def test_the_fit_of_decode_attention_stays_near_every_measured_step_that_fits(sy
     table = load_table(available()[system, model])
     errors = []
     for tp, parts in table.degrees.items():
-        times = lookup(system, model, tp)
+        times = lookup(bare(system), model, tp)
         for batch, head, row in zip(table.batches, parts.head, parts.decode_attention, strict=True):
             at = table.tokens.index(batch)
             for context, attention in zip(table.contexts, row, strict=True):

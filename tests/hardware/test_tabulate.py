@@ -13,9 +13,10 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.hardware import tabulate as module
-from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.tables import TableTimes, load_table
+
+from .support import bare
 
 Operators = list[tuple[str, float, float, str]]
 
@@ -83,7 +84,7 @@ def test_operators_are_sorted_into_parts_and_read_back(configs: list[dict[str, A
         assert parts.reduce == pytest.approx([1e3 * (5 * n + 7) / tp for n in table.tokens])
         assert parts.head == pytest.approx([1e3 * 2 * n / tp for n in table.batches])
     # One step of 3 decodes at 1,000 tokens each and 100 prompt tokens after 500: every term once, in milliseconds.
-    times = TableTimes(table, device("a100"), model_shape("qwen3-8b"), 2)
+    times = TableTimes(table, bare("a100"), model_shape("qwen3-8b"), 2)
     whole = (3 * 103 + 1) + (5 * 103 + 7) + 2 * 4 + (13 * 3 + 0.002 * 3000) + (11 * 100 + 0.001 * 500)
     assert times.step_s(3, 3000, 100, 500) == pytest.approx(1e-3 * whole / 2, rel=1e-4)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planner.factors import Factors
 from libra_hpc.planner.lengths import Observed, sketch
 from libra_hpc.planner.rollout import ReplicaCost, RolloutOptions
 from libra_hpc.planner.training import Batch
+from tests.hardware.support import bare
 
 from .plant_costs import FakeSteps, agentic, batch_of
 
@@ -45,7 +45,7 @@ from no larger memory; the driver reports 5 and 9 GB more, which at 32B and TP1 
 def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
     """Tokens per second of 8 GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
     batch = Batch(8192, sketch([Observed(2, context + 2, context)], 8192), 0)
-    gpu = msgspec.structs.replace(device(device_name), memory_bytes=DATA_SHEET[device_name])
+    gpu = bare(device_name, memory_bytes=DATA_SHEET[device_name])
     replica = ReplicaCost(lookup(gpu, model, tp), batch, RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0))
     return live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0
 
