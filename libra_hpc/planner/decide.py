@@ -260,7 +260,7 @@ class Planner:
         begun = max(evidence.since, evidence.drifted)
         settled = not evidence.changing(snapshot) and sum(s.at > begun for s in snapshot.steps) >= SETTLED
         if not self._brake.passes(decision.action, settled, now):
-            return _hold(f"hold: nothing changed for {SETTLED} steps, and new ones must confirm that {decision.reason}", decision.numbers)
+            return _hold(f"hold: nothing changed for {SETTLED} steps, so new ones must confirm this first: {decision.reason}", decision.numbers)
         self._pending = _Pending(decision.action, decision.node, measured)
         return decision
 

@@ -1,7 +1,8 @@
 """The scaling curve: the best plan at several numbers of nodes, and its knee.
 
 The knee is the point farthest above the straight line from the first to the last one, both axes scaled to 0..1 (Satopaa et al., "Finding a 'Kneedle'
-in a Haystack", 2011): up to there a device brings more than the average one, after it less.  A curve that is nowhere `BENT` above the line has none.
+in a Haystack", 2011): up to there a device brings more than the average one, after it less.  A curve that is nowhere `BENT` above the line has none; one that
+grows by less than `FLAT` has it at its start.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from .search import Plan, Search
 POINTS = 16
 """Most numbers of nodes that one sweep computes."""
 BENT = 0.05
+FLAT = 0.02
+"""Growth over the whole range below which the smallest number of devices is as good as any."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -51,6 +54,8 @@ def knee(points: Sequence[Point]) -> int | None:
     if len(known) < 3:
         return None
     (_, x0, y0), (_, x1, y1) = known[0], known[-1]
+    if max(y for _, _, y in known) < (1.0 + FLAT) * y0:
+        return known[0][0]
     if y1 <= y0:
         return max(known, key=lambda k: (k[2], -k[1]))[0]
     heights = [((y - y0) / (y1 - y0) - (x - x0) / (x1 - x0), i) for i, x, y in known]

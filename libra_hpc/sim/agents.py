@@ -108,7 +108,21 @@ class Agents:
     def forget(self, trajectory: str) -> None:
         """No engine keeps the cache of a trajectory."""
         for engine in self.engines.values():
-            engine.drop(trajectory)
+            self.drop(engine, trajectory)
+
+    def drop(self, engine: Engine, trajectory: str) -> None:
+        """What one engine has cached of a trajectory is of no use."""
+        before = engine.next_at
+        engine.drop(trajectory, self._events.now)
+        self._wake(engine, before)
+
+    def ended(self, name: str, trajectory: str) -> None:
+        """A trajectory is complete; the engine of its last turn, if it is still there, keeps its cache no longer."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            before = engine.next_at
+            engine.ended(trajectory, self._events.now)
+            self._wake(engine, before)
 
     def swap(self, version: int) -> None:
         """Every engine applies new weights at its next border."""

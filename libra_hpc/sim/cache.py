@@ -137,6 +137,11 @@ class BlockCache:
         while self.kept > MOST_PINNED * self.total:
             self._end_keep(now)
 
+    def holds(self, trajectory: str, any_of: bool) -> bool:
+        """Whether a trajectory has a chain that is kept, or any at all."""
+        chain = self._chains.get(trajectory)
+        return chain is not None and (any_of or chain.kept)
+
     def unkeep(self, trajectory: str, now: float) -> None:
         """A trajectory ended: its chain is kept no longer."""
         chain = self._chains.get(trajectory)

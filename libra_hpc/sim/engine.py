@@ -41,6 +41,8 @@ class Engine:
         self._cache = BlockCache(steps.kv_capacity // settings.block_size)
         self._batch = Batch(self._cache, settings, self.counters)
         self._aborted: list[Request] = []
+        self._stale: list[tuple[str, bool]] = []
+        """Trajectories whose cache changes at the next border, and whether it is dropped."""
         self._swap: tuple[int, float] | None = None
         self._pausing: int | None = None
         self._pause_at = now
@@ -80,17 +82,36 @@ class Engine:
         self._swap = (version, seconds)
         self._interrupt(now)
 
-    def drop(self, trajectory: str) -> None:
-        """A trajectory starts anew with other tokens: what is cached of it is of no use."""
-        self._cache.drop(trajectory)
+    def drop(self, trajectory: str, now: float) -> None:
+        """A trajectory starts anew with other tokens: what is cached of it is of no use from the next border on."""
+        self._at_border(trajectory, True, now)
 
     def ended(self, trajectory: str, now: float) -> None:
-        """A trajectory is complete: its KV is kept no longer."""
-        self._cache.unkeep(trajectory, now)
+        """A trajectory is complete: from the next border on its KV is kept no longer."""
+        self._at_border(trajectory, False, now)
+
+    def _at_border(self, trajectory: str, dropped: bool, now: float) -> None:
+        # Steps that have begun take their blocks before; which ones must not hang on how many steps one event stands for.
+        if self._cache.holds(trajectory, dropped):
+            self._stale.append((trajectory, dropped))
+            if self._stretch.steps:
+                self._interrupt(now)
+            else:
+                self._refresh(now)
+
+    def _refresh(self, now: float) -> None:
+        for trajectory, dropped in self._stale:
+            if dropped:
+                self._cache.drop(trajectory)
+            else:
+                self._cache.unkeep(trajectory, now)
+        self._stale.clear()
 
     def advance(self, now: float) -> list[Request]:
         """Do what is due at `next_at`; returns the requests that ended now."""
         done = self._settle(now) if self._stretch.steps else []
+        if self._stale:
+            self._refresh(now)
         if self._pausing is not None:
             self._end_pause(now)
         if self._aborted:

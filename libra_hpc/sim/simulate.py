@@ -205,7 +205,7 @@ class Simulation:
         self._freed()
         if run.epoch != sent.epoch:
             self.recorder.discarded += sent.request.generated
-            sent.engine.drop(run.name)
+            self._agents.drop(sent.engine, run.name)
             return
         del self._sent[run.name]
         if sent.request.left:
@@ -231,9 +231,7 @@ class Simulation:
         recorder.generated += run.attained
         recorder.finish_s.append(now)
         recorder.completion_s.append(now - run.opened_at)
-        engine = self.engines.get(run.engine)
-        if engine is not None:
-            engine.ended(run.name, now)
+        self._agents.ended(run.engine, run.name)
         self._queue.finished(run.finished(self.settings.task), now)
         self._kick()
         if self.training.close(run.group, now):

@@ -137,7 +137,7 @@ def test_a_settled_loop_moves_only_when_new_steps_ask_for_it_again() -> None:
 
     plant.run(SETTLED + MAX_STEPS, planner)
     slow_until_noticed()
-    assert "must confirm that to_train" in plant.decisions[-1].reason
+    assert "must confirm this first: to_train" in plant.decisions[-1].reason
     train_s = 1.0
     plant.run(100, planner)
     assert plant.moves == []

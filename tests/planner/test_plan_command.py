@@ -201,6 +201,7 @@ def curve(*speeds: float) -> list[Point]:
 
 def test_knee() -> None:
     assert knee(curve(100, 200, 300, 310, 320)) == 2
+    assert knee(curve(100, 100.2, 100.3, 100.3)) == 0
     assert knee(curve(100, 200, 300, 400)) is None
     assert knee(curve(100, 110, 130, 200)) is None
     assert knee(curve(100, 200)) is None
