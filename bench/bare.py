@@ -7,7 +7,6 @@ policy-gradient sum as loss; no leader, no agent, no export, no snapshot, no met
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -82,8 +81,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 
     def forward(iterator: Any, module: Any) -> Any:
         one: Pack = next(iterator)
-        layout = dataclasses.replace(one.layout, rotary=engine._rotary.table(one.positions[0]))
-        logits = module(one.tokens, one.positions, None, packed_seq_params=layout)
+        logits = module(one.tokens, one.positions, None, packed_seq_params=engine.layout(one))
 
         def loss(output: Any) -> Any:
             logprobs = token_logprobs(output[0].index_select(0, one.where), one.targets, 1.0)

@@ -12,7 +12,6 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,6 +23,7 @@ from bench.harness import median, report
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.measured import StepPoint, fit_steps, load
 from libra_hpc.hardware.models import model_shape
+from libra_hpc.rollout.batch import quantile
 from libra_hpc.rollout.engine.settings import EngineConfig
 
 
@@ -35,11 +35,6 @@ def kind(point: StepPoint) -> str:
         return "prefill, up to 1,024 tokens" if point.prefill <= 1024 else "prefill, more"
     size = "1 to 8" if point.decodes <= 8 else "16 to 128"
     return f"decode, {size} sequences, {'short' if point.kv_tokens / point.decodes < 3000 else 'long'}"
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Of a non-empty sequence, nearest rank."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def measure(model: Path, device: str, name: str, out: Path, max_model_len: int, max_num_seqs: int) -> None:

@@ -103,7 +103,6 @@ class Planner:
         """Every judged move, in order."""
         self._settings = settings
         self.law, self.repartition = law, repartition
-        self._split: Split | None = None
         self._looked = float("-inf")
         self._alarmed = False
         self._scaling = Scaling(law)
@@ -113,8 +112,7 @@ class Planner:
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """One look at the plan at time ``now`` (the clock of the snapshot)."""
-        self._observe(snapshot, now)
-        split = self._split
+        split = self._observe(snapshot, now)
         if not self._settings.enabled:
             return _hold("hold: the planner is disabled")
         if not any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes):
@@ -122,7 +120,7 @@ class Planner:
         moving = [n for n in snapshot.nodes if n.role in ("to_train", "to_rollout", "starting")]
         if moving:
             return _hold(f"hold: node {moving[0].rank} is in state {moving[0].role}")
-        if split is None or split.train == 0 or split.rollout == 0:
+        if split.train == 0 or split.rollout == 0:
             return _hold("hold: one of the stages has no node")
         measured = self._evidence.measure(snapshot, split, self._brake.proposal.at if self._brake.proposal else None)
         if self._evidence.direct is not None:
@@ -144,8 +142,8 @@ class Planner:
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
 
-    def _observe(self, snapshot: PlanSnapshot, now: float) -> None:
-        """Take in what is new of the workload and of the nodes."""
+    def _observe(self, snapshot: PlanSnapshot, now: float) -> Split:
+        """Take in what is new of the workload and of the nodes; returns the present split."""
         if self._evidence.observe(snapshot, now):
             self._pending, self._alarmed = None, True
             self._brake.forgive()
@@ -153,7 +151,8 @@ class Planner:
         self._brake.observe(snapshot.nodes, now)
         split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
         if self._evidence.split(split, now):
-            self._split, self._brake.proposal = split, None
+            self._brake.proposal = None
+        return split
 
     def _judge(self, measured: Measured, now: float) -> None:
         """Compare the first measurement after a move with the last one before it."""

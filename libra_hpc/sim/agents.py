@@ -99,11 +99,9 @@ class Agents:
         """A turn is not wanted there any more; it is answered nevertheless, with what was generated."""
         if sent.request.aborted:
             return
-        engine, before = sent.engine, sent.engine.next_at
         sent.request.aborted = True
         if sent.request.serial:
-            engine.abort(sent.request, self._events.now)
-            self._wake(engine, before)
+            self._tell(sent.engine, sent.engine.abort, sent.request)
 
     def forget(self, trajectory: str) -> None:
         """No engine keeps the cache of a trajectory."""
@@ -112,24 +110,24 @@ class Agents:
 
     def drop(self, engine: Engine, trajectory: str) -> None:
         """What one engine has cached of a trajectory is of no use."""
-        before = engine.next_at
-        engine.drop(trajectory, self._events.now)
-        self._wake(engine, before)
+        self._tell(engine, engine.drop, trajectory)
 
     def ended(self, name: str, trajectory: str) -> None:
         """A trajectory is complete; the engine of its last turn, if it is still there, keeps its cache no longer."""
         engine = self.engines.get(name)
         if engine is not None:
-            before = engine.next_at
-            engine.ended(trajectory, self._events.now)
-            self._wake(engine, before)
+            self._tell(engine, engine.ended, trajectory)
 
     def swap(self, version: int) -> None:
         """Every engine applies new weights at its next border."""
         for engine in self.engines.values():
-            before = engine.next_at
-            engine.swap(version, self._settings.sync_s, self._events.now)
-            self._wake(engine, before)
+            self._tell(engine, engine.swap, version, self._settings.sync_s)
+
+    def _tell(self, engine: Engine, act: Callable[..., None], *what: object) -> None:
+        """Let something happen to an engine now, which may change when its next border is."""
+        before = engine.next_at
+        act(*what, self._events.now)
+        self._wake(engine, before)
 
     def _wake(self, engine: Engine, before: float) -> None:
         """Call an engine at its next border, if that has changed."""
@@ -138,13 +136,10 @@ class Agents:
             self._at(at, self._step, engine, STEP, engine.number)
 
     def _arrive(self, sent: Sent) -> None:
-        engine = sent.engine
         if sent.request.aborted:
             self._answer(sent)
             return
-        before = engine.next_at
-        engine.submit(sent.request, self._events.now)
-        self._wake(engine, before)
+        self._tell(sent.engine, sent.engine.submit, sent.request)
 
     def _step(self, engine: Engine) -> None:
         now, board = self._events.now, self._board

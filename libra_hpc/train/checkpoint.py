@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from libra_hpc.weights.checksum import file_crc32
+
 from . import folders
 from .engine import Engine
 from .names import gather, gathered, hf_shapes, load
@@ -27,8 +28,6 @@ from .stream import write_safetensors
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Files of a model folder that travel with its weights: configuration, tokenizer, chat template."""
-CRC_CHUNK = 1 << 20
-"""Bytes per read of the checksum: one MiB is past the point where larger reads are faster."""
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -50,11 +49,7 @@ def export(engine: Engine, path: Path) -> tuple[int, int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
     write_safetensors(partial, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
-    crc = 0
-    with partial.open("rb") as file:
-        while chunk := file.read(CRC_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    size = partial.stat().st_size
+    crc, size = file_crc32(partial), partial.stat().st_size
     os.replace(partial, path)
     return crc, size
 

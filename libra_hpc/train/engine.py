@@ -29,7 +29,7 @@ from .mcore import (
 )
 from .model import build_model
 from .names import Split, stage_entries
-from .packing import Pack
+from .packing import Pack, PackedLayout
 from .rotary import Rotary
 from .settings import OptimizerSettings
 from .shape import ModelShape, check_parallel
@@ -141,6 +141,10 @@ class Engine:
         else:
             self.reduce(self.gradients())
 
+    def layout(self, pack: Pack) -> PackedLayout:
+        """What the model's forward pass takes as ``packed_seq_params``."""
+        return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
+
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:
         """Call ``loss`` on the logits of every pack, without gradients; only the last pipeline stage has logits."""
@@ -156,8 +160,7 @@ class Engine:
                     return loss(logits[0].index_select(0, pack.where), pack), self._no_tokens, {}
 
             with compat.without_shim():
-                layout = dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
-                return model(pack.tokens, pack.positions, None, packed_seq_params=layout), total
+                return model(pack.tokens, pack.positions, None, packed_seq_params=self.layout(pack)), total
 
         with compat.mcore_device():
             self._run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -40,9 +39,8 @@ def _kept(engine: Engine, batch: Pack, dtype: torch.dtype) -> int:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    layout = dataclasses.replace(batch.layout, rotary=engine._rotary.table(batch.positions[0]))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logits = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=layout)
+        logits = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=engine.layout(batch))
     assert logits.shape[1] == batch.tokens.shape[1]
     return sum(seen.values())
 

@@ -22,13 +22,14 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.weights.checksum import file_crc32
 
 from .pinning import PinningScheduler
 from .settings import EngineConfig, engine_arguments
 from .stats import Counters
 from .steplog import StepLog, StepLogHeader
 from .turns import Rejected, Turn, read_prompt, refusal
-from .weightfile import WeightFileError, check_weight_file, file_crc32, folder_shapes
+from .weightfile import WeightFileError, check_weight_file, folder_shapes
 
 SLEEP_LEVEL = 2
 """vLLM sleep level that frees the weights too: they are stale at waking anyway."""

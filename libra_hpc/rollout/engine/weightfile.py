@@ -7,17 +7,16 @@ spends its time in reads and ``zlib.crc32``, both outside the interpreter lock: 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from libra_hpc.weights.checksum import file_crc32
+
 TIED_HEAD = "lm_head.weight"
 """With tied embeddings a file may have or omit the output head: it is the embedding."""
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
-CHUNK = 1 << 22
-"""Bytes per read while summing: large enough to hide the call, small enough to stay in cache."""
 NAMED = 3
 """Most tensor names quoted in one error message."""
 
@@ -26,16 +25,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class WeightFileError(Exception):
     """The file must not be applied; the message is one sentence saying why."""
-
-
-def file_crc32(path: str | Path) -> int:
-    """``zlib.crc32`` of a whole file."""
-    crc, buffer = 0, bytearray(CHUNK)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(view[:count], crc)
-    return crc
 
 
 def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:

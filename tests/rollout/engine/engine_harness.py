@@ -32,7 +32,7 @@ from libra_hpc.protocol.rollout import (
 )
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
-from libra_hpc.rollout.engine.weightfile import file_crc32
+from libra_hpc.weights.checksum import file_crc32
 
 VOCAB = 128
 PATIENCE_S = 280.0
