@@ -4,8 +4,9 @@ A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`; it
 follows as an MPI message of its own.  A dead peer never blocks a live one: every MPI call is nonblocking, a send that a peer never takes is forgotten
 after `SEND_DEADLINE_S`, and a half-received message of a peer that was declared lost is dropped.
 
-MPI has no descriptor to wait on, so the mesh polls.  The pause between two polls is `POLL_MIN_S` while messages arrive and doubles up to
-`POLL_MAX_S` when nothing does: an idle agent costs well under one percent of a core, a busy one adds about a millisecond per hop.
+MPI has no descriptor to wait on, so the mesh polls.  The pause between two polls is `POLL_SHARE` = 5 % of the time since the last message, but at least
+`POLL_MIN_S` and at most `POLL_MAX_S`: polling lengthens an exchange of messages by a twentieth or by a millisecond a hop, whichever is more, and an idle
+agent costs well under one percent of a core.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ TAG_FRAME = 7
 TAG_BLOB = 8
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.03
+POLL_SHARE = 0.05
 SEND_DEADLINE_S = 60.0
 """A live agent takes a message within milliseconds; after a minute its peer is dead or hopeless."""
 BURST = 64
@@ -70,6 +72,11 @@ def meet() -> MPI.Intracomm:
     comm.Barrier()
     signal.alarm(0)
     return comm
+
+
+def pause(quiet_s: float) -> float:
+    """Seconds until the next poll, ``quiet_s`` after the last message."""
+    return min(POLL_MAX_S, max(POLL_MIN_S, POLL_SHARE * quiet_s))
 
 
 class Mesh:
@@ -109,17 +116,20 @@ class Mesh:
 
     async def run(self) -> None:
         """Deliver messages until cancelled."""
-        pause, loop = POLL_MIN_S, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        active = loop.time()
         while True:
             if self._poll():
-                pause = POLL_MIN_S
+                active = loop.time()
                 await asyncio.sleep(0)
                 continue
             self._woken.clear()
             # `call_later` costs a quarter of `wait_for`, and this runs for ever.
-            timer = loop.call_later(pause, self._woken.set)
+            timer = loop.call_later(pause(loop.time() - active), self._woken.set)
             await self._woken.wait()
-            pause = min(2 * pause, POLL_MAX_S) if timer.when() <= loop.time() else POLL_MIN_S
+            if timer.when() > loop.time():
+                # Something was sent: an answer may come soon.
+                active = loop.time()
             timer.cancel()
 
     async def drain(self, seconds: float) -> None:

@@ -54,17 +54,6 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Exit with 0."""
 
 
-class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    """The engine accepts requests."""
-
-    version: int
-    tp: int
-    max_model_len: int
-    kv_tokens: int
-    """KV capacity of the replica in tokens."""
-    start_s: float
-
-
 class Generated(msgspec.Struct, tag=True, frozen=True):
     """The end of a request."""
 
@@ -97,6 +86,21 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     busy_s: float
     kv_pinned: float = 0.0
     """Share of the KV cache that is only kept for later turns (`Generate.keep_s`); it gives way to any request."""
+    update_s: float = 0.0
+    """Of ``busy_s``: in weight updates."""
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    """The engine accepts requests."""
+
+    version: int
+    tp: int
+    max_model_len: int
+    kv_tokens: int
+    """KV capacity of the replica in tokens."""
+    start_s: float
+    rehearsal: tuple[EngineStats, ...] = ()
+    """Reports from before it was announced (`libra_hpc.rollout.engine.rehearsal`), oldest first; the counters start anew after them."""
 
 
 class WeightsApplied(msgspec.Struct, tag=True, frozen=True):

@@ -59,7 +59,7 @@ class Fleet:
     def up(self, up: EngineUp) -> None:
         """An engine accepts turns."""
         self.engines[up.engine] = Engine(up.rank)
-        self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version)
+        self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version, up.ready.rehearsal)
 
     def down(self, name: str) -> Engine | None:
         """An engine is gone; what it still ran is in the returned object."""

@@ -15,6 +15,7 @@ decision.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
@@ -134,8 +135,8 @@ class Board:
         """Changes when an engine comes or goes; no two boards ever have the same."""
         self._controllers: dict[str, CapController] = {}
 
-    def up(self, engine: str, tp: int, kv_capacity: int, version: int) -> EngineView:
-        """An engine accepts turns; one of the same name is replaced."""
+    def up(self, engine: str, tp: int, kv_capacity: int, version: int, rehearsal: Sequence[EngineStats] = ()) -> EngineView:
+        """An engine accepts turns; one of the same name is replaced.  Its class is priced by the ``rehearsal``, reports from before it took any."""
         if engine in self.engines:
             self.down(engine)
         home = next((c for c in self.classes if c.tp == tp), None)
@@ -148,6 +149,9 @@ class Board:
             cap = controller.cap
         view = self.engines[engine] = EngineView(engine, tp, kv_capacity, cap, version, home)
         home.members.append(view)
+        for stats in rehearsal:
+            home.fit.observe(engine, stats, kv_capacity)
+        home.fit.forget(engine)
         self._relevel()
         self.free += view.free
         home.touch(view)

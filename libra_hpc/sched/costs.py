@@ -4,9 +4,10 @@ Every `EngineStats` difference of a class's engines is one observation of
 
     busy seconds = base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens,
 
-with the KV tokens in use taken as the mean of the two reports.  The three coefficients are a least-squares fit over an exponentially decayed window
-(`HALF_LIFE` = 64 observations: half a minute of one engine's reports, a second or two of a whole class's), pulled towards a prior by a ridge that is
-worth `PRIOR_WEIGHT` = 0.2 observations, so that a coefficient the observations cannot tell apart (all batches alike) stays where the prior puts it.
+weight updates left out, with the KV tokens in use taken as the mean of the two reports.  The three coefficients are a least-squares fit over an
+exponentially decayed window (`HALF_LIFE` = 64 observations: half a minute of one engine's reports, a second or two of a whole class's), pulled towards a
+prior by a ridge that is worth `PRIOR_WEIGHT` = 0.2 observations, so that a coefficient the observations cannot tell apart (all batches alike) stays where
+the prior puts it.
 
 The prior of a class that has reported nothing, or that has reported nothing yet about one coefficient, comes from the nearest class that has: decoding
 and prefilling one token cost less with more devices, but by less than their number, because of communication and of work that does not shrink.  Over
@@ -66,9 +67,11 @@ class StepFit:
         """Take in counters of one engine; False when they say nothing new (first report, no step since, rebuilt engine)."""
         last = self._last.get(engine)
         self._last[engine] = stats
-        if last is None or stats.steps <= last.steps or stats.busy_s <= last.busy_s:
+        if last is None or stats.steps <= last.steps:
             return False
-        busy = stats.busy_s - last.busy_s
+        busy = (stats.busy_s - stats.update_s) - (last.busy_s - last.update_s)
+        if busy <= 0.0:
+            return False
         # Divided by busy seconds: every observation has target 1, so that errors are relative and long windows do not drown short ones.
         steps = (stats.steps - last.steps) / busy
         x = (steps, steps * 0.5 * (stats.kv_use + last.kv_use) * kv_capacity, max(0, stats.prefill_tokens - last.prefill_tokens) / busy)

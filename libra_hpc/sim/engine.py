@@ -138,6 +138,7 @@ class Engine:
         return EngineStats(
             self.version, len(self._batch.running), self._batch.waiting, cache.held / cache.total, counters.generated, counters.first_prefill,
             counters.first_cached, counters.preemptions + counters.recomputed, counters.steps, counters.busy_s, cache.kept / cache.total,
+            counters.paused_s,
         )  # fmt: skip
 
     def _interrupt(self, now: float) -> None:

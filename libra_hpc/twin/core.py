@@ -193,7 +193,7 @@ class TwinEngine:
         )
 
     def _wall(self, stats: EngineStats) -> EngineStats:
-        return msgspec.structs.replace(stats, busy_s=stats.busy_s / self._pace.speedup)
+        return msgspec.structs.replace(stats, busy_s=stats.busy_s / self._pace.speedup, update_s=stats.update_s / self._pace.speedup)
 
 
 def _refusal(rid: str, why: str) -> Generated:

@@ -54,6 +54,18 @@ def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
     return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
 
 
+def test_polling_adds_a_twentieth_of_the_wait_or_a_moment() -> None:
+    from libra_hpc.pool.mesh import POLL_MAX_S, POLL_MIN_S, POLL_SHARE, pause
+
+    # Of what waits for an answer, the polls that find nothing yet; the one that finds it comes at most a pause late.
+    for answer_s in (0.0, 0.0004, 0.008, 0.05, 0.3, 2.0, 60.0):
+        found = 0.0
+        while found < answer_s:
+            found += pause(found)
+        assert found - answer_s <= max(POLL_MIN_S, POLL_SHARE * answer_s)
+    assert pause(3600.0) == POLL_MAX_S
+
+
 def test_messages_arrive_in_order_with_their_blobs_from_everyone_at_once(tmp_path: Path) -> None:
     facts = world(
         tmp_path,

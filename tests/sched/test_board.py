@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.concurrency import CUT_TO, FLOOR, HOLD_REPORTS, START, CapController
 from libra_hpc.sched.costs import TP_EXPONENT, StepFit, stand_in
+from libra_hpc.sched.speed import SpeedEstimate
 from tests.sched.views import board, stats
 
 NAMES = ("a", "b", "c", "d", "e", "f")
@@ -78,6 +80,33 @@ def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> No
     fast, slow = made.classes[1], made.classes[0]
     assert (fast.base_s, fast.slope_s, fast.prefill_s) == pytest.approx((0.004, 2e-6, 1e-5), rel=0.15)
     assert slow.base_s == pytest.approx(fast.base_s * 4**TP_EXPONENT, rel=0.05)
+
+
+def test_a_rehearsal_prices_a_class_before_its_first_turn() -> None:
+    made = Board(64)
+    # 16 steps of 4 ms, then a step that reads 256 tokens in 20 ms; a device more makes it slower here.
+    made.up("large", 2, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256)))
+    made.up("small", 1, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256)))
+    small, large = made.classes
+    assert (small.base_s, large.base_s) == pytest.approx((0.002, 0.004), rel=0.1)
+    assert small.prefill_s < large.prefill_s
+    # The engine's counters start anew after it: the first report is no difference to the rehearsal.
+    count = small.fit.count
+    made.report("small", stats(90, 0.4))
+    assert small.fit.count == count
+    made.report("small", stats(91, 0.5))
+    assert small.fit.count == count + 1
+
+
+def test_weight_updates_are_no_part_of_what_steps_cost() -> None:
+    fit, speed = StepFit(), SpeedEstimate()
+    for i in range(50):
+        report = msgspec.structs.replace(stats(10 * i, 6.0 * i, kv=0.5), update_s=5.0 * i)
+        fit.observe("a", report, 1000)
+        speed.update(report)
+    base, slope, _ = fit.solve(stand_in(1, 1000))
+    assert base + slope * 500 == pytest.approx(0.1, rel=0.05)
+    assert speed.decode_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_reports_that_are_all_alike_keep_the_shape_of_the_prior_but_not_its_level() -> None:

@@ -25,6 +25,7 @@ from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Gener
 from libra_hpc.weights.checksum import file_crc32
 
 from .pinning import PinningScheduler
+from .rehearsal import rehearse
 from .settings import EngineConfig, engine_arguments
 from .stats import Counters
 from .steplog import StepLog, StepLogHeader
@@ -73,12 +74,16 @@ class RolloutEngine:
         if config.weights:
             self.check(UpdateWeights(config.weights, config.version, file_crc32(config.weights)))
             self._load(config.weights, config.version)
+        rehearsal = rehearse(self.submit, self.step, self.stats, self._max_model_len)
+        self._client.reset_prefix_cache()
+        self._counters = Counters()
         self.ready = EngineReady(
             version=config.version,
             tp=config.tp,
             max_model_len=self._max_model_len,
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
             start_s=time.monotonic() - started,
+            rehearsal=rehearsal,
         )
         limits = vllm_config.scheduler_config
         self.step_log = (
@@ -186,6 +191,7 @@ class RolloutEngine:
         self._refuses = ""
         seconds = time.monotonic() - started
         self._counters.busy_s += seconds
+        self._counters.update_s += seconds
         return WeightsApplied(version=update.version, seconds=seconds)
 
     def sleep(self) -> list[Generated]:

@@ -3,7 +3,7 @@
 ``prefill_tokens`` and ``cached_tokens`` split the prompts of requests at their first token into computed and found in the prefix cache; recomputation after
 a preemption is not counted again.  ``preemptions`` counts every request put back into the queue for lack of KV blocks; those that a weight update puts back
 are not a sign of load and do not count.
-``busy_s`` is the time inside engine steps and weight updates.
+``busy_s`` is the time inside engine steps and weight updates, ``update_s`` the latter alone: what steps cost is learned from the difference.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Counters:
         self.preemptions = 0
         self.steps = 0
         self.busy_s = 0.0
+        self.update_s = 0.0
 
     def prefilled(self, stats: Any) -> None:
         """Count a finished prefill (vLLM's ``PrefillStats``)."""
@@ -46,6 +47,7 @@ class Counters:
             steps=self.steps,
             busy_s=self.busy_s,
             kv_pinned=kv_pinned,
+            update_s=self.update_s,
         )
 
 

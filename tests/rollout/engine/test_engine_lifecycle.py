@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from libra_hpc.protocol.rollout import EngineError, Generated, Shutdown
+from libra_hpc.rollout.engine.rehearsal import DECODES, PROMPT
 from tests.rollout.engine.engine_harness import (
     EngineUnderTest,
     Model,
@@ -47,9 +48,19 @@ def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Pa
     # The folder's own weights are never loaded: it starts from the second model's.
     engine = EngineUnderTest(folder, engine_config(first, version=7, weights=str(second.weights)))
     try:
-        assert engine.ready().version == 7
+        ready = engine.ready()
+        assert ready.version == 7
+        warm, decoded, read = ready.rehearsal
+        assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
+        assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
+        assert warm.busy_s < decoded.busy_s < read.busy_s
+        # The counters start anew, and nothing of it is left in the cache.
+        begun = engine.idle()
+        assert (begun.steps, begun.generated_tokens, begun.cached_tokens) == (1, 1, 0)
         assert_serves(engine, second, 7)
-        engine.apply(first.update(8))
+        before = engine.idle()
+        applied = engine.apply(first.update(8))
+        assert engine.idle().update_s - before.update_s == pytest.approx(applied.seconds)
         assert_serves(engine, first, 8)
         engine.apply(second.update(9))
         assert_serves(engine, second, 9)
