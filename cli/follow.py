@@ -115,7 +115,8 @@ def ordered(status: Status | None) -> str:
     decision = None if status is None else status.decision
     if decision is None or decision.action == "hold":
         return ""
-    return f"planner: node {decision.node} {decision.action.replace('_', ' ')}: {because(decision.reason, decision.action)}"
+    who = f"node {decision.node} " if decision.node >= 0 else ""
+    return f"planner: {who}{decision.action.replace('_', ' ')}: {because(decision.reason, decision.action)}"
 
 
 def _panel(follower: Follower) -> str:

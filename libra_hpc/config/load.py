@@ -75,6 +75,18 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     table[names[-1]] = _override_value(text.strip(), as_text=field is not None and field.annotation is str)
 
 
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """``config`` with the values of some dotted keys replaced; raises `UserError` when it is none that is valid."""
+    data = config.model_dump()
+    for key, value in values.items():
+        *tables, name = key.split(".")
+        table = data
+        for part in tables:
+            table = table[part]
+        table[name] = value
+    return validate(data)
+
+
 def _override_value(text: str, *, as_text: bool) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")

@@ -86,5 +86,7 @@ class PlannerSection(Section):
     """Most node moves in any hour, whatever they promise."""
     period_s: float = Field(600.0, gt=0)
     """The plan is looked at this often even when nothing asks for it."""
+    repartition: Literal["advise", "carry_out"] = "carry_out"
+    """What is done with a better layout of the core nodes: logged, or the ranks are started again in it, inside the job."""
     repartition_cost_s: float = Field(300.0, gt=0)
     """What laying out the core nodes anew costs: a checkpoint, a new start of all ranks, and the weights to every engine."""

@@ -103,6 +103,8 @@ class Planner:
         """Every judged move, in order."""
         self._settings = settings
         self.law, self.repartition = law, repartition
+        self.repartition_after = float("-inf")
+        """Another layout of the core is not looked for before this time."""
         self._looked = float("-inf")
         self._alarmed = False
         self._scaling = Scaling(law)
@@ -115,7 +117,7 @@ class Planner:
         split = self._observe(snapshot, now)
         if not self._settings.enabled:
             return _hold("hold: the planner is disabled")
-        if not any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes):
+        if self.repartition is None and not any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes):
             return _hold("hold: there is no hybrid node to move")
         moving = [n for n in snapshot.nodes if n.role in ("to_train", "to_rollout", "starting")]
         if moving:
@@ -137,8 +139,9 @@ class Planner:
         decision = self._verdict(moves, measured, numbers) if moves else _hold("hold: every stage is down to its last movable node", numbers)
         decision = self._confirmed(decision, measured, snapshot, now)
         lasting = self._evidence.drift is not None and now - self._evidence.drifted >= self._settings.period_s
-        if decision.action == "hold" and lasting and self.repartition and not self._brake.proposal and not (moves and moves[0].blocked):
-            decision = self.repartition.advise(snapshot, measured, self._evidence.drifted, self._horizon(snapshot, measured), self._settings) or decision
+        sought = self.repartition if now >= self.repartition_after else None
+        if decision.action == "hold" and lasting and sought and not self._brake.proposal and not (moves and moves[0].blocked):
+            decision = sought.advise(snapshot, measured, self._evidence.drifted, self._horizon(snapshot, measured), self._settings) or decision
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
 

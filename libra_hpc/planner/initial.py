@@ -11,13 +11,14 @@ have the smallest TP, because their leaving then costs least.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from libra_hpc.config.job import Component
-from libra_hpc.config.load import validate
+from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
@@ -34,6 +35,8 @@ CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner
 """Keys the plan fills in; a run file that has one of them as well contradicts itself."""
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """What makes nodes of one kind."""
+SHARE = ("cpus", "mem")
+"""What a job gets of a node."""
 
 
 class Initial(msgspec.Struct, frozen=True):
@@ -69,8 +72,16 @@ def initial_plan(config: RunConfig) -> Initial:
         asked.shape, asked.pools, asked.batch, space=space, options=asked.options, sorted_lengths=config.rollout.policy in SORTING, whole_nodes=True
     )
     result = search.run(KEPT, trainers=(0,))
-    chosen = _nodes(config, asked, result.plans[0], alike) | _engines(config, asked, result, alike)
-    return Initial(_filled(config, chosen), asked, result, chosen)
+    chosen = written(config, asked.pools, result, alike)
+    return Initial(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
+
+
+def written(config: RunConfig, pools: Sequence[Pool], result: Result, alike: bool) -> dict[str, Any]:
+    """The best plan in the words of a run file: values by dotted key.  ``alike``: every node may train.
+
+    Raises `UserError` when a node is left over on which no engine holds the longest trajectories.
+    """
+    return _nodes(config, pools, result.plans[0], alike) | _engines(config, pools, result)
 
 
 def as_planned(config: RunConfig) -> RunConfig:
@@ -131,6 +142,12 @@ def _kind(component: Component) -> tuple[object, ...]:
     return tuple(getattr(component, key) for key in KIND)
 
 
+def interchangeable(config: RunConfig) -> bool:
+    """Whether any node of a running job may do what any other does: they are of one kind, and the job has the same share of each."""
+    parts = [c for c in (config.components.train, config.components.hybrid, config.components.rollout) if c.nodes]
+    return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts}) == 1
+
+
 def _as_rehearsed(config: RunConfig) -> RunConfig:
     """A rehearsal is planned for what it simulates."""
     if config.run.engine == "real":
@@ -167,20 +184,20 @@ def _pools(config: RunConfig, merged: tuple[Pool, ...], alike: bool) -> tuple[Po
     return Pool(first.device, trainers, first.node_devices), Pool(last.device, parts.rollout.nodes, last.node_devices)
 
 
-def _nodes(config: RunConfig, asked: Request, plan: Plan, alike: bool) -> dict[str, Any]:
+def _nodes(config: RunConfig, pools: Sequence[Pool], plan: Plan, alike: bool) -> dict[str, Any]:
     parts = config.components
-    left = asked.pools[0].nodes - plan.nodes
+    left = pools[0].nodes - plan.nodes
     hybrid = min(parts.hybrid.nodes, left - 1) if alike else left
     rollout = left - hybrid if alike else parts.rollout.nodes
     return {"components.train.nodes": plan.nodes, "components.hybrid.nodes": hybrid, "components.rollout.nodes": rollout}
 
 
-def _engines(config: RunConfig, asked: Request, result: Result, alike: bool) -> dict[str, Any]:
+def _engines(config: RunConfig, pools: Sequence[Pool], result: Result) -> dict[str, Any]:
     """TP of the training replicas, and TP and engines of every hybrid and rollout node, in this order."""
     plan = result.plans[0]
     layout = plan.train.layout
     degrees: list[int] = []
-    for index, pool in enumerate(asked.pools):
+    for index, pool in enumerate(pools):
         nodes = pool.nodes - (plan.nodes if index == plan.pool else 0)
         own = sorted(s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices))
         # Nodes that have no share of the plan's lengths serve all the same, as well as they can alone.
@@ -188,7 +205,7 @@ def _engines(config: RunConfig, asked: Request, result: Result, alike: bool) -> 
         if len(own) < nodes and not spare:
             raise invalid("components.rollout.gpu_type", pool.device.name, "no TP degree holds the longest trajectories there", "a larger GPU")
         degrees += own + [spare] * (nodes - len(own))
-    sizes = [pool.node_devices for index, pool in enumerate(asked.pools) for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))]
+    sizes = [pool.node_devices for index, pool in enumerate(pools) for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))]
     engines = [size // tp for size, tp in zip(sizes, degrees, strict=True)]
     chosen = {"train.tp": layout.tp, "train.pp": layout.pp, "rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}
     for key in ("micro_tokens", "recompute"):
@@ -199,15 +216,3 @@ def _engines(config: RunConfig, asked: Request, result: Result, alike: bool) -> 
 
 def _one(values: list[int]) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
-
-
-def _filled(config: RunConfig, chosen: dict[str, Any]) -> RunConfig:
-    data = config.model_dump()
-    for key, value in chosen.items():
-        *tables, name = key.split(".")
-        table = data
-        for part in tables:
-            table = table[part]
-        table[name] = value
-    data["components"]["split"] = "explicit"
-    return validate(data)

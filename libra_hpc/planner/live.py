@@ -3,12 +3,14 @@
 `RolloutLaw` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both need to know device, model and the
 engines of a node.  A run on CPU nodes, of a model or device in no table, or with rollout nodes of different engines has no law, and its planner
 divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no repartition, because the nodes
-cannot change places.
+cannot change places; where they are of one kind but the job has more of some than of others, a repartition is advice.
 
 In a rehearsal seconds pass ``twin.speedup`` times as fast, and so do step times here.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -20,10 +22,11 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.initial import as_planned
+from libra_hpc.planner.initial import SORTING, as_planned, interchangeable, written
 from libra_hpc.planner.law import RolloutLaw, RolloutNode
 from libra_hpc.planner.repartition import Repartition, Running
 from libra_hpc.planner.request import request
+from libra_hpc.planner.search import Result
 
 
 class Faster:
@@ -64,9 +67,14 @@ def live_planner(config: RunConfig) -> Planner:
     running = Running(config.train.tp, config.train.pp, (engines,))
     space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices)
     batch = asked.batch
+
+    def words(result: Result) -> dict[str, Any]:
+        return {**written(config, asked.pools, result, True), "planner.hybrid_start": "rollout"}
+
     repartition = Repartition(
-        asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps
-    )
+        asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps,
+        sorted_lengths=config.rollout.policy in SORTING, words=words if interchangeable(config) else None,
+    )  # fmt: skip
     return Planner(config.planner, law, repartition)
 
 

@@ -5,12 +5,15 @@ training and one for rollout, measured over predicted seconds *of the layout tha
 on both sides of the comparison.  What remains is the ratio of two layouts under one model.
 
 The proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of the measured times, against
-``margin`` times the cost of a new start.  The cost is far higher than a node's, so only a lasting shift pays; each proposal is made once.
+``margin`` times the cost of a new start.  The cost is far higher than a node's, so only a lasting shift pays; each proposal is made once.  Where nodes can
+change places, a proposal also says what the run file would say (`libra_hpc.planner.initial.written`), and `libra_hpc.pool.relayout` can carry it out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import hypot
+from typing import Any
 
 import msgspec
 
@@ -23,7 +26,7 @@ from libra_hpc.planner.law import RolloutLaw, RolloutNode, batch_of
 from libra_hpc.planner.model import Measured
 from libra_hpc.planner.parallel import TrainSearch, TrainSpace
 from libra_hpc.planner.rollout import RolloutOptions
-from libra_hpc.planner.search import Plan, Pool, Search, Steps
+from libra_hpc.planner.search import Plan, Pool, Result, Search, Steps
 from libra_hpc.planner.snapshot import Candidate, PlanDecision, PlanSnapshot
 from libra_hpc.planner.training import Batch, TrainCost
 
@@ -42,7 +45,10 @@ class Running(msgspec.Struct, frozen=True):
 
 
 class Repartition:
-    """Asked by the planner; remembers when and what it answered."""
+    """Asked by the planner; remembers what it answered.
+
+    ``words`` says a result in keys and values of the run file, or raises `UserError` where it cannot; None: proposals are advice alone.
+    """
 
     def __init__(
         self,
@@ -55,10 +61,13 @@ class Repartition:
         minibatches: int = 1,
         forwards: int = 0,
         steps: Steps = lookup,
+        sorted_lengths: bool = True,
+        words: Callable[[Result], dict[str, Any]] | None = None,
     ) -> None:
         self._shape, self._pool, self._running = shape, pool, running
         self._space, self._options, self._steps = space, options, steps
         self._minibatches, self._forwards = minibatches, forwards
+        self._sorted, self._words = sorted_lengths, words
         self._law = RolloutLaw(RolloutNode(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 
@@ -74,8 +83,10 @@ class Repartition:
             return None
         try:
             found = Search(
-                self._shape, [self._pool], batch, space=self._space, options=self._options, factors=factors, steps=self._steps
-            ).run(KEPT)  # fmt: skip
+                self._shape, [self._pool], batch, space=self._space, options=self._options, factors=factors, steps=self._steps,
+                sorted_lengths=self._sorted, whole_nodes=True,
+            ).run(KEPT, trainers=(0,))  # fmt: skip
+            changes = self._words(found) if self._words else {}
         except UserError:
             return None  # nothing fits these lengths: no advice, and the run itself will say so
         best, now = found.plans[0], measured.times.batch
@@ -101,7 +112,7 @@ class Repartition:
             "train_s": measured.times.train, "rollout_s": measured.times.rollout, "batch_s": now, "after_s": best.seconds, "pays_s": horizon * share,
             "needed_s": needed, "train_factor": factors.compute, "rollout_factor": factors.decode,
         }  # fmt: skip
-        return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout)
+        return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout, changes=changes)
 
     def _factors(self, measured: Measured, batch: Batch) -> Factors | None:
         """Measured over predicted seconds of the present layout; None when the models cannot hold it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -150,7 +150,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """What to do now and why."""
 
     action: Action
-    """``repartition`` is advice: it takes another layout of core nodes, at the next step border."""
+    """``repartition``: another layout of core nodes, at the next step border."""
     node: int
     """Rank that moves first; -1 for ``hold`` and ``repartition``."""
     reason: str
@@ -165,3 +165,5 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """Why the plan was looked at: ``drift``, ``period``, ``queues``, ``imbalance``."""
     layout: str = ""
     """With ``repartition``: the training layout and the rollout TP classes to change to."""
+    changes: dict[str, Any] = {}
+    """With ``repartition``: dotted keys of the run file and their values, which say the same; empty where nodes cannot change places."""

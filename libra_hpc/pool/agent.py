@@ -30,9 +30,10 @@ from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
+from .attempt import start_state
 from .context import Context, make_folders
-from .coordinator import Coordinator, start_state
-from .layout import COMPONENTS_VARIABLE, Layout, check_world
+from .coordinator import Coordinator
+from .layout import Layout, check_world
 from .mesh import MPI, Mesh, meet
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
@@ -50,11 +51,11 @@ log = logging.getLogger("libra_hpc.agent")
 class Agent:
     """All parts of one node."""
 
-    def __init__(self, comm: Any, layout: Layout, run: RunDir, attempt: int) -> None:
+    def __init__(self, comm: Any, config: RunConfig, layout: Layout, run: RunDir, attempt: int) -> None:
         self.mesh = Mesh(comm, self._on_message)
         self.layout, self.run_dir, self.attempt = layout, run, attempt
         self.rank = self.mesh.rank
-        self.config = in_wall_time(RunConfig.model_validate_json(run.config.read_bytes()))
+        self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
         self.context: Context | None = None
         self.coordinator: Coordinator | None = None
@@ -237,8 +238,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     comm = meet()
     run = RunDir(arguments.run)
+    config = RunConfig.model_validate_json(run.config.read_bytes())
+    layout = Layout.of(config)
     try:
-        layout = Layout.parse(os.environ.get(COMPONENTS_VARIABLE, ""))
         check_world(comm.Get_size(), layout, os.environ)
     except OperationError as error:
         log.error("%s", error)
@@ -248,7 +250,7 @@ def main() -> None:
     _release_segments(comm)
     if comm.Get_rank() == 0:
         run.met(arguments.attempt).touch()
-    good = asyncio.run(Agent(comm, layout, run, arguments.attempt).run())
+    good = asyncio.run(Agent(comm, config, layout, run, arguments.attempt).run())
     sys.stdout.flush()
     sys.stderr.flush()
     shutil.rmtree(run.rendezvous / f"attempt-{arguments.attempt}", ignore_errors=True)

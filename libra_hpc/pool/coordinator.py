@@ -8,15 +8,12 @@ metrics and the status snapshot, and it decides how the run ends.
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 from libra_hpc.planner.calibrate import Split, StepForecast
 from libra_hpc.planner.live import live_planner
-from libra_hpc.planner.snapshot import NodeFact
+from libra_hpc.planner.snapshot import NodeFact, PlanDecision
 from libra_hpc.protocol.mesh import (
     BatchReady,
     DrainTurns,
@@ -38,16 +35,17 @@ from libra_hpc.protocol.mesh import (
     StopTraining,
     TrainingFinished,
     TurnsDrained,
-    Welcome,
 )
 from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
+from libra_hpc.telemetry.rundir import write_atomic
 from libra_hpc.telemetry.status import encode_status
 
 from . import states
+from .attempt import copy_policy, forget_steps_after
 from .context import Context
 from .decisions import DecisionLog, predicted_gain
 from .observations import Observations
+from .relayout import EVENT, Relayout
 from .screen import NodeFacts, compose_status
 
 HEARTBEAT_LOST_S = 20.0
@@ -69,7 +67,7 @@ class Coordinator:
 
     def __init__(self, context: Context) -> None:
         self._context, self._config, self._run_dir = context, context.config, context.run
-        _forget_steps_after(context.run, context.start.step)
+        forget_steps_after(context.run, context.start.step)
         self._events, self._metrics = LineLog(context.run.events), LineLog(context.run.metrics)
         now = time.time()
         self._nodes = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
@@ -77,6 +75,8 @@ class Coordinator:
         self._observations = Observations()
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
+        self._relayout = Relayout(context.run, context.attempt, self._config.speedup)
+        self._planner.repartition_after = self._relayout.not_before
         self._forecast = forecast(context)
         self._moves: dict[int, tuple[Role, float]] = {}
         self._started_at = now
@@ -124,7 +124,8 @@ class Coordinator:
                 self._apply(states.MemberOf(rank, generation))
             case TrainingFinished(step=step):
                 self._step = step
-                self._end("cancelled" if self._stop_deadline is not None else "completed", f"step {step} is saved")
+                again = self._relayout.ordered and step < self._config.run.steps
+                self._end("cancelled" if self._stop_deadline is not None else "restarting" if again else "completed", f"step {step} is saved")
             case Fatal(rank=rank, reason=reason):
                 self._end("failed", f"node {rank}: {reason}")
 
@@ -207,6 +208,8 @@ class Coordinator:
         self._decisions.look(decision, now)
         if "drift" in decision.triggers:
             self._forecast.drifted()
+        if decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out":
+            self._lay_out_anew(decision)
         if decision.action not in ("to_train", "to_rollout"):
             return
         role: Role = "train" if decision.action == "to_train" else "rollout"
@@ -215,6 +218,14 @@ class Coordinator:
             self._event("move_started", rank=rank, to=role, reason=decision.reason, numbers=decision.numbers, predicted_gain_s=gain)
             self._moves[rank] = (role, now)
             self._apply(states.MoveOrdered(rank, role))
+
+    def _lay_out_anew(self, decision: PlanDecision) -> None:
+        refused = self._relayout.order(decision)
+        if refused:
+            self._event("repartition_refused", reason=refused)
+            return
+        self._message = "saving, to start again in another layout"
+        self._context.send(self._context.layout.train_leader, StopTraining("repartition"))
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
 
@@ -231,7 +242,7 @@ class Coordinator:
                 if now >= next_roles:
                     next_roles = now + ROLES_S
                     self._roles()
-                if self._config.planner.enabled and now >= next_plan and not self._moves and self._stop_deadline is None:
+                if self._config.planner.enabled and now >= next_plan and not (self._moves or self._relayout.ordered or self._stop_deadline):
                     next_plan = now + self._config.planner.interval_s
                     self._plan()
             if self._stop_deadline is not None and now > self._stop_deadline:
@@ -292,11 +303,14 @@ class Coordinator:
     async def _close(self) -> None:
         newest = self._run_dir.latest_checkpoint()
         if newest is not None and self.state == "completed":
-            await asyncio.to_thread(_copy_policy, newest[1] / "policy", self._run_dir.policy)
+            await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
         self._decisions.close()
-        self._event("job_finished", state=self.state, message=self._message, step=self._step)
-        result = {"state": self.state, "message": self._message, "step": self._step, "attempt": self._context.attempt, "t": time.time()}
-        self._run_dir.write_json(self._run_dir.result, result)
+        if self.state == "restarting":
+            self._event(EVENT, step=self._step, **self._relayout.carry_out())
+        else:
+            self._event("job_finished", state=self.state, message=self._message, step=self._step)
+            result = {"state": self.state, "message": self._message, "step": self._step, "attempt": self._context.attempt, "t": time.time()}
+            self._run_dir.write_json(self._run_dir.result, result)
         self._write_status()
         for rank in self._nodes:
             if rank != self._context.rank:
@@ -324,28 +338,3 @@ def forecast(context: Context) -> StepForecast:
 
 def _role(kind: str) -> Role:
     return "train" if kind == "train" else "rollout"
-
-
-def _forget_steps_after(run: RunDir, step: int) -> None:
-    """Drop metrics of steps that an earlier attempt ran beyond the checkpoint this one starts from: they are trained again, and must not count twice."""
-    kept = [line for line in read_lines(run.metrics) if line.get("step", 0) <= step]
-    if run.metrics.exists():
-        write_atomic(run.metrics, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
-
-
-def _copy_policy(source: Path, destination: Path) -> None:
-    partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
-    shutil.rmtree(destination, ignore_errors=True)
-    partial.rename(destination)
-
-
-def start_state(run: RunDir) -> Welcome:
-    """Where an attempt starts: the newest complete checkpoint of the run, or the beginning."""
-    newest = run.latest_checkpoint()
-    if newest is None:
-        return Welcome(0, "", 0, ())
-    step, folder = newest
-    state = run.read_json(folder / "state.json")
-    return Welcome(step, str(folder), int(state["low"]), tuple(state["extra"]))

@@ -1,8 +1,7 @@
 """Who is who: component, leaders and peers of every MPI rank.
 
-Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout.  The launcher states the counts in the
-environment variable `COMPONENTS_VARIABLE` (``planner:1,train:1,hybrid:1,rollout:1``), because inside a heterogeneous step Slurm does not tell a task its
-component.
+Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout.  Inside a heterogeneous step Slurm does
+not tell a task its component; the run's configuration does, which also says how a repartition has laid the ranks out anew (`libra_hpc.pool.relayout`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Literal, cast
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
+from libra_hpc.slurm.fit import present_components
 
-COMPONENTS_VARIABLE = "LIBRA_COMPONENTS"
-ORDER = ("planner", "train", "hybrid", "rollout")
 PoolComponent = Literal["train", "hybrid", "rollout"]
 
 
@@ -25,20 +24,9 @@ class Layout(msgspec.Struct, frozen=True):
     components: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
-        """Parse ``planner:1,train:2,...``; raises `OperationError` when it is malformed or lacks a planner, a trainer or a rollout node."""
-        ranks: list[str] = []
-        for part in text.split(","):
-            name, _, count = part.partition(":")
-            if name not in ORDER or not count.isdigit():
-                raise OperationError(f"{COMPONENTS_VARIABLE}={text!r} is not of the form 'planner:1,train:1,hybrid:0,rollout:1'.")
-            ranks += [name] * int(count)
-        for needed in ("planner", "train", "rollout"):
-            if needed not in ranks:
-                raise OperationError(f"{COMPONENTS_VARIABLE}={text!r} has no {needed} node.")
-        if ranks[0] != "planner":
-            raise OperationError(f"{COMPONENTS_VARIABLE}={text!r}: the planner must come first, it is rank 0.")
-        return cls(tuple(ranks))
+    def of(cls, config: RunConfig) -> Layout:
+        """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
+        return cls(tuple(name for name, component in present_components(config) for _ in range(component.nodes)))
 
     @property
     def train_leader(self) -> int:

@@ -161,7 +161,7 @@ class RolloutNode:
             kv_cache_mb=rollout.kv_cache_mb,
             block_size=rollout.block_size,
             threads=rollout.threads,
-            seed=context.config.run.seed * 100_003 + context.rank * 101 + context.attempt,
+            seed=(context.config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * start.step) % 2**31,
             device=context.config.slurm.device,
             step_log=str(context.logs / f"{engine.name}.steps.jsonl") if rollout.record_steps else "",
             version=start.step if self._receiver.newest_path is None else self._receiver.newest,

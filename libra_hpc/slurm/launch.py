@@ -46,6 +46,5 @@ class Launch:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables the agents get, whatever starts them; ``LIBRA_COMPONENTS`` (``planner:1,train:1,...``) tells a rank its component."""
-        counts = ",".join(f"{name}:{component.nodes}" for name, component in self.components)
-        return {**self.environment, "LIBRA_COMPONENTS": counts, "PYTHONUNBUFFERED": "1"}
+        """Variables the agents get, whatever starts them."""
+        return {**self.environment, "PYTHONUNBUFFERED": "1"}

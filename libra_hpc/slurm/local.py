@@ -34,8 +34,8 @@ def start(launch: Launch) -> str:
     run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
     logs, command = run.logs(attempt), [launch.python, *launch.interpreted]
-    begun = [option for path in (run.met(attempt), run.result) for option in ("--begun", str(path))]
-    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(launch.ranks), "--logs", str(logs), *begun, "--", *command]
+    watched = [word for path in (run.met(attempt), run.result) for word in ("--begun", str(path))] + ["--again", str(run.again(attempt))]
+    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(launch.ranks), "--logs", str(logs), *watched, "--", *command]
     env = {**clean_environment(os.environ), **launch.variables}
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -8,7 +8,7 @@ The ranks stay in the launcher's process group, so a signal to the group reaches
 leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code: rank 0's.
 
 With ``--begun FILE`` (any number), files of which the ranks make one once they are one world, a start that ended without any is repeated
-(`START_TRIES`), unless the launcher was told to leave meanwhile.
+(`START_TRIES`), unless the launcher was told to leave meanwhile.  When they leave the file behind that ``--again`` names, they are started again.
 """
 
 from __future__ import annotations
@@ -146,18 +146,30 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--begun", type=Path, action="append", default=[])
+    parser.add_argument("--again", type=Path)
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
     told: list[int] = []
     # The group's signals are the ranks' business; leaving before them would make a stopping run look dead.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: told.append(number))
-    for start in range(1, START_TRIES + 1):
-        code = serve(options.size, options.logs, options.argv)
-        if told or not options.begun or any(path.exists() for path in options.begun):
+    while True:
+        for path in (options.again, *options.begun) if options.again else ():
+            path.unlink(missing_ok=True)
+        code = start(options.size, options.logs, options.argv, options.begun, told)
+        if told or not (options.again and options.again.exists()):
+            raise SystemExit(code)
+        print("the ranks start again", flush=True)
+
+
+def start(size: int, logs: Path, argv: Sequence[str], begun: Sequence[Path], told: Sequence[int]) -> int:
+    """`serve`, again while the ranks never met; returns rank 0's exit code."""
+    for count in range(1, START_TRIES + 1):
+        code = serve(size, logs, argv)
+        if told or not begun or any(path.exists() for path in begun):
             break
-        print(f"start {start}: the ranks did not meet", flush=True)
-    raise SystemExit(code)
+        print(f"start {count}: the ranks did not meet", flush=True)
+    return code
 
 
 if __name__ == "__main__":

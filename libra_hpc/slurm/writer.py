@@ -3,8 +3,8 @@
 One heterogeneous job, one component per kind of node, one task per node; `srun` starts the node agents of all components as one MPI world.  The template
 is ``sbatch/run.sbatch.j2``; every value that reaches it is checked here (one line, no spaces) or quoted for the shell.
 
-What the script promises the agents: ``LIBRA_COMPONENTS`` tells a rank its component, SIGUSR1 means that the time limit is `WARNING_S` away, SIGTERM that the
-job is being cancelled or preempted, and each rank's output goes to ``agent-<rank>.log``.
+What the script promises the agents: they are started again when they leave `RunDir.again` behind, SIGUSR1 means that the time limit is `WARNING_S` away,
+SIGTERM that the job is being cancelled or preempted, and each rank's output goes to ``agent-<rank>.log``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def het_script(launch: Launch) -> str:
         command=shlex.join(command),
         result=shlex.quote(str(run.result)),
         met=shlex.quote(str(run.met(launch.attempt))),
+        again=shlex.quote(str(run.again(launch.attempt))),
         tries=START_TRIES,
         python=shlex.quote(launch.python),
     )

@@ -170,6 +170,10 @@ class RunDir:
         """Exists once the agents of an attempt have met in one MPI world."""
         return self.logs(attempt) / "met"
 
+    def again(self, attempt: int) -> Path:
+        """Exists once the ranks of an attempt are to be started again, in the layout that the configuration has now."""
+        return self.logs(attempt) / "again"
+
     @property
     def checkpoints(self) -> Path:
         """Parent of checkpoint folders."""

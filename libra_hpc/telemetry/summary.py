@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -20,7 +22,9 @@ from .status import because
 
 FIRST_AND_LAST = 0.2
 """Share of the steps averaged for "first" and "last" reward: one step is too noisy, a quarter hides a short warm-up."""
-STATE_STYLES = {"completed": "green", "running": "cyan", "starting": "yellow", "finishing": "cyan", "failed": "red", "cancelled": "yellow"}
+STATE_STYLES = {
+    "completed": "green", "running": "cyan", "starting": "yellow", "restarting": "yellow", "finishing": "cyan", "failed": "red", "cancelled": "yellow",
+}  # fmt: skip
 
 
 class PhaseReward(msgspec.Struct, frozen=True):
@@ -68,6 +72,18 @@ class ForecastSummary(msgspec.Struct, frozen=True):
     """Of training alone."""
 
 
+class LayoutSummary(msgspec.Struct, frozen=True):
+    """The ranks laid out anew."""
+
+    step: int
+    """The last one in the layout before."""
+    layout: str
+    """Training and rollout from then on."""
+    before_s: float | None
+    """Median time of the steps of the layout before, and below of those since, up to the next one: without the first, which has the new start in it."""
+    after_s: float | None
+
+
 class Summary(msgspec.Struct, frozen=True):
     """Totals of a run over all its attempts.  Times in seconds; None: not measured."""
 
@@ -88,6 +104,7 @@ class Summary(msgspec.Struct, frozen=True):
     rollout_tokens_per_s: float | None
     forecast: ForecastSummary
     moves: list[MoveSummary]
+    layouts: list[LayoutSummary]
     staleness_mean: float | None
     staleness_max: int
     engines_lost: int
@@ -114,7 +131,7 @@ def summarise(run: RunDir) -> Summary:
         run=run.name,
         path=str(run.path),
         state=state,
-        attempts=max(kinds["job_started"], 1),
+        attempts=max(kinds["job_started"] - kinds["laid_out"], 1),
         wall_s=max(times, default=0.0) - start,
         steps=len(rows),
         reward_first=first,
@@ -126,6 +143,7 @@ def summarise(run: RunDir) -> Summary:
         rollout_tokens_per_s=_known(series.mean(series.column(rows, "rollout_tokens_per_s"))),
         forecast=_forecast(rows),
         moves=_moves(run, rows, log, start),
+        layouts=_layouts(rows, log),
         staleness_mean=_known(series.mean(series.column(rows, "staleness_mean"))),
         staleness_max=int(max(staleness, default=0)),
         engines_lost=kinds["engine_lost"],
@@ -161,6 +179,20 @@ def phase_rewards(rows: Sequence[series.Record]) -> list[PhaseReward]:
         first, last = first_and_last(series.column(part, "reward"))
         out.append(PhaseReward(phase=phase, steps=len(part), reward_first=first, reward_last=last))
     return out
+
+
+def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:
+    changed = [e for e in log if e["kind"] == "laid_out"]
+    borders = [0.0, *(series.number(e, "step") for e in changed), math.inf]
+    times = [
+        [series.number(row, "step_s") for row in rows if low + 1.0 < series.number(row, "step") <= high]
+        for low, high in itertools.pairwise(borders)
+    ]  # fmt: skip
+    medians = [statistics.median(part) if part else None for part in times]
+    return [
+        LayoutSummary(int(event["step"]), str(event["layout"]), before, after)
+        for event, (before, after) in zip(changed, itertools.pairwise(medians), strict=True)
+    ]
 
 
 def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> list[MoveSummary]:
@@ -227,6 +259,9 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("forecast", _said(summary.forecast))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
+    for change in summary.layouts:
+        seconds = ", ".join(f"{name} {value:.2f} s a step" for name, value in (("before", change.before_s), ("since", change.after_s)) if value is not None)
+        facts.add_row("laid out", f"after step {change.step}: {change.layout}" + (f"; {seconds}" if seconds else ""))
     if summary.checkpoints:
         facts.add_row("checkpoints", ", ".join(f"step {step}" for step in summary.checkpoints[-6:]))
     parts: list[RenderableType] = [facts]

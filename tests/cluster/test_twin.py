@@ -104,3 +104,32 @@ def test_a_local_rehearsal_ends_complete_and_every_weight_version_is_applied(tmp
     assert {event["version"] for event in case.events("weights_applied")} >= {1, 2, 3}
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == 4
+
+
+SLOW_TRAINING = {
+    "run.steps": 26, "components.hybrid.nodes": 0, "components.rollout.nodes": 3, "train.tp": 8, "rollout.tp": 8, "rollout.engines_per_node": 1,
+    "rollout.max_model_len": 8192, "planner.period_s": 20.0, "planner.repartition_cost_s": 60.0, "twin.presets": '["math", "search"]',
+    "twin.speedup": 100.0, "twin.mfu": 0.02,
+}  # fmt: skip
+"""One node of four trains, and is the slower stage by far; halfway the work changes for good."""
+
+
+def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, tmp_path: Path) -> None:
+    case = Rehearsal(tmp_path, "slurm", steps=0)
+    run = case.submit("--engine", "twin", "--wait", *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")))
+    assert case.ended() == "completed"
+    (done,) = case.events("laid_out")
+    started = case.events("job_started")
+    assert [event["step"] for event in started] == [0, done["step"]]
+    assert {event["attempt"] for event in started} == {1}, "the same job"
+    train = done["changes"]["components.train.nodes"]
+    assert train > 1
+    joined = [event["component"] for event in case.events("agent_joined")[-5:]]
+    assert sorted(joined) == sorted(["planner"] + ["train"] * train + ["rollout"] * (4 - train))
+    rows = list(read_lines(run.metrics))
+    assert {row["replicas"] for row in rows if row["step"] <= done["step"]} == {1}
+    assert {row["replicas"] for row in rows if row["step"] > done["step"]} == {train}
+    trained_once(run, 26)
+    summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
+    assert [change["step"] for change in summary["layouts"]] == [done["step"]]
+    assert summary["attempts"] == 1

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.decide import SETTLED, Planner
-from libra_hpc.planner.model import MAX_STEPS
-from libra_hpc.planner.snapshot import NodeFact
+from libra_hpc.planner.model import MAX_STEPS, Measured
+from libra_hpc.planner.repartition import Repartition
+from libra_hpc.planner.snapshot import NodeFact, PlanDecision, PlanSnapshot
 from tests.planner.plant import SETTINGS, Plant, Shape, ideal
 
 
@@ -193,3 +194,44 @@ def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
         assert (decision.node == -1) == (decision.action == "hold")
         assert decision.node == -1 or decision.node > 2
         assert decision.reason.startswith(f"{decision.action}: ")
+
+
+class Asked(Repartition):
+    """A second tier that answers whenever it is asked, and remembers since when the work it was asked about is there."""
+
+    def __init__(self) -> None:
+        self.since: list[float] = []
+
+    def advise(self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection) -> PlanDecision:
+        self.since.append(since)
+        return PlanDecision("repartition", -1, "repartition: asked", {})
+
+
+def _stuck(planner: Planner) -> Plant:
+    """A run without hybrid nodes, 50 batches after its trajectories became three times as long."""
+    plant = Plant(ideal(1.0, 0.5), hybrids=0)
+    plant.run(100, planner)
+    assert not plant.moves
+    plant.length *= 3.0
+    for _ in range(50):
+        plant.batch()
+        plant.decisions.append(planner.decide(plant.snapshot(500), plant.now))
+    return plant
+
+
+def test_another_core_is_looked_for_where_no_node_can_move_once_a_drift_has_lasted() -> None:
+    second = Asked()
+    plant = _stuck(Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))
+    first = next(i for i, d in enumerate(plant.decisions) if d.action == "repartition")
+    drifted = next(i for i, d in enumerate(plant.decisions) if "drift" in d.triggers)
+    assert first > drifted
+    assert second.since
+    assert plant.now >= min(second.since) + 20.0
+
+
+def test_another_core_is_not_looked_for_before_its_time() -> None:
+    second = Asked()
+    planner = Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second)
+    planner.repartition_after = 1e9
+    _stuck(planner)
+    assert not second.since

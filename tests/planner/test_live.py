@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.load import validate
+from libra_hpc.config.check import problems
+from libra_hpc.config.load import validate, with_values
+from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.decide import Planner
 from libra_hpc.planner.live import Faster, live_planner
+from libra_hpc.planner.model import Split
 from tests.planner.plant_costs import FakeSteps
+from tests.planner.test_repartition import measured, snapshot
 
 NODE = {"gpus": 4, "gpu_type": "a800"}
 
 
-def _planner(**changes: Any) -> Planner:
+def _config(**changes: Any) -> RunConfig:
     data: dict[str, Any] = {
         "slurm": {"device": "cuda"},
         "model": {"path": "qwen3-14b"},
@@ -24,7 +28,11 @@ def _planner(**changes: Any) -> Planner:
     }
     for key, value in changes.items():
         data[key] = {**data.get(key, {}), **value}
-    return live_planner(validate(data))
+    return validate(data)
+
+
+def _planner(**changes: Any) -> Planner:
+    return live_planner(_config(**changes))
 
 
 def _knows(planner: Planner) -> tuple[bool, bool]:
@@ -33,6 +41,20 @@ def _knows(planner: Planner) -> tuple[bool, bool]:
 
 def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> None:
     assert _knows(_planner()) == (True, True)
+
+
+def test_what_a_repartition_proposes_is_a_run_file() -> None:
+    config = _config(planner={"hybrid_start": "train"}, model={"path": "qwen3-8b"}, rollout={"max_model_len": 32768})
+    planner = live_planner(config)
+    assert planner.repartition is not None
+    advice = planner.repartition.advise(snapshot(), measured(600.0, 60.0, Split(2, 4)), float("-inf"), 1e6, config.planner)
+    assert advice is not None
+    config = with_values(config, advice.changes)
+    parts = config.components
+    assert parts.train.nodes == advice.candidates[0].train
+    assert parts.train.nodes + parts.hybrid.nodes + parts.rollout.nodes == 6
+    assert config.planner.hybrid_start == "rollout"
+    assert not list(problems(config))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=(True,), replica_devices=8)
 EARLY = float("-inf")
 
 
-def _snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
+def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
     rng = random.Random(1)
     lengths = [max(1, round(min(20_000.0, median * rng.lognormvariate(0.0, 0.8)))) for _ in range(count)]
     done = tuple(TrajectoryFact(i, float(i), n, 2 * n + 500, 1 + n // 500, 0.5) for i, n in enumerate(lengths))
@@ -34,13 +34,13 @@ def _repartition() -> Repartition:
     return Repartition(model_shape("qwen3-14b"), Pool(device("a800"), 6, 8), Running(8, 1, ((8, 1),)), space=SPACE)
 
 
-def _measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Measured:  # noqa: B008
+def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Measured:  # noqa: B008
     return Measured(split, Times(train, rollout, 1), 0.02, 0.02, 0.0, 0.0, 2e6, 1e6)
 
 
 def test_a_training_bottleneck_of_the_core_is_answered_with_layouts_once() -> None:
     repartition = _repartition()
-    advice = repartition.advise(_snapshot(), _measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS)
+    advice = repartition.advise(snapshot(), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS)
     assert advice is not None
     assert (advice.action, advice.node, advice.nodes) == ("repartition", -1, ())
     assert advice.layout in advice.reason
@@ -52,15 +52,15 @@ def test_a_training_bottleneck_of_the_core_is_answered_with_layouts_once() -> No
     assert best.train + best.rollout == 6
     assert best.batch_s == min(c.batch_s for c in advice.candidates)
     assert advice.numbers["pays_s"] > advice.numbers["needed_s"] == 1.5 * 600.0
-    assert repartition.advise(_snapshot(), _measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS) is None
+    assert repartition.advise(snapshot(), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS) is None
 
 
 def test_what_does_not_pay_for_a_new_start_is_not_proposed() -> None:
-    assert _repartition().advise(_snapshot(), _measured(600.0, 100.0), EARLY, 500.0, SETTINGS) is None
+    assert _repartition().advise(snapshot(), measured(600.0, 100.0), EARLY, 500.0, SETTINGS) is None
 
 
 def test_no_trajectories_no_advice() -> None:
-    assert _repartition().advise(_snapshot(), _measured(600.0, 100.0), 1e9, 20_000.0, SETTINGS) is None
+    assert _repartition().advise(snapshot(), measured(600.0, 100.0), 1e9, 20_000.0, SETTINGS) is None
 
 
 def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutLaw:
@@ -70,7 +70,7 @@ def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutLaw:
 @pytest.mark.parametrize("engines", [((4, 1),), ((1, 4), (4, 1))])
 def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple[tuple[int, int], ...]) -> None:
     law = _law(engines)
-    law.observe(_snapshot(), EARLY)
+    law.observe(snapshot(), EARLY)
     seconds = [law.seconds(nodes) or 0.0 for nodes in (2, 4, 8)]
     assert seconds[0] > seconds[1] > seconds[2]
     assert 0.49 < law.ratio(2, 4) < law.ratio(4, 8) < 1.0
@@ -80,7 +80,7 @@ def test_the_law_is_silent_before_it_saw_anything_and_learns_its_factor() -> Non
     law = _law()
     assert law.ratio(2, 4) == 0.5
     assert law.unthrottled(3) is None
-    law.observe(_snapshot(), EARLY)
+    law.observe(snapshot(), EARLY)
     model = law.seconds(3)
     assert model is not None
     assert law.unthrottled(3) == model
@@ -90,7 +90,7 @@ def test_the_law_is_silent_before_it_saw_anything_and_learns_its_factor() -> Non
 
 def test_longer_trajectories_are_seen_when_a_batch_of_them_came_in() -> None:
     law = _law()
-    law.observe(_snapshot(1000.0), EARLY)
+    law.observe(snapshot(1000.0), EARLY)
     before = law.seconds(4) or 0.0
-    law.observe(_snapshot(4000.0, 2048), EARLY)
+    law.observe(snapshot(4000.0, 2048), EARLY)
     assert (law.seconds(4) or 0.0) > 2.0 * before

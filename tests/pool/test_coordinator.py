@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.planner.trainlaw import Load
 from libra_hpc.pool import coordinator as module
+from libra_hpc.pool.attempt import start_state
 from libra_hpc.pool.context import Context
-from libra_hpc.pool.coordinator import Coordinator, start_state
+from libra_hpc.pool.coordinator import Coordinator
 from libra_hpc.pool.layout import Layout
 from libra_hpc.protocol.mesh import (
     BatchReady,
@@ -37,13 +39,14 @@ from libra_hpc.telemetry.status import decode_status
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, step: int = 0) -> None:
+    def __init__(self, tmp_path: Path, step: int = 0, config: RunConfig | None = None) -> None:
         self.run = RunDir(tmp_path)
         self.sent: list[tuple[int, Any]] = []
-        layout = Layout.parse("planner:1,train:1,hybrid:1,rollout:1")
+        layout = Layout(("planner", "train", "hybrid", "rollout"))
         self.context = Context(
-            0, layout, RunConfig(), self.run, 1, lambda rank, message, blob=b"": self.sent.append((rank, message)), Welcome(step, "", 0, ()), tmp_path, tmp_path
-        )
+            0, layout, config or RunConfig(), self.run, 1, lambda rank, message, blob=b"": self.sent.append((rank, message)), Welcome(step, "", 0, ()),
+            tmp_path, tmp_path,
+        )  # fmt: skip
         self.coordinator = Coordinator(self.context)
 
     def tell(self, *messages: tuple[int, Any]) -> None:
@@ -94,6 +97,65 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     scene.tell((1, TrainingFinished(7)))
     run_until_over(scene)
     assert scene.run.read_json(scene.run.result) | {"t": 0} == {"state": "cancelled", "step": 7, "attempt": 1, "t": 0, "message": "step 7 is saved"}
+
+
+CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 1, "rollout.tp": 2}
+
+
+class Proposes:
+    """A planner that has a better layout of the core nodes."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Any] = []
+        self.repartition_after = 0.0
+
+    def decide(self, snapshot: Any, now: float) -> PlanDecision:
+        return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
+
+
+def laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
+    """A run whose planner proposes at its first look, and whose training then ends at step ``reached``."""
+    monkeypatch.setattr("libra_hpc.pool.coordinator.live_planner", lambda config: Proposes())
+    tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
+    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
+    scene = Scene(tmp_path, config=config)
+    scene.hello()
+
+    async def play() -> None:
+        task = asyncio.create_task(scene.coordinator.run())
+        while not any(e["kind"] == "decision" for e in read_lines(scene.run.events)):
+            await asyncio.sleep(0.01)
+        scene.tell((1, TrainingFinished(reached)))
+        await asyncio.wait_for(task, 30)
+
+    asyncio.run(play())
+    return scene
+
+
+def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = laid_out(tmp_path, monkeypatch, RunConfig(), 3)
+    assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
+    assert not scene.run.result.exists(), "the run is not over"
+    assert scene.run.again(1).exists()
+    config = RunConfig.model_validate_json(scene.run.config.read_bytes())
+    assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
+    assert [rank for rank, _ in scene.orders(Stop)] == [1, 2, 3]
+    events = list(read_lines(scene.run.events))
+    assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("laid_out", CHANGES, 3)
+    assert decode_status(scene.run.status.read_bytes()).state == "restarting"
+
+
+def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = laid_out(tmp_path, monkeypatch, RunConfig(), RunConfig().run.steps)
+    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+    assert not scene.run.again(1).exists()
+
+
+def test_advice_is_only_written_down_where_the_run_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = laid_out(tmp_path, monkeypatch, RunConfig.model_validate({"planner": {"repartition": "advise"}}), 3)
+    assert not scene.orders(StopTraining)
+    assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
+    assert scene.run.read_json(scene.run.result)["state"] == "completed"
 
 
 def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def alive(pid):
 comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
 assert comm.allreduce(1) == comm.size
 mine = folder / f".rank-{comm.rank}"
-mine.write_text(f"{comm.size} {os.getpid()} {os.environ['LIBRA_COMPONENTS']}")
+mine.write_text(f"{comm.size} {os.getpid()}")
 mine.rename(folder / f"rank-{comm.rank}")
 if sys.argv[2] == "lose":
     if comm.rank == 2:
@@ -50,7 +50,12 @@ if sys.argv[2] == "lose":
             time.sleep(0.05)
         (folder / "result.json").write_text(json.dumps({"state": "completed"}))
     os._exit(0)
-if sys.argv[2] == "stumble":
+if sys.argv[2] == "again":
+    with (folder / f"starts-{comm.rank}").open("a") as starts:
+        starts.write("x")
+        if starts.tell() == 1 and comm.rank == 0:
+            (folder / "logs" / "attempt-1" / "again").touch()
+if sys.argv[2] in ("stumble", "again"):
     if comm.rank == 0:
         (folder / "logs" / "attempt-1" / "met").touch()
     os._exit(1)
@@ -104,7 +109,7 @@ def test_a_lost_rank_ends_no_other(run: RunDir) -> None:
     start(run, "lose")
     assert wait_end(run) is JobState.COMPLETED
     assert sorted(path.name for path in run.path.glob("survivor-*")) == ["survivor-0", "survivor-1", "survivor-3"]
-    assert (run.path / "rank-0").read_text().split()[0::2] == ["4", "planner:1,train:1,hybrid:1,rollout:1"]
+    assert (run.path / "rank-0").read_text().split()[0::2] == ["4"]
     assert (run.logs(1) / "launcher.log").read_text() == "exit codes by rank: 0 0 -9 0\n"
 
 
@@ -114,6 +119,13 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
     assert (run.logs(1) / "launcher.log").read_text().count("did not meet") == starts - (meets_at <= starts)
+
+
+def test_ranks_that_say_so_are_started_again(run: RunDir) -> None:
+    start(run, "again")
+    assert wait_end(run) is JobState.FAILED
+    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["xx"] * 4
+    assert (run.logs(1) / "launcher.log").read_text().count("the ranks start again") == 1
 
 
 def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:
