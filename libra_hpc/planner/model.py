@@ -115,8 +115,9 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
     fitted, steps, windows, done = _seen(snapshot, split, since)
     need = MIN_GROUPS * snapshot.group_size
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
+        have, seen, finished = min(len(steps), MIN_STEPS), min(len(windows), MIN_STEPS), min(len(done), need)
         return (
-            f"{len(steps)} of {MIN_STEPS} steps, {len(windows)} of {MIN_STEPS} rollout windows and {len(done)} of {need} trajectories measured with "
+            f"{have} of {MIN_STEPS} steps, {seen} of {MIN_STEPS} rollout windows and {finished} of {need} trajectories measured with "
             f"{split.train} training and {split.rollout} rollout nodes since the last change"
         )
     train = median(s.seconds for s in steps)
