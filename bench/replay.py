@@ -29,7 +29,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
-LAYOUT = Layout.parse("planner:1,train:1,rollout:1")
+LAYOUT = Layout(("planner", "train", "rollout"))
 TRAINER, NODE = 1, 2
 PATIENCE_S = 240.0
 """Longest play: some twenty times the usual one."""

@@ -64,12 +64,16 @@ def live_planner(config: RunConfig) -> Planner:
     law = RolloutLaw(RolloutNode(asked.shape, rolls.device, (engines,), asked.options), steps)
     if len(asked.pools) > 1:
         return Planner(config.planner, law)
-    running = Running(config.train.tp, config.train.pp, (engines,))
-    space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices)
+    running = Running(config.train.tp, config.train.pp, config.train.recompute, (engines,))
+    # Whether layers are recomputed is open: a resolved configuration does not tell whether the user chose it.
+    space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True))
     batch = asked.batch
 
     def words(result: Result) -> dict[str, Any]:
-        return {**written(config, asked.pools, result, True), "planner.hybrid_start": "rollout"}
+        layout = result.plans[0].train.layout
+        # What memory was counted with.
+        memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
+        return {**written(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
 
     repartition = Repartition(
         asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps,

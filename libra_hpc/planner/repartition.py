@@ -40,6 +40,7 @@ class Running(msgspec.Struct, frozen=True):
     tp: int
     pp: int
     """Of a training replica, which lies within a node."""
+    recompute: bool
     engines: tuple[tuple[int, int], ...]
     """(TP, engines) of a rollout node."""
 
@@ -117,7 +118,7 @@ class Repartition:
     def _factors(self, measured: Measured, batch: Batch) -> Factors | None:
         """Measured over predicted seconds of the present layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
-        own = msgspec.structs.replace(self._space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
+        own = msgspec.structs.replace(self._space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,), recompute=(running.recompute,))
         choice = TrainSearch(TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own).best(
             measured.split.train * pool.node_devices
         )

@@ -73,7 +73,7 @@ class Agent:
         self._routes.add(wire.Stop, self._on_stop)
 
     async def run(self) -> bool:
-        """Serve until the coordinator says stop; True when the run completed (rank 0) or this node was not at fault (others)."""
+        """Serve until the coordinator says stop; True when the run completed or starts again (rank 0), or this node was not at fault (others)."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -88,7 +88,7 @@ class Agent:
         self._spawn(self._heartbeats())
         await self._stop.wait()
         await self._leave()
-        return self.coordinator is None or self.coordinator.state == "completed"
+        return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
 
     # --- life -------------------------------------------------------------------------------------------------------------------------------
 

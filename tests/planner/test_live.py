@@ -44,7 +44,9 @@ def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> Non
 
 
 def test_what_a_repartition_proposes_is_a_run_file() -> None:
-    config = _config(planner={"hybrid_start": "train"}, model={"path": "qwen3-8b"}, rollout={"max_model_len": 32768})
+    config = _config(planner={"hybrid_start": "train"}, model={"path": "qwen3-8b"}, rollout={"max_model_len": 32768}, train={"recompute": True})
+    # As agents read it: every field counts as set.
+    config = RunConfig.model_validate_json(config.model_dump_json())
     planner = live_planner(config)
     assert planner.repartition is not None
     advice = planner.repartition.advise(snapshot(), measured(600.0, 60.0, Split(2, 4)), float("-inf"), 1e6, config.planner)
@@ -54,6 +56,7 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
     assert parts.train.nodes == advice.candidates[0].train
     assert parts.train.nodes + parts.hybrid.nodes + parts.rollout.nodes == 6
     assert config.planner.hybrid_start == "rollout"
+    assert {"train.micro_tokens", "train.recompute"} <= advice.changes.keys(), "what the memory was counted with"
     assert not list(problems(config))
 
 

@@ -31,7 +31,7 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
 
 
 def _repartition() -> Repartition:
-    return Repartition(model_shape("qwen3-14b"), Pool(device("a800"), 6, 8), Running(8, 1, ((8, 1),)), space=SPACE)
+    return Repartition(model_shape("qwen3-14b"), Pool(device("a800"), 6, 8), Running(8, 1, True, ((8, 1),)), space=SPACE)
 
 
 def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Measured:  # noqa: B008
