@@ -33,7 +33,7 @@ from libra_hpc.protocol.rollout import Generate
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 
-LAYOUT = Layout.parse("planner:1,train:1,rollout:1")
+LAYOUT = Layout(("planner", "train", "rollout"))
 def configuration(model: Path, batches: int) -> RunConfig:
     """The quickstart's shape, with a gate that never closes: this measures the loop, not the trainer's pace."""
     return RunConfig.model_validate(
