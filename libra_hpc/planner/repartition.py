@@ -73,9 +73,13 @@ class Repartition:
         self._proposed: set[str] = set()
 
     def advise(self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection) -> PlanDecision | None:
-        """A proposal that passes the test and was not made before, else None.  ``since`` is when the present workload began, ``horizon`` seconds."""
+        """A proposal that passes the test and was not made before, else None, also where a node is lost.
+
+        ``since`` is when the present workload began; ``horizon`` in seconds.
+        """
         done = [t for t in snapshot.trajectories if t.at > since and t.generated > 0]
-        if not done:
+        # A new start needs every node.
+        if not done or any(node.role == "lost" for node in snapshot.nodes):
             return None
         batch = batch_of(snapshot, done, self._minibatches, self._forwards)
         self._law.observe(snapshot, since)

@@ -21,7 +21,7 @@ def forget_steps_after(run: RunDir, step: int) -> None:
 
 
 def copy_policy(source: Path, destination: Path) -> None:
-    """Replace the folder of a policy; ``destination`` never holds a part of one."""
+    """Replace the folder of a policy; the new one appears whole."""
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)

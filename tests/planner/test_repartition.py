@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from libra_hpc.config.rollout import PlannerSection
@@ -61,6 +62,12 @@ def test_what_does_not_pay_for_a_new_start_is_not_proposed() -> None:
 
 def test_no_trajectories_no_advice() -> None:
     assert _repartition().advise(snapshot(), measured(600.0, 100.0), 1e9, 20_000.0, SETTINGS) is None
+
+
+def test_a_lost_node_could_not_start_again() -> None:
+    seen = snapshot()
+    nodes = (*seen.nodes[:-1], msgspec.structs.replace(seen.nodes[-1], role="lost"))
+    assert _repartition().advise(msgspec.structs.replace(seen, nodes=nodes), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS) is None
 
 
 def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutLaw:
