@@ -17,6 +17,7 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import Abort, EngineError, EngineReady, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.rollout.engine.rehearsal import DECODES, PROMPT
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
 from libra_hpc.sim.engine import IDLE, Engine
@@ -59,7 +60,7 @@ class TwinEngine:
         self._config, self._pace = config, pace
         limits = SimSettings(max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup)
         self._engine = Engine("twin", config.tp, steps, limits, 0, config.version, 0.0)
-        self._kv_tokens = steps.kv_capacity
+        self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._turns: dict[str, _Turn] = {}
         self._rids: dict[Request, str] = {}
         self._waiting: list[_Turn] = []
@@ -74,7 +75,16 @@ class TwinEngine:
 
     def ready(self, start_s: float) -> EngineReady:
         """The announcement; ``start_s`` in wall seconds."""
-        return EngineReady(self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s)
+        return EngineReady(self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._rehearsal())
+
+    def _rehearsal(self) -> tuple[EngineStats, ...]:
+        """The reports of a rehearsal as the real engine does it (`libra_hpc.rollout.engine.rehearsal`), from the modelled step times."""
+        prompt = max(1, min(PROMPT, self._config.max_model_len // 2))
+        decoded, read = DECODES * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
+        start = EngineStats(self._config.version, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+        between = msgspec.structs.replace(start, generated_tokens=DECODES, steps=DECODES, busy_s=decoded)
+        end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=DECODES + 1, busy_s=decoded + read)
+        return start, self._wall(between), self._wall(end)
 
     def submit(self, message: Generate, now: float) -> list[FromEngine]:
         """Accept a turn, or refuse it at once."""

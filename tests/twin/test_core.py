@@ -11,6 +11,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.rollout import Abort, EngineError, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.sched.board import Board
 from libra_hpc.twin import tokens
 from libra_hpc.twin.core import TwinEngine
 from libra_hpc.twin.state import weight_file
@@ -53,6 +54,14 @@ def test_a_turn_takes_its_steps_and_is_told_in_wall_seconds() -> None:
     assert (done.queue_s, done.run_s) == (0.0, 10.0 / SPEEDUP)
     idle = [message for message in late if isinstance(message, EngineStats)][-1]
     assert (idle.running, idle.generated_tokens, idle.prefill_tokens, idle.busy_s) == (0, 10, 16, 10.0 / SPEEDUP)
+
+
+def test_it_announces_what_its_steps_cost_in_wall_seconds() -> None:
+    board = Board(64)
+    ready = engine().ready(0.0)
+    board.up("a", 1, ready.kv_tokens, ready.version, ready.rehearsal)
+    (members,) = board.classes
+    assert members.base_s == pytest.approx(Linear(4096).step_s(1, 1) / SPEEDUP, rel=0.2), "the prior says 0.02"
 
 
 def test_a_process_that_wakes_late_computes_the_same() -> None:
