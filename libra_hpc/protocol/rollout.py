@@ -89,6 +89,11 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     update_s: float = 0.0
     """Of ``busy_s``: in weight updates."""
 
+    @property
+    def stepping_s(self) -> float:
+        """Of ``busy_s``: in steps."""
+        return self.busy_s - self.update_s
+
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """The engine accepts requests."""

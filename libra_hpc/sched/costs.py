@@ -69,7 +69,7 @@ class StepFit:
         self._last[engine] = stats
         if last is None or stats.steps <= last.steps:
             return False
-        busy = (stats.busy_s - stats.update_s) - (last.busy_s - last.update_s)
+        busy = stats.stepping_s - last.stepping_s
         if busy <= 0.0:
             return False
         # Divided by busy seconds: every observation has target 1, so that errors are relative and long windows do not drown short ones.

@@ -28,7 +28,7 @@ class SpeedEstimate:
             return
         steps = float(stats.steps - last.steps)
         prefill = float(stats.prefill_tokens - last.prefill_tokens)
-        busy = (stats.busy_s - stats.update_s) - (last.busy_s - last.update_s)
+        busy = stats.stepping_s - last.stepping_s
         keep = 0.5 ** (busy / HALF_LIFE_S)
         self._ss = keep * self._ss + steps * steps
         self._sp = keep * self._sp + steps * prefill

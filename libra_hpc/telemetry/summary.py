@@ -80,8 +80,9 @@ class LayoutSummary(msgspec.Struct, frozen=True):
     layout: str
     """Training and rollout from then on."""
     before_s: float | None
-    """Median time of the steps of the layout before, and below of those since, up to the next one: without the first, which has the new start in it."""
+    """Median time of the steps in the layout before.  The first step of a layout does not count: the start of the ranks is in it."""
     after_s: float | None
+    """Of the steps since, up to the next layout."""
 
 
 class Summary(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import Abort, EngineError, EngineReady, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
-from libra_hpc.rollout.engine.rehearsal import DECODES, PROMPT
+from libra_hpc.rollout.engine.rehearsal import lengths
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
 from libra_hpc.sim.engine import IDLE, Engine
@@ -79,11 +79,11 @@ class TwinEngine:
 
     def _rehearsal(self) -> tuple[EngineStats, ...]:
         """The reports of a rehearsal as the real engine does it (`libra_hpc.rollout.engine.rehearsal`), from the modelled step times."""
-        prompt = max(1, min(PROMPT, self._config.max_model_len // 2))
-        decoded, read = DECODES * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
+        decodes, prompt = lengths(self._config.max_model_len)
+        decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
         start = EngineStats(self._config.version, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
-        between = msgspec.structs.replace(start, generated_tokens=DECODES, steps=DECODES, busy_s=decoded)
-        end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=DECODES + 1, busy_s=decoded + read)
+        between = msgspec.structs.replace(start, generated_tokens=decodes, steps=decodes, busy_s=decoded)
+        end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=decodes + 1, busy_s=decoded + read)
         return start, self._wall(between), self._wall(end)
 
     def submit(self, message: Generate, now: float) -> list[FromEngine]:

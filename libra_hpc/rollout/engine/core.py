@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
+import msgspec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -74,16 +75,12 @@ class RolloutEngine:
         if config.weights:
             self.check(UpdateWeights(config.weights, config.version, file_crc32(config.weights)))
             self._load(config.weights, config.version)
-        rehearsal = rehearse(self.submit, self.step, self.stats, self._max_model_len)
-        self._client.reset_prefix_cache()
-        self._counters = Counters()
         self.ready = EngineReady(
             version=config.version,
             tp=config.tp,
             max_model_len=self._max_model_len,
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
             start_s=time.monotonic() - started,
-            rehearsal=rehearsal,
         )
         limits = vllm_config.scheduler_config
         self.step_log = (
@@ -116,6 +113,15 @@ class RolloutEngine:
     def next_expiry(self) -> float | None:
         """When the first pinned prefix is given up, in seconds of ``time.monotonic``; None without any."""
         return self._scheduler.pins.next_expiry
+
+    def rehearse(self) -> EngineReady:
+        """Measure what steps cost while there are no turns yet (`rehearsal`); returns the announcement that says so."""
+        started = time.monotonic()
+        reports = rehearse(self.submit, self.step, self.stats, self._max_model_len)
+        self._client.reset_prefix_cache()
+        self._counters = Counters()
+        self.ready = msgspec.structs.replace(self.ready, rehearsal=reports, start_s=self.ready.start_s + time.monotonic() - started)
+        return self.ready
 
     def submit(self, request: Generate) -> Generated | None:
         """Accept a request (None), or answer it at once with finish reason ``error``.

@@ -76,7 +76,7 @@ class _Loop:
     def run(self) -> int:
         try:
             self._engine = RolloutEngine(self._config, self._on_worker_death)
-            self._socket.send(self._engine.ready)
+            self._socket.send(self._engine.rehearse())
             while self._turn_over(self._engine):
                 pass
             return 0

@@ -17,12 +17,16 @@ DECODES = 16
 PROMPT = 256
 
 
+def lengths(room: int) -> tuple[int, int]:
+    """Tokens decoded and tokens of the prompt, where a context holds ``room`` tokens."""
+    return max(1, min(DECODES, room // 4)), max(1, min(PROMPT, room // 2))
+
+
 def rehearse(
     submit: Callable[[Generate], Generated | None], step: Callable[[], list[Generated]], stats: Callable[[], EngineStats], room: int
 ) -> tuple[EngineStats, ...]:
     """Run the requests on an engine that is idle and whose context holds ``room`` tokens (at least 2); returns the reports between them, oldest first."""
-    decodes = max(1, min(DECODES, room // 4))
-    prompt = max(1, min(PROMPT, room // 2))
+    decodes, prompt = lengths(room)
     _run(submit, step, 1, decodes)
     reports = [stats()]
     for tokens, wanted in ((1, decodes), (prompt, 1)):
