@@ -18,15 +18,16 @@ split that hybrid nodes can reach is predicted.  The best one is taken if all of
 * *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back, the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 
-If hybrid nodes have nothing to offer, the drift is older than a period and a `Repartition` is at hand, other core layouts are held against the same test,
-with the cost of a new start.  That is advice: the run goes on meanwhile, and each proposal is made once.
+If hybrid nodes have nothing to offer, the work has been as it is for a period and a `Repartition` is at hand, other core layouts are held against the same
+test, with the cost of a new start; at most once a period, and each proposal is made once.  After a repartition only a drift brings the next one: two layouts
+of which the cost model prefers the one that does not run would otherwise take turns.
 
 The first complete measurement after a move is compared with standing still at the work of now (`outcomes`): it teaches `scaling`, a loss is a brake.
 """
 
 from __future__ import annotations
 
-from math import hypot
+from math import hypot, inf
 from statistics import fmean
 from typing import NamedTuple
 
@@ -103,9 +104,11 @@ class Planner:
         """Every judged move, in order."""
         self._settings = settings
         self.law, self.repartition = law, repartition
-        self.repartition_after = float("-inf")
-        """Another layout of the core is not looked for before this time."""
-        self._looked = float("-inf")
+        self.repartition_after = -inf
+        """Another layout of the core is not looked for before this time; after one, never without a change of the workload."""
+        self._began: float = inf
+        """The first look."""
+        self._looked = self._sought = -inf
         self._alarmed = False
         self._scaling = Scaling(law)
         self._evidence = Evidence(law, self._scaling)
@@ -114,6 +117,7 @@ class Planner:
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """One look at the plan at time ``now`` (the clock of the snapshot)."""
+        self._began = min(self._began, now)
         split = self._observe(snapshot, now)
         if not self._settings.enabled:
             return _hold("hold: the planner is disabled")
@@ -138,12 +142,18 @@ class Planner:
         moves = sorted(self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True)
         decision = self._verdict(moves, measured, numbers) if moves else _hold("hold: every stage is down to its last movable node", numbers)
         decision = self._confirmed(decision, measured, snapshot, now)
-        lasting = self._evidence.drift is not None and now - self._evidence.drifted >= self._settings.period_s
-        sought = self.repartition if now >= self.repartition_after else None
-        if decision.action == "hold" and lasting and sought and not self._brake.proposal and not (moves and moves[0].blocked):
-            decision = sought.advise(snapshot, measured, self._evidence.drifted, self._horizon(snapshot, measured), self._settings) or decision
+        sought = self.repartition if self._lasting(now) else None
+        if decision.action == "hold" and sought and not self._brake.proposal and not (moves and moves[0].blocked):
+            self._sought = now
+            decision = sought.advise(snapshot, measured, self._evidence.changed, self._horizon(snapshot, measured), self._settings) or decision
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
+
+    def _lasting(self, now: float) -> bool:
+        """Whether the work has been as it is for a period, another core was not looked for in it, and the core was laid out for other work or never yet by
+        what was measured."""
+        due, changed = self.repartition_after, self._evidence.changed
+        return now >= due and (changed > -inf or due == -inf) and now - max(changed, self._began, self._sought) >= self._settings.period_s
 
     def _observe(self, snapshot: PlanSnapshot, now: float) -> Split:
         """Take in what is new of the workload and of the nodes; returns the present split."""

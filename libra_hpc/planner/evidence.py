@@ -46,12 +46,14 @@ class Evidence:
         """The last change found."""
         self.drifted = -inf
         """When lengths changed: what was measured before is of another workload."""
+        self.changed = -inf
+        """When lengths or prompts changed last: what ends from then on is of the present workload."""
         self.since = -inf
         """When the present split began."""
         self.direct: Measured | None = None
         """What was measured at the present split, whatever `measure` answered."""
         self._law, self._scaling = law, scaling
-        self._changed = self._began = -inf
+        self._began = -inf
         self._split: Split | None = None
         self._base: Measured | None = None
         self._learned = -inf
@@ -66,7 +68,7 @@ class Evidence:
             self._under_way = UnderWay(snapshot.group_size, snapshot.prompts_per_step)
         prompts = self._under_way.observe(snapshot)
         if prompts is not None:
-            self.drift, self._changed = replace(prompts, quantity=PROMPTS), now
+            self.drift, self.changed = replace(prompts, quantity=PROMPTS), now
         fresh = [t for t in snapshot.trajectories if t.index >= self._next_index]
         if not fresh:
             return prompts is not None
@@ -76,7 +78,7 @@ class Evidence:
             # The block that raised the alarm is of the new kind already.
             block = snapshot.trajectories[-drift.count :]
             self.drifted = block[0].at if drift.count <= len(snapshot.trajectories) else now
-            self.drift, self._changed = drift, max(self._changed, self.drifted)
+            self.drift, self.changed = drift, max(self.changed, self.drifted)
         return drift is not None or prompts is not None
 
     def split(self, split: Split, now: float) -> bool:
@@ -89,8 +91,8 @@ class Evidence:
 
     def changing(self, snapshot: PlanSnapshot) -> bool:
         """Whether the workload changed lately or has a trend."""
-        recent = sum(s.at > self._changed for s in snapshot.steps) < CHANGING
-        return (recent and self._changed > -inf) or any(t.rate for t in work_trend(snapshot, self.drifted))
+        recent = sum(s.at > self.changed for s in snapshot.steps) < CHANGING
+        return (recent and self.changed > -inf) or any(t.rate for t in work_trend(snapshot, self.drifted))
 
     def measure(self, snapshot: PlanSnapshot, split: Split, since: float | None = None) -> Measured | str:
         """The model at this split and the work of now, or what is still missing; with ``since``, from newer steps alone."""
@@ -136,7 +138,7 @@ class Evidence:
         plain = measure(snapshot, split, self.since, inf)
         if isinstance(plain, Measured):
             self._base = plain
-        first = self._changed == self._began == -inf and len(steps) < MAX_STEPS
+        first = self.changed == self._began == -inf and len(steps) < MAX_STEPS
         if snapshot.eta == 0 or not (first or self.changing(snapshot)):
             return None
         base = self._base or _begun(split, steps, snapshot.eta)

@@ -79,10 +79,14 @@ class RolloutLaw:
         self._seen, self._work, self._cache = (-1, -1), (0, 0, 0), {}
         batch = batch_of(snapshot, done)
         node = self._node
-        options = msgspec.structs.replace(node.options, group=snapshot.group_size, updates=1)
+        options = self.options(snapshot)
         classes = [(ReplicaCost(self._steps(node.device, node.shape, tp), batch, options), count) for tp, count in node.engines]
         self._classes = sorted((c for c in classes if c[0].kv_capacity > 0), key=lambda c: c[0].latency)
         self._last = len(batch.lengths.bins) - 1
+
+    def options(self, snapshot: PlanSnapshot) -> RolloutOptions:
+        """How the engines run, with what only a run knows: groups share their prompts, and every step brings new weights."""
+        return msgspec.structs.replace(self._node.options, group=snapshot.group_size, updates=1)
 
     def seconds(self, nodes: int) -> float | None:
         """Of a global batch on so many rollout nodes, by the model alone; None before trajectories were seen, or when none of the engines holds them."""

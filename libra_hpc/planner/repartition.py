@@ -86,9 +86,10 @@ class Repartition:
         factors = self._factors(measured, batch)
         if factors is None:
             return None
+        options = self._law.options(snapshot)
         try:
             found = Search(
-                self._shape, [self._pool], batch, space=self._space, options=self._options, factors=factors, steps=self._steps,
+                self._shape, [self._pool], batch, space=self._space, options=options, factors=factors, steps=self._steps,
                 sorted_lengths=self._sorted, whole_nodes=True,
             ).run(KEPT, trainers=(0,))  # fmt: skip
             changes = self._words(found) if self._words else {}

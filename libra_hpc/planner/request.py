@@ -104,7 +104,7 @@ def request(
         shape,
         tuple(pools),
         Batch(trajectories, lengths, algorithm.eta, algorithm.minibatches, forwards),
-        RolloutOptions(config.rollout.max_num_seqs),
+        RolloutOptions(config.rollout.max_num_seqs, config.rollout.max_model_len),
         space,
         words,
         tuple(notes),

@@ -56,6 +56,8 @@ class RolloutOptions(msgspec.Struct, frozen=True):
 
     max_num_seqs: int = 256
     """Most sequences a replica decodes at once."""
+    max_model_len: int = 0
+    """Tokens of one sequence that every replica must be able to hold, however short trajectories are: vLLM does not start with less."""
     prefix_hits: float = 0.95
     """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
     group: int = 1
@@ -112,7 +114,7 @@ class _Replica(NamedTuple):
 
     def _computed(self, decodes: float, live: float) -> float:
         """Prompt tokens computed per generated token while so many of the ``live`` trajectories decode."""
-        kept = 1.0 if live <= self.room else max(0.0, min(1.0, (self.room - decodes) / (live - decodes)))
+        kept = 1.0 if live <= max(self.room, decodes) else max(0.0, min(1.0, (self.room - decodes) / (live - decodes)))
         return self.new + self.again * (1.0 - self.hits * kept)
 
 
@@ -141,16 +143,19 @@ class ReplicaCost:
 
     def limit(self, last: int = 0) -> Limit | None:
         """Why no replica of this class holds the trajectories of bin ``last``, by default the shortest, or None; ``over`` is in tokens."""
-        need = self._batch.lengths.bins[last].longest
+        need = self._need(last)
         if self.kv_capacity >= need:
             return None
         if self.kv_capacity <= 0:
             return Limit(float(need), "the weights leave no room for a KV cache")
-        return Limit(float(need - self.kv_capacity), f"its KV cache holds {self.kv_capacity:,} tokens, trajectories have up to {need:,}")
+        return Limit(float(need - self.kv_capacity), f"its KV cache holds {self.kv_capacity:,} tokens, trajectories may have {need:,}")
 
     def fits(self, last: int) -> bool:
-        """Whether the longest context of bin ``last`` fits in the KV cache."""
-        return self._batch.lengths.bins[last].longest <= self.kv_capacity
+        """Whether the longest context that bin ``last`` asks for fits in the KV cache."""
+        return self._need(last) <= self.kv_capacity
+
+    def _need(self, last: int) -> int:
+        return max(self._batch.lengths.bins[last].longest, self._options.max_model_len)
 
     def position_s(self, live: float, context: float) -> float:
         """Seconds in which ``live`` open trajectories of ``context`` tokens advance by one token each."""

@@ -208,10 +208,11 @@ class Asked(Repartition):
 
 
 def _stuck(planner: Planner) -> Plant:
-    """A run without hybrid nodes, 50 batches after its trajectories became three times as long."""
+    """A run without hybrid nodes that was laid out anew before, 50 batches after its trajectories became three times as long."""
+    planner.repartition_after = max(0.0, planner.repartition_after)
     plant = Plant(ideal(1.0, 0.5), hybrids=0)
     plant.run(100, planner)
-    assert not plant.moves
+    assert not plant.moves, "without a change of the workload no second one"
     plant.length *= 3.0
     for _ in range(50):
         plant.batch()
@@ -227,6 +228,15 @@ def test_another_core_is_looked_for_where_no_node_can_move_once_a_drift_has_last
     assert first > drifted
     assert second.since
     assert plant.now >= min(second.since) + 20.0
+    assert min(second.since) > 0.0
+
+
+def test_a_core_that_was_laid_out_before_anything_was_measured_is_looked_at_without_a_drift() -> None:
+    second = Asked()
+    plant = Plant(ideal(1.0, 0.5), hybrids=0)
+    plant.run(100, Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))
+    assert plant.moves
+    assert set(second.since) == {float("-inf")}, "all that was seen is of this workload"
 
 
 def test_another_core_is_not_looked_for_before_its_time() -> None:

@@ -135,6 +135,13 @@ def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
     assert short.time(0, last, 4) > kept.time(0, last, 4)
 
 
+@pytest.mark.parametrize("capacity", range(900, 1100, 7))
+def test_one_sequence_that_fills_the_cache_loses_nothing_to_others(capacity: int) -> None:
+    batch = batch_of(100, 900)
+    replica = ReplicaCost(FakeSteps(1, capacity, fixed=0.02), batch)
+    assert 0.0 < replica.position_s(1.0, float(capacity)) < math.inf
+
+
 def test_a_context_beyond_the_kv_cache_is_impossible_and_said_so() -> None:
     batch = batch_of(100, 5000)
     replica = ReplicaCost(FakeSteps(1, 1000), batch)
@@ -143,7 +150,10 @@ def test_a_context_beyond_the_kv_cache_is_impossible_and_said_so() -> None:
     assert replica.limit() is None
     limit = replica.limit(1)
     assert limit is not None
-    assert limit.reason == "its KV cache holds 1,000 tokens, trajectories have up to 5,010"
+    assert limit.reason == "its KV cache holds 1,000 tokens, trajectories may have 5,010"
+    longest = ReplicaCost(FakeSteps(1, 1000), batch, RolloutOptions(max_model_len=4096)).limit()
+    assert longest is not None, "the engine would not even start"
+    assert "4,096" in longest.reason
     nothing = ReplicaCost(FakeSteps(1, 0), batch).limit()
     assert nothing is not None
     assert "no room for a KV cache" in nothing.reason
