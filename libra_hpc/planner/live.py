@@ -26,7 +26,7 @@ from libra_hpc.planner.initial import SORTING, as_planned, interchangeable, writ
 from libra_hpc.planner.law import RolloutLaw, RolloutNode
 from libra_hpc.planner.repartition import Repartition, Running
 from libra_hpc.planner.request import request
-from libra_hpc.planner.search import Result
+from libra_hpc.planner.search import Result, Steps
 
 
 class Faster:
@@ -41,12 +41,15 @@ class Faster:
         return self._steps.step_s(decodes, kv_tokens, prefill, context) / self._speedup
 
 
-def live_planner(config: RunConfig) -> Planner:
-    """The planner for a run file whose split is filled in.  Never raises `UserError`: what it cannot use it does without."""
+def live_planner(config: RunConfig, table: Steps = lookup) -> Planner:
+    """The planner for a run file whose split is filled in; step times are those of ``table``.
+
+    Never raises `UserError`: what it cannot use it does without.
+    """
     speedup = config.speedup
 
     def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
-        found = lookup(device, shape, tp)
+        found = table(device, shape, tp)
         return found if speedup == 1.0 else Faster(found, speedup)
 
     engines = _engines(config)

@@ -58,6 +58,15 @@ class Agents:
         self._leaving[name] = then
         self._maybe_gone(name)
 
+    def stop(self) -> None:
+        """Every engine is gone at once, with whatever was in flight: those turns are never answered."""
+        self._requests.clear()
+        self._leaving.clear()
+        for name, engine in self.engines.items():
+            self._board.down(name)
+            self._recorder.gone(engine, self._events.now)
+        self.engines.clear()
+
     def _maybe_gone(self, name: str) -> None:
         if self._board.engines[name].inflight:
             return
@@ -136,6 +145,8 @@ class Agents:
             self._at(at, self._step, engine, STEP, engine.number)
 
     def _arrive(self, sent: Sent) -> None:
+        if sent.request not in self._requests:
+            return
         if sent.request.aborted:
             self._answer(sent)
             return
@@ -168,7 +179,8 @@ class Agents:
 
     def _answer(self, sent: Sent) -> None:
         name = sent.engine.name
-        del self._requests[sent.request]
+        if self._requests.pop(sent.request, None) is None:
+            return
         self._board.answered(name, sent.turn.context_tokens)
         if name in self._leaving:
             self._maybe_gone(name)

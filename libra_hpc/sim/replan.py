@@ -4,6 +4,7 @@ The rollout stage is `Simulation`, training seconds are `replan_pool.StepTruth`;
 
 * `Static`: never moves.
 * `Live`: the live `Planner`, shown the snapshot a live run would show it.
+* `replan_tiers.Tiers`: the same with its second tier, which lays core nodes and engines out anew.
 * `VerlLike` (`replan_verl`): the published adaptive rule of another framework.
 * `Schedule`: moves at stated steps; with the schedule of `best_schedule` it is the clairvoyant.
 
@@ -57,6 +58,8 @@ class Played(msgspec.Struct, frozen=True):
     decisions: list[PlanDecision]
     """Other than ``hold``."""
     outcomes: list[MoveOutcome]
+    laid_out: list[float]
+    """When the ranks worked again, each time they had been laid out anew."""
 
     @property
     def tokens_s(self) -> float:
@@ -96,9 +99,12 @@ class Live:
         self._next = now + self._interval_s
         self.looks += 1
         decision = self.planner.decide(view.snapshot(sim), now)
-        if decision.action == "hold":
-            return
-        self.decisions.append(decision)
+        if decision.action != "hold":
+            self.decisions.append(decision)
+            self.obey(decision, pool, sim, view, now)
+
+    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Carry out what is not a hold."""
         for rank in decision.nodes:
             pool.order(sim, decision.action, rank, now)
 
@@ -135,7 +141,7 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
     live = rule if isinstance(rule, Live) else None
     return Played(
         ends[-1], sum(s.tokens for s in result.steps), ends, len(pool.ordered), sum(s.seconds for s in pool.switches), live.decisions if live else [],
-        live.planner.outcomes if live else [],
+        live.planner.outcomes if live else [], pool.laid_out,
     )  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """The pool of a simulated run: nodes that train or roll out, and what it takes to move one.
 
-Nodes carry one engine each.  The first trains and the last rolls out for ever; the others are hybrid.
+The first nodes train and the last ones roll out for ever (`Site.core`); those between are hybrid.  Nodes carry one engine each, until they are laid out anew.
 
 * *To rollout*: the node leaves the trainers when the step under way is over; its engine accepts turns ``to_rollout_s`` later.
 * *To training*: the engine gets no more turns, ends those it has, and is taken down; ``to_train_s`` later the node takes part in the next step to begin.
+* *Laid out anew* (`ReplanPool.lay_out`): no step begins after the one under way; when it is over everything stops, trajectories that have not ended are lost,
+  and ``restart_s`` later all nodes work again, as what the new layout says.
 * The first step after a change of the training nodes takes ``regroup_s`` longer.
 
 The seconds of a training step are the simulator's own and not a formula that the planner knows: a fixed part, tokens at a rate, a table of how much of the
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from math import inf
 
 import msgspec
 
@@ -54,8 +57,12 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that one simulated sequence stands for."""
     seats: int = 4
     """Most simulated sequences of an engine at once."""
+    max_model_len: int = 32_768
+    """Longest context, tokens."""
     prompts: int = 16
     group: int = 8
+    core: tuple[int, int] = (1, 1)
+    """Nodes that only train, and that only roll out."""
     eta: int = 2
     """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, as asynchronous systems run, nodes decide."""
     sync_s: float = 2.0
@@ -69,10 +76,12 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     to_train_s: float = 45.0
     """A replica starts and receives the state."""
     regroup_s: float = 5.0
+    restart_s: float = 240.0
+    """A checkpoint is written, processes start, weights are loaded, engines compile and capture their graphs: minutes on any large run."""
 
-    def steps(self) -> StepTimes:
-        """Step times of the node's engine."""
-        return Grouped(lookup(self.device, self.model, self.tp), self.stands_for)
+    def steps(self, tp: int = 0) -> StepTimes:
+        """Step times of an engine; by default that of a node at the start."""
+        return Grouped(lookup(self.device, self.model, tp or self.tp), self.stands_for)
 
 
 class Grouped:
@@ -121,20 +130,33 @@ class _Way(msgspec.Struct):
     free_at: float = -1.0
 
 
+class Layout(msgspec.Struct, frozen=True):
+    """What a new start of all ranks makes of the nodes."""
+
+    core: tuple[int, int]
+    """Nodes that only train, and that only roll out."""
+    engines: tuple[tuple[int, int], ...]
+    """(TP, engines) of each node that can roll out, hybrid nodes first."""
+
+
 class ReplanPool:
-    """Nodes of one `Simulation`, moved by `order`; call `advance` every few seconds."""
+    """Nodes of one `Simulation`, moved by `order` and `lay_out`; call `advance` every few seconds."""
 
     def __init__(self, site: Site, train: int) -> None:
-        kinds = ["train", *["hybrid"] * (site.nodes - 2), "rollout"]
         self.site = site
-        self.nodes = [NodeFact(rank, kind, "train" if rank < train else "rollout", 0.0) for rank, kind in enumerate(kinds)]
+        self.nodes: list[NodeFact] = []
         self.switches: list[SwitchFact] = []
         self.ordered: list[tuple[float, str, int]] = []
         """Every order: (time, direction, rank)."""
-        self._steps = site.steps()
+        self.laid_out: list[float] = []
+        """When all ranks worked again after a repartition."""
+        self._engines_of: dict[int, tuple[int, int]] = {}
         self._ways: list[_Way] = []
-        self._engines = 0
-        self._names: dict[int, str] = {}
+        self._started = 0
+        self._names: dict[int, list[str]] = {}
+        self._next: Layout | None = None
+        self._back_at = inf
+        self._place(Layout(site.core, ((site.tp, 1),) * (site.nodes - site.core[0])), train, 0.0)
 
     def simulation(
         self, work: Sequence[TrajectoryRecord], policy: Policy, truth: StepTruth, control: Callable[[Simulation, float], None], look_s: float
@@ -150,8 +172,7 @@ class ReplanPool:
             self.advance(sim, now)
             control(sim, now)
 
-        engines = [self.engine(node.rank) for node in self.nodes if node.role == "rollout"]
-        return Simulation(work, engines, policy, settings, truth, step, look_s)
+        return Simulation(work, self._serving_engines(), policy, settings, truth, step, look_s)
 
     def count(self, role: str) -> int:
         """Nodes in a role."""
@@ -159,18 +180,19 @@ class ReplanPool:
 
     @property
     def moving(self) -> bool:
-        """Whether a node is on its way."""
-        return bool(self._ways)
+        """Whether a node is on its way, or all of them are."""
+        return bool(self._ways) or self._next is not None
 
     def serving(self) -> list[str]:
         """Engines of the nodes that roll out."""
-        return [self._names[node.rank] for node in self.nodes if node.role == "rollout"]
+        return [name for node in self.nodes if node.role == "rollout" for name in self._names[node.rank]]
 
-    def engine(self, rank: int) -> EngineSpec:
-        """A new engine of a node; every start has a name of its own."""
-        self._engines += 1
-        self._names[rank] = f"n{rank}.{self._engines}"
-        return EngineSpec(self._names[rank], self.site.tp, self._steps)
+    def engines(self, rank: int) -> list[EngineSpec]:
+        """New engines of a node; every start has names of its own."""
+        self._started += 1
+        tp, count = self._engines_of[rank]
+        self._names[rank] = [f"n{rank}.{self._started}" + (f".{i}" if count > 1 else "") for i in range(count)]
+        return [EngineSpec(name, tp, self.site.steps(tp)) for name in self._names[rank]]
 
     def order(self, sim: Simulation, direction: str, rank: int, now: float) -> None:
         """Move a node."""
@@ -179,23 +201,35 @@ class ReplanPool:
         self.ordered.append((now, direction, rank))
         self._role(rank, direction, now)
         if direction == "to_train":
+            names = list(self._names[rank])
 
             def drained() -> None:
-                way.free_at = sim.now
+                names.pop()
+                if not names:
+                    way.free_at = sim.now
 
-            sim.drain(self._names[rank], drained)
+            for name in tuple(names):
+                sim.drain(name, drained)
             return
         sim.training.nodes -= 1
         way.step = 0 if sim.training.idle else len(sim.training.steps)
 
+    def lay_out(self, sim: Simulation, layout: Layout) -> None:
+        """Start all ranks anew at the next step border; no node may be on its way."""
+        self._next, self._back_at = layout, inf
+        sim.hold_training(True)
+
     def advance(self, sim: Simulation, now: float) -> None:
         """Let nodes take the next part of their way when it is time."""
+        if self._next is not None:
+            self._lay_out(sim, self._next, now)
         for way in list(self._ways):
             if way.direction == "to_rollout":
                 if way.free_at < 0.0 and (way.step == 0 or sim.training.steps[way.step - 1].end_at > 0.0):
                     way.free_at = now
-                    sim.join(self.engine(way.rank), self.site.to_rollout_s)
-                done = way.free_at >= 0.0 and self._names[way.rank] in sim.engines
+                    for spec in self.engines(way.rank):
+                        sim.join(spec, self.site.to_rollout_s)
+                done = way.free_at >= 0.0 and all(name in sim.engines for name in self._names[way.rank])
             else:
                 done = way.free_at >= 0.0 and now >= way.free_at + self.site.to_train_s
                 if done:
@@ -204,6 +238,27 @@ class ReplanPool:
                 self._ways.remove(way)
                 self._role(way.rank, way.direction.removeprefix("to_"), now)
                 self.switches.append(SwitchFact(now, "to_train" if way.direction == "to_train" else "to_rollout", now - way.ordered))
+
+    def _lay_out(self, sim: Simulation, layout: Layout, now: float) -> None:
+        if self._back_at == inf and sim.training.idle:
+            self._back_at = now + self.site.restart_s
+            self._place(layout, layout.core[0], now)
+            sim.training.nodes = layout.core[0]
+            sim.restart(self._serving_engines(), self.site.restart_s)
+        if now >= self._back_at:
+            self._next = None
+            self.laid_out.append(now)
+            sim.hold_training(False)
+
+    def _place(self, layout: Layout, train: int, now: float) -> None:
+        """Give every node its component, role and engines; ``train`` nodes train."""
+        first, last = layout.core[0], self.site.nodes - layout.core[1]
+        kinds = ["train" if rank < first else "hybrid" if rank < last else "rollout" for rank in range(self.site.nodes)]
+        self.nodes = [NodeFact(rank, kind, "train" if rank < train else "rollout", now) for rank, kind in enumerate(kinds)]
+        self._engines_of = {first + i: engines for i, engines in enumerate(layout.engines)}
+
+    def _serving_engines(self) -> list[EngineSpec]:
+        return [spec for node in self.nodes if node.role == "rollout" for spec in self.engines(node.rank)]
 
     def _role(self, rank: int, role: str, now: float) -> None:
         self.nodes[rank] = NodeFact(rank, self.nodes[rank].component, role, now)

@@ -76,9 +76,9 @@ class VerlLike:
         sim.hold_training(True)
         for node in pool.nodes:
             if node.component == "hybrid" and node.role == "train":
-                spec = pool.engine(node.rank)
-                self._active.append(spec.name)
-                sim.join(spec, SWITCH_S / 2.0)
+                for spec in pool.engines(node.rank):
+                    self._active.append(spec.name)
+                    sim.join(spec, SWITCH_S / 2.0)
 
     def _deactivate(self, sim: Simulation, now: float) -> None:
         self._leaving, self._asked_at, self._gone_at, self._away = True, now, now, len(self._active)

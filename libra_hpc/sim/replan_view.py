@@ -84,20 +84,28 @@ class View:
         self._serving: list[str] = []
         self._counters: dict[str, tuple[int, int, float, int]] = {}
         self._blocked: deque[bool] = deque(maxlen=16)
+        self._first = 0
+
+    def begin_anew(self, sim: Simulation) -> None:
+        """Forget all measurements, as rank 0 does with a new start."""
+        self._windows.clear()
+        self._blocked.clear()
+        self._watched.trajectories.clear()
+        self._serving = []
+        self._first = len(sim.training.steps)
 
     def look(self, sim: Simulation, now: float) -> None:
         """Close a window."""
-        serving = self._pool.serving()
-        counters = {
-            name: (engine.counters.generated, engine.counters.prefilled, engine.counters.busy_s, engine.counters.steps)
-            for name, engine in sim.engines.items()
-            if name in serving
-        }
-        if serving == self._serving and now > self._at:
+        serving = [name for name in self._pool.serving() if name in sim.engines]
+        counters = {}
+        for name in serving:
+            counted = sim.engines[name].counters
+            counters[name] = (counted.generated, counted.prefilled, counted.busy_s, counted.steps)
+        if serving and serving == self._serving and now > self._at:
             generated, prefilled, busy, steps = (sum(counters[n][i] - self._counters[n][i] for n in serving) for i in range(4))
-            seconds = now - self._at
+            seconds, nodes = now - self._at, self._pool.count("rollout")
             share = min(1.0, busy / (seconds * len(serving)))
-            self._windows.append(RolloutWindowFact(now, seconds, len(serving), int(generated), int(prefilled), share, busy / steps if steps else 0.0))
+            self._windows.append(RolloutWindowFact(now, seconds, nodes, int(generated), int(prefilled), share, busy / steps if steps else 0.0))
         self._at, self._serving, self._counters = now, serving, counters
         self._blocked.append(sim.training.blocked)
 
@@ -105,12 +113,12 @@ class View:
         """All the planner may know."""
         site, stage, pool = self._pool.site, sim.training, self._pool
         done = [s for s in stage.steps if s.end_at > 0.0]
-        first = max(0, len(done) - STEPS)
+        first = max(self._first, len(done) - STEPS)
         steps = tuple(
             TrainStepFact(s.end_at, s.tokens, s.generated, replicas, s.end_at - s.start_at)
             for s, replicas in zip(done[first:], self._truth.replicas[first : len(done)], strict=True)
         )
-        recent = done[-RECENT - 1 :]
+        recent = done[first:][-RECENT - 1 :]
         wall = recent[-1].end_at - recent[0].end_at if len(recent) > 1 else 0.0
         idle = sum(b.start_at - a.end_at for a, b in pairwise(recent))
         queue = QueueFact(stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked)))

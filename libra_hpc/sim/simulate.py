@@ -100,6 +100,21 @@ class Simulation:
         self._joining += 1
         self._at(self.now + delay_s, self._joined, spec)
 
+    def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
+        """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new ones, ``delay_s`` later.
+
+        What has ended counts, as live (`libra_hpc.rollout.leader`).  The caller holds the training meanwhile.
+        """
+        self._agents.stop()
+        self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
+        self._sent.clear()
+        waiting = [run for run in self._open.values() if run.place != "deferred"]
+        for run in waiting:
+            self._begin_again(run)
+            run.place = "queue"
+        self._joining += 1
+        self._at(self.now + delay_s, self._restarted, (specs, [(run, run.epoch) for run in waiting]))
+
     def hold_training(self, held: bool) -> None:
         """No training step starts while held."""
         self.training.held = held
@@ -249,11 +264,14 @@ class Simulation:
             run.high = max(run.high, sent.request.computed)
             self._agents.abort(sent)
         self._agents.forget(run.name)
-        self.recorder.discarded += run.attained
         self.recorder.abandoned += 1
+        self._begin_again(run)
+        self._deferral.add(run)
+
+    def _begin_again(self, run: Run) -> None:
+        self.recorder.discarded += run.attained
         run.begin()
         self._queue.forget(run.name, run.spec.prompt_id, self.now)
-        self._deferral.add(run)
 
     # --- moves in mid-turn ------------------------------------------------------------------------------------------------------------------
 
@@ -299,6 +317,15 @@ class Simulation:
         self._active_at = self.now
         self._agents.up(spec, self.training.version)
         self._kick()
+
+    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[Run, int]]]) -> None:
+        specs, waiting = item
+        self._joining += len(specs) - 1
+        for spec in specs:
+            self._joined(spec)
+        for each in waiting:
+            self._ready(each)
+        self._spread()
 
     def _move(self, move: RoleMove) -> None:
         def arrive() -> None:

@@ -8,7 +8,8 @@ import pytest
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planner.snapshot import PlanSnapshot
 from libra_hpc.sim.replan import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
-from libra_hpc.sim.replan_pool import Grouped, ReplanPool, Site, StepTruth
+from libra_hpc.sim.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
+from libra_hpc.sim.replan_tiers import Tiers, layout_of, run_file
 from libra_hpc.sim.replan_verl import VerlLike
 from libra_hpc.sim.replan_view import View
 from libra_hpc.sim.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
@@ -18,7 +19,7 @@ SITE = Site(nodes=6, prompts=8, group=4)
 
 
 def _played(ends: list[float]) -> Played:
-    return Played(ends[-1], 1, ends, 0, 0.0, [], [])
+    return Played(ends[-1], 1, ends, 0, 0.0, [], [], [])
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -117,6 +118,47 @@ def test_verl_activates_between_steps_when_samples_are_short_and_stops_when_they
     assert all(seconds >= 10.0 for seconds in starved.cycles)
     assert not fed.cycles
     assert fed.ratio < 0.3 < starved.ratio
+
+
+class _Once:
+    """Lays the ranks out anew when three steps are done, and remembers the engines."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.engines: list[set[int]] = []
+
+    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        if not pool.moving and not pool.laid_out and len(sim.training.steps) > 3:
+            pool.lay_out(sim, self.layout)
+        self.engines.append({engine.tp for engine in sim.engines.values()})
+
+
+def test_ranks_are_laid_out_anew_at_a_step_border_and_every_trajectory_still_trains_once() -> None:
+    work = drifting(steady, 10, SITE.prompts, SITE.group, seed=9)
+    rule = _Once(Layout((1, 3), ((2, 2), (2, 2), (4, 1), (4, 1), (4, 1))))
+    done = play(SITE, work, rule, 4, seed=9)
+    assert done.tokens == sum(t.context for t in work)
+    assert len(done.ends) == 10
+    (back,) = done.laid_out
+    border = max(end for end in done.ends if end < back)
+    assert back - border >= SITE.restart_s
+    assert min(end for end in done.ends if end > back) > back
+    used = {frozenset(tps) for tps in rule.engines}
+    assert used == {frozenset({4}), frozenset(), frozenset({2, 4})}, "one TP, nothing, then two"
+
+
+def test_a_run_file_says_the_layout_of_a_site() -> None:
+    site = msgspec.structs.replace(SITE, core=(2, 1), model="qwen3-8b")
+    assert layout_of(run_file(site, SETTINGS)) == Layout((2, 1), ((4, 1),) * 4)
+
+
+def test_what_two_hybrid_nodes_cannot_follow_is_laid_out_anew() -> None:
+    site = msgspec.structs.replace(SITE, core=(2, 2), model="qwen3-8b", token_s=8e-4)
+    work = drifting(lambda step: curriculum(step + 24), 56, SITE.prompts, SITE.group, seed=10)
+    done = play(site, work, Tiers(SETTINGS, site), 3, seed=10)
+    proposed = [d for d in done.decisions if d.action == "repartition"]
+    assert len(proposed) == len(done.laid_out) >= 1
+    assert done.tokens == sum(t.context for t in work)
 
 
 class _Watcher:
