@@ -14,7 +14,7 @@ import typer
 
 from libra_hpc.errors import OperationError, UserError
 
-from . import calibrate, cancel, check, cluster, config_show, list_runs, logs, make_policy, plan, simulate, status, submit, summary, trace
+from . import calibrate, cancel, check, cluster, config_show, list_runs, logs, make_policy, plan, repartition, simulate, status, submit, summary, trace
 from .output import complain, say
 
 INTERRUPTED = 130
@@ -39,6 +39,7 @@ app.command("submit")(submit.submit)
 app.command("status")(status.status)
 app.command("logs")(logs.logs)
 app.command("cancel")(cancel.cancel)
+app.command("repartition")(repartition.repartition)
 app.command("list")(list_runs.list_runs)
 app.command("summary")(summary.summary)
 app.command("check")(check.check)

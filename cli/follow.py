@@ -40,6 +40,10 @@ LINE_EVERY_S = 10.0
 """Plain mode prints at most this often between changes of state."""
 
 
+Until = Callable[[Status | None], bool]
+"""Told the last snapshot: whether a caller has seen what it waits for."""
+
+
 class Follower:
     """The state of a followed run, refreshed by `look`."""
 
@@ -104,10 +108,18 @@ class Follower:
         return f"job {self.job.id or '?'} is {self.job.state}{reason}"
 
 
-def follow(run: RunDir) -> str:
-    """Show a run until it ends; returns its final state.  Interrupting leaves the job alone."""
+def follow(run: RunDir, until: Until = lambda status: False) -> str:
+    """Show a run until it ends, or until what a caller waits for; returns its state.  Interrupting leaves the job alone."""
     follower = Follower(run)
-    return _panel(follower) if sys.stdout.isatty() else _lines(follower)
+    return _panel(follower, until) if sys.stdout.isatty() else _lines(follower, until)
+
+
+def wait_silently(run: RunDir, until: Until = lambda status: False) -> str:
+    """The same with nothing on stdout."""
+    follower = Follower(run)
+    while (state := follower.look()) not in FINAL and not until(follower.status):
+        time.sleep(LOOK_S)
+    return state
 
 
 def ordered(status: Status | None) -> str:
@@ -119,29 +131,35 @@ def ordered(status: Status | None) -> str:
     return f"planner: {who}{decision.action.replace('_', ' ')}: {because(decision.reason, decision.action)}"
 
 
-def _panel(follower: Follower) -> str:
+def remark(status: Status | None) -> str:
+    """What a run in full swing has to say of itself, mostly nothing; while it starts and when it ends, its state says it."""
+    return status.message if status is not None and status.state == "running" and status.step else ""
+
+
+def _panel(follower: Follower, until: Until) -> str:
     state = follower.look()
     with Live(follower.screen(), console=console(), auto_refresh=False) as live:
-        while state not in FINAL:
+        while state not in FINAL and not until(follower.status):
             time.sleep(LOOK_S)
             state = follower.look()
             live.update(follower.screen(), refresh=True)
     return state
 
 
-def _lines(follower: Follower) -> str:
-    printed_at, printed, decided = 0.0, "", ""
+def _lines(follower: Follower, until: Until) -> str:
+    printed_at, printed, said = 0.0, "", ("", "")
     while True:
         state = follower.look()
-        decision = ordered(follower.status)
-        if decision != decided:
-            decided = decision
-            if decided:
-                say(textwrap.fill(decided, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+        remarks = ordered(follower.status), remark(follower.status)
+        for before, text in zip(said, remarks, strict=True):
+            if text and text != before:
+                say(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+        said = remarks
         key = state if follower.status is not None else follower.waiting()
-        if key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
+        seen = until(follower.status)
+        if seen or key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
             printed_at, printed = time.monotonic(), key
             say(follower.line())
-        if state in FINAL:
+        if seen or state in FINAL:
             return state
         time.sleep(LOOK_S)

@@ -6,7 +6,6 @@ planner's table comes first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +26,7 @@ from libra_hpc.telemetry.summary import render_summary, summarise
 from . import jobs
 from .check import load
 from .config_show import OverrideOption
-from .follow import LOOK_S, Follower, follow
+from .follow import follow, wait_silently
 from .output import note, say, say_json, show
 from .runs import FINAL, RUNS, JsonOption, attempt, find_run
 from .split import resolve, show_split
@@ -152,11 +151,3 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
         why = f" ({said})" if said else ""
         verdict = "was cancelled" if state == "cancelled" else state
         raise OperationError(f"the run {verdict}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})")
-
-
-def wait_silently(run: RunDir) -> str:
-    """Wait for a run's end with nothing but the result on stdout."""
-    follower = Follower(run)
-    while (state := follower.look()) not in FINAL:
-        time.sleep(LOOK_S)
-    return state

@@ -47,12 +47,18 @@ def check_run(config: RunConfig) -> None:
     check_run_dir(config)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
-    if config.run.engine == "twin":
-        check_twin(config)
-        return
-    check_task(config.task.name, config.task.options)
-    for error in problems(config, read_model_config(config)):
+    if config.run.engine == "real":
+        check_task(config.task.name, config.task.options)
+    check_engines(config)
+
+
+def check_engines(config: RunConfig) -> None:
+    """Raise the first mistake that would keep the engines of a configuration from starting; reads the policy's config.json, or what a rehearsal simulates."""
+    twin = config.run.engine == "twin"
+    for error in problems(config, None if twin else read_model_config(config)):
         raise error
+    if twin:
+        check_twin(config)
 
 
 def component_counts(config: RunConfig) -> Iterator[UserError]:

@@ -7,6 +7,7 @@ TOML, or one meant for a text field (``slurm.time_limit=00:30:00`` is a *time* i
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.errors import UserError, invalid, nearest, said
 
 from .run import RunConfig
 
@@ -43,6 +44,17 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(data)
 
 
+def load_resolved(path: Path) -> RunConfig:
+    """The configuration of a run (`RunDir.config`); raises `UserError` when it cannot be read or is none."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: the configuration of the run cannot be read: {said(error).rstrip('.')}.") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: the configuration of the run is not a JSON object.")
+    return validate(data)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file; raises `UserError` naming file and line."""
     try:
@@ -59,20 +71,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: the run file cannot be read: {error.strerror}.") from error
 
 
-def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set one dotted key of a parsed run file; raises `UserError` when the override is malformed."""
+def parse_override(override: str, example: str = "algorithm.eta=2") -> tuple[str, Any]:
+    """Dotted key and value of an override; raises `UserError` when it is malformed."""
     key, separator, text = override.partition("=")
     names = key.strip().split(".")
     if not separator or not all(names) or len(names) < 2:
-        raise invalid("override", override, "malformed", "section.key=value, for instance algorithm.eta=2")
+        raise invalid("override", override, "malformed", f"section.key=value, for instance {example}")
+    field = _field(names)
+    return ".".join(names), _override_value(text.strip(), as_text=field is not None and field.annotation is str)
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one dotted key of a parsed run file; raises `UserError` when the override is malformed."""
+    key, value = parse_override(override)
+    names = key.split(".")
     table = data
     for depth, name in enumerate(names[:-1], start=1):
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
             raise invalid("override", override, f"{'.'.join(names[:depth])} is a value, not a table")
         table = inner
-    field = _field(names)
-    table[names[-1]] = _override_value(text.strip(), as_text=field is not None and field.annotation is str)
+    table[names[-1]] = value
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -142,10 +142,9 @@ def _kind(component: Component) -> tuple[object, ...]:
     return tuple(getattr(component, key) for key in KIND)
 
 
-def interchangeable(config: RunConfig) -> bool:
-    """Whether any node of a running job may do what any other does: they are of one kind, and the job has the same share of each."""
-    parts = [c for c in (config.components.train, config.components.hybrid, config.components.rollout) if c.nodes]
-    return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts}) == 1
+def interchangeable(*parts: Component) -> bool:
+    """Whether any node of these components of a running job may do what any other does: they are of one kind, and the job has the same share of each."""
+    return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts if c.nodes}) == 1
 
 
 def _as_rehearsed(config: RunConfig) -> RunConfig:

@@ -78,9 +78,11 @@ def live_planner(config: RunConfig, table: Steps = lookup) -> Planner:
         memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
         return {**written(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
 
+    parts = config.components
+    alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
     repartition = Repartition(
         asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps,
-        sorted_lengths=config.rollout.policy in SORTING, words=words if interchangeable(config) else None,
+        sorted_lengths=config.rollout.policy in SORTING, words=words if alike else None,
     )  # fmt: skip
     return Planner(config.planner, law, repartition)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from libra_hpc.planner.calibrate import Split, StepForecast
 from libra_hpc.planner.live import live_planner
-from libra_hpc.planner.snapshot import NodeFact, PlanDecision
+from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol.mesh import (
     BatchReady,
     DrainTurns,
@@ -45,7 +45,7 @@ from .attempt import copy_policy, forget_steps_after
 from .context import Context
 from .decisions import DecisionLog, predicted_gain
 from .observations import Observations
-from .relayout import EVENT, Relayout
+from .relayout import Relayout
 from .screen import NodeFacts, compose_status
 
 HEARTBEAT_LOST_S = 20.0
@@ -75,7 +75,7 @@ class Coordinator:
         self._observations = Observations()
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
-        self._relayout = Relayout(context.run, context.attempt, self._config.speedup)
+        self._relayout = Relayout(context, self._event)
         self._planner.repartition_after = self._relayout.not_before
         self._forecast = forecast(context)
         self._moves: dict[int, tuple[Role, float]] = {}
@@ -208,8 +208,9 @@ class Coordinator:
         self._decisions.look(decision, now)
         if "drift" in decision.triggers:
             self._forecast.drifted()
-        if decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out":
-            self._lay_out_anew(decision)
+        carried_out = decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
+        if carried_out and self._relayout.propose(decision):
+            self._context.send(self._context.layout.train_leader, StopTraining("repartition"))
         if decision.action not in ("to_train", "to_rollout"):
             return
         role: Role = "train" if decision.action == "to_train" else "rollout"
@@ -219,13 +220,11 @@ class Coordinator:
             self._moves[rank] = (role, now)
             self._apply(states.MoveOrdered(rank, role))
 
-    def _lay_out_anew(self, decision: PlanDecision) -> None:
-        refused = self._relayout.order(decision)
-        if refused:
-            self._event("repartition_refused", reason=refused)
-            return
-        self._message = "saving, to start again in another layout"
-        self._context.send(self._context.layout.train_leader, StopTraining("repartition"))
+    def _hindrance(self) -> str:
+        """Why the ranks cannot be laid out anew at the moment."""
+        assert self._pool is not None
+        busy = [node for node in self._pool.nodes.values() if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)]
+        return "the run is stopping" if self._stop_deadline is not None else f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
 
@@ -242,6 +241,8 @@ class Coordinator:
                 if now >= next_roles:
                     next_roles = now + ROLES_S
                     self._roles()
+                if self._relayout.look(self._hindrance()):
+                    self._context.send(self._context.layout.train_leader, StopTraining("repartition"))
                 if self._config.planner.enabled and now >= next_plan and not (self._moves or self._relayout.ordered or self._stop_deadline):
                     next_plan = now + self._config.planner.interval_s
                     self._plan()
@@ -306,8 +307,9 @@ class Coordinator:
             await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
         self._decisions.close()
         if self.state == "restarting":
-            self._event(EVENT, step=self._step, **self._relayout.carry_out())
+            self._relayout.carry_out(self._step)
         else:
+            self._relayout.give_up(f"the run is over: {self.state}, {self._message}.")
             self._event("job_finished", state=self.state, message=self._message, step=self._step)
             result = {"state": self.state, "message": self._message, "step": self._step, "attempt": self._context.attempt, "t": time.time()}
             self._run_dir.write_json(self._run_dir.result, result)
@@ -322,9 +324,10 @@ class Coordinator:
         self._events.write({"t": time.time(), "kind": kind, **fields})
 
     def _write_status(self) -> None:
+        message = self._message or self._relayout.message
         status = compose_status(
-            self._context, self._pool, self._nodes, self._observations, state=self.state, message=self._message, started_at=self._started_at,
-            step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last, forecast=self._forecast, now=time.time(),
+            self._context, self._pool, self._nodes, self._observations, state=self.state, message=message, started_at=self._started_at, step=self._step,
+            gen_tokens=self._gen_tokens, decision=self._decisions.last, forecast=self._forecast, laid_out=self._relayout.last, now=time.time(),
         )  # fmt: skip
         write_atomic(self._run_dir.status, encode_status(status))
 

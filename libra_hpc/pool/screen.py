@@ -43,6 +43,7 @@ def compose_status(
     gen_tokens: float,
     decision: DecisionStatus | None,
     forecast: StepForecast,
+    laid_out: str,
     now: float,
 ) -> Status:
     """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch."""
@@ -62,7 +63,7 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        forecast=_forecast(seen, forecast),
+        forecast=_forecast(seen, forecast), laid_out=laid_out,
     )  # fmt: skip
 
 

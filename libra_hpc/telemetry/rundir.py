@@ -8,6 +8,7 @@ trajectories.jsonl decisions.jsonl           written while running, by the rollo
 logs/attempt-N/*.log                         one file per process
 checkpoints/step-000050/                     complete once renamed into place
 policy/                                      the final policy as a Hugging Face folder
+repartition.json                             an operator's order for another layout, until rank 0 answers it
 result.json                                  how the last attempt ended
 summary.png
 ```
@@ -41,6 +42,19 @@ def write_atomic(path: Path, data: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_once(path: Path, data: bytes) -> bool:
+    """As `write_atomic`, but False, and nothing is changed, when ``path`` exists: of several writers one wins."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_atomic(temporary, data)
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -141,6 +155,11 @@ class RunDir:
     def status(self) -> Path:
         """Latest `Status` snapshot."""
         return self.path / "status.json"
+
+    @property
+    def order(self) -> Path:
+        """An order for another layout (`libra_hpc.protocol.order`) that rank 0 has not answered yet."""
+        return self.path / "repartition.json"
 
     @property
     def result(self) -> Path:

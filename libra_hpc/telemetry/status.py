@@ -89,7 +89,7 @@ class Status(msgspec.Struct, frozen=True):
     job_id: str
     attempt: int
     state: str
-    """``starting`` | ``running`` | ``finishing`` | ``completed`` | ``failed`` | ``cancelled``"""
+    """``starting`` | ``running`` | ``restarting`` | ``finishing`` | ``completed`` | ``failed`` | ``cancelled``"""
     started_at: float
     updated_at: float
     step: int
@@ -117,6 +117,8 @@ class Status(msgspec.Struct, frozen=True):
     decision: DecisionStatus | None
     message: str
     forecast: ForecastStatus | None = None
+    laid_out: str = ""
+    """The last new layout of the ranks: after which step, by whom, and what it is."""
 
 
 _decoder = msgspec.json.Decoder(Status)

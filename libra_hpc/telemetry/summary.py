@@ -77,10 +77,14 @@ class LayoutSummary(msgspec.Struct, frozen=True):
 
     step: int
     """The last one in the layout before."""
+    by: str
+    """``planner`` | ``operator``"""
     layout: str
     """Training and rollout from then on."""
+    break_s: float | None
+    """From the commit of that step to that of the next one."""
     before_s: float | None
-    """Median time of the steps in the layout before.  The first step of a layout does not count: the start of the ranks is in it."""
+    """Median time of the steps in the layout before.  The first step of a layout does not count: the break is in it."""
     after_s: float | None
     """Of the steps since, up to the next layout."""
 
@@ -132,7 +136,7 @@ def summarise(run: RunDir) -> Summary:
         run=run.name,
         path=str(run.path),
         state=state,
-        attempts=max(kinds["job_started"] - kinds["laid_out"], 1),
+        attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
         wall_s=max(times, default=0.0) - start,
         steps=len(rows),
         reward_first=first,
@@ -190,10 +194,14 @@ def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> lis
         for low, high in itertools.pairwise(borders)
     ]  # fmt: skip
     medians = [statistics.median(part) if part else None for part in times]
+    ends = {row["step"]: series.number(row, "t") for row in rows}
     return [
-        LayoutSummary(int(event["step"]), str(event["layout"]), before, after)
+        LayoutSummary(
+            int(event["step"]), str(event.get("by", "planner")), str(event["layout"]),
+            _known(ends.get(event["step"] + 1, math.nan) - ends.get(event["step"], math.nan)), before, after,
+        )
         for event, (before, after) in zip(changed, itertools.pairwise(medians), strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> list[MoveSummary]:
@@ -261,8 +269,9 @@ def render_summary(summary: Summary) -> RenderableType:
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
     for change in summary.layouts:
-        seconds = ", ".join(f"{name} {value:.2f} s a step" for name, value in (("before", change.before_s), ("since", change.after_s)) if value is not None)
-        facts.add_row("laid out", f"after step {change.step}: {change.layout}" + (f"; {seconds}" if seconds else ""))
+        known = (("before", change.before_s, " a step"), ("since", change.after_s, " a step"), ("break", change.break_s, ""))
+        seconds = ", ".join(f"{name} {value:.2f} s{what}" for name, value, what in known if value is not None)
+        facts.add_row("laid out", f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else ""))
     if summary.checkpoints:
         facts.add_row("checkpoints", ", ".join(f"step {step}" for step in summary.checkpoints[-6:]))
     parts: list[RenderableType] = [facts]

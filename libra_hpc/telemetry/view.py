@@ -150,6 +150,8 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     for label, text in counts.items():
         grid.add_row(label, text)
     grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
+    if status.laid_out:
+        grid.add_row("laid out", Text(status.laid_out))
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
     if not over and now - status.updated_at > STALE_STATUS_S:

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from libra_hpc_cli import jobs
+
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.status import encode_status
+from tests.telemetry import synthetic
 
 from .conftest import Outcome, Queue
 
@@ -79,6 +84,8 @@ def test_a_mistake_in_the_run_file(case: str, site: Path, queue: Queue, cli: Cal
         (["simulate", "trace", "--calibration", "absent"], "calibration file = 'absent': No such file or directory; valid: "),
         (["plan", "run.toml", "--best", "0"], "--best"),
         (["submit", "run.toml", "-o", f"run.name={'x' * 5000}"], f"run.name = '{'x' * 119}...: too long; valid: "),
+        (["repartition", "quick-001"], "KEY=VALUE"),
+        (["repartition", "train.tp=2", "rollout.tp=2"], "RUN = 'train.tp=2': no run of that name"),
         (["make-policy", "model"], "OUT = 'model': exists already"),
         (["make-policy", "new", "--task", "chess"], "--task = 'chess': unknown task; valid: arithmetic, keychain"),
     ],
@@ -88,6 +95,42 @@ def test_a_mistake_in_the_command_line(arguments: list[str], sentence: str, site
     assert outcome.code == 2
     assert sentence in one_line(outcome)
     assert queue.submitted == []
+
+
+LAYOUTS = {
+    "not part of a layout": ("running", ["algorithm.eta=2"], "KEY = 'algorithm.eta': not part of a layout; valid: components.train.nodes, "),
+    "nearly a key": ("running", ["rolout.tp=2"], "(did you mean 'rollout.tp'?)."),
+    "no value": ("running", ["train.tp"], "override = 'train.tp': malformed; valid: section.key=value, for instance train.tp=2."),
+    "wrong type": ("running", ["train.recompute=yes"], "train.recompute = 'yes': wrong type; valid: true or false."),
+    "more nodes than the job": ("running", ["components.train.nodes=2"], "components.*.nodes = '2 + 1 + 1': "),
+    "heads": ("running", ["train.tp=3"], "train.tp = 3: does not divide the model's num_attention_heads = 8"),
+    "the present one": ("running", ["rollout.tp=[1,1]"], "rollout.tp = [1, 1]: the run has this layout already (1 node trains with TP1, "),
+    "ended": ("completed", ["train.tp=2"], "RUN = 'quick-001': it is over (completed); valid: a run whose job is running"),
+    "starting": ("starting", ["train.tp=2"], "RUN = 'quick-001': it has not started yet (its job 4711 is running)"),
+    "starting again": ("restarting", ["train.tp=2"], "RUN = 'quick-001': its state is restarting"),
+    "killed": ("job failed", ["train.tp=2"], "RUN = 'quick-001': it is over (its job 4711 is failed)"),
+    "queued": ("job pending", ["train.tp=2"], "RUN = 'quick-001': it has not started yet (its job 4711 is pending)"),
+    "ordered": ("ordered", ["train.tp=2"], "RUN = 'quick-001': another layout is ordered already"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_mistake_in_an_order_for_another_layout(case: str, site: Path, queue: Queue, cli: Callable[..., Outcome]) -> None:
+    state, arguments, sentence = LAYOUTS[case]
+    cli("submit", "run.toml")
+    run = RunDir(site / "runs" / "quick-001")
+    queue.answer = jobs.JobView("4711", "running")
+    if state.startswith("job "):
+        queue.answer = jobs.JobView("4711", state.removeprefix("job "))
+    if state != "job pending":
+        write_atomic(run.status, encode_status(synthetic.make_status(run, state=state if state in ("completed", "starting", "restarting") else "running")))
+    if state == "ordered":
+        run.order.write_text("{}")
+    before = sorted(site.rglob("*"))
+    outcome = cli("repartition", "quick-001", *arguments)
+    assert outcome.code == 2
+    assert sentence in one_line(outcome)
+    assert sorted(site.rglob("*")) == before
 
 
 def test_check_finds_the_same_and_prints_nothing_but_the_verdict(site: Path, cli: Callable[..., Outcome]) -> None:

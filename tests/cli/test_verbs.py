@@ -13,6 +13,8 @@ import pytest
 from libra_hpc_cli import follow, jobs, submit
 
 from libra_hpc.errors import OperationError, SlurmUnreachable
+from libra_hpc.protocol.order import decode_order
+from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.status import encode_status
 from tests.telemetry import synthetic
@@ -157,6 +159,67 @@ def test_status_shows_the_snapshot_or_why_the_job_waits(site: Path, queue: Queue
     assert (printed["run"], printed["job"]["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
 
 
+LAYOUT = ("train.tp=2", "rollout.tp=[1,2]", "components.train.nodes=2", "components.rollout.nodes=2", "components.hybrid.nodes=0")
+
+
+@pytest.fixture
+def running(site: Path, queue: Queue, cli: Cli) -> RunDir:
+    """A run of three training, hybrid and rollout nodes that is under way."""
+    cli("submit", "run.toml", "-o", "components.planner.partition=cpu", "-o", "components.rollout.nodes=2")
+    run = RunDir(site / "runs" / "quick-001")
+    write_status(run, "running")
+    queue.answer = jobs.JobView("4711", "running")
+    return run
+
+
+def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDir, cli: Cli) -> None:
+    shown = cli("repartition", "quick-001", *LAYOUT, "--dry-run")
+    assert shown.code == 0
+    rows = [line.split() for line in shown.out.splitlines()[1:]]
+    assert rows == [
+        ["1", "train", "TP1", "train", "TP2"], ["2", "hybrid", "TP1", "or", "1xTP1", "train", "TP2"],
+        ["3", "rollout", "1xTP1", "rollout", "1xTP1"], ["4", "rollout", "1xTP1", "rollout", "1xTP2"],
+    ]  # fmt: skip
+    assert not running.order.exists()
+    printed = json.loads(cli("repartition", "quick-001", *LAYOUT, "--json").out)
+    order = decode_order(running.order.read_bytes())
+    assert (printed["order"], printed["step"]) == (order.id, None)
+    assert printed["changes"] == order.values
+    assert (order.attempt, order.values["rollout.tp"]) == (1, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "code", "said"),
+    [
+        ({"kind": "laid_out", "step": 41}, "running", 0, ""),
+        ({"kind": "laid_out", "step": 41}, "failed", 1, "error: the run failed in the new layout; `libra-hpc submit --resume quick-001 -o"),
+        ({"kind": "repartition_refused", "reason": "no."}, "running", 1, "error: the order was refused: no."),
+        (None, "cancelled", 1, "error: the run ended (cancelled) and did not answer the order"),
+    ],
+)
+def test_waiting_for_another_layout_ends_with_its_first_step_or_says_why_not(
+    answer: dict[str, object] | None, state: str, code: int, said: str, running: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    looks = iter(range(3))
+    real = follow.read_status
+
+    def look(run: RunDir) -> object:
+        number = next(looks)
+        if number == 1 and answer is not None:
+            LineLog(run.events).write({"t": 1.0, "order": decode_order(run.order.read_bytes()).id, **answer})
+        write_status(run, state if number == 2 else "running", step=42 if number == 2 else 41)
+        return real(run)
+
+    monkeypatch.setattr(follow, "read_status", look)
+    outcome = cli("repartition", "quick-001", *LAYOUT, "--wait")
+    assert outcome.code == code
+    assert outcome.err.startswith(said)
+    assert bool(outcome.err) == bool(said)
+    assert ("step 42/60" in outcome.out) == (answer is None or "step" in answer)
+    assert ("quick-001: laid out anew after step 41" in outcome.out) == (code == 0)
+
+
 def test_status_of_a_run_that_was_never_queued(site: Path, queue: Queue, cli: Cli) -> None:
     run = RunDir.create(site / "runs", "quick")
     run.write_json(run.config, {})
@@ -244,7 +307,7 @@ def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
 
 
 VERBS = [
-    *("submit", "status", "logs", "cancel", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy", "config show"),
+    *("submit", "status", "logs", "cancel", "repartition", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy", "config show"),
     *("cluster up", "cluster env", "cluster down", "cluster status", "trace inspect", "trace convert", "trace generate"),
 ]
 

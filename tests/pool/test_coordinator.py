@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.planner.trainlaw import Load
@@ -34,6 +36,7 @@ from libra_hpc.protocol.mesh import (
     TrainingFinished,
     Welcome,
 )
+from libra_hpc.protocol.order import encode_order, new_order
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
 
@@ -99,6 +102,10 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     assert scene.run.read_json(scene.run.result) | {"t": 0} == {"state": "cancelled", "step": 7, "attempt": 1, "t": 0, "message": "step 7 is saved"}
 
 
+REHEARSED = RunConfig.model_validate({
+    "run": {"engine": "twin"}, "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+    "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
+})  # fmt: skip
 CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 1, "rollout.tp": 2}
 
 
@@ -133,7 +140,7 @@ def laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig,
 
 
 def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, RunConfig(), 3)
+    scene = laid_out(tmp_path, monkeypatch, REHEARSED, 3)
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert not scene.run.result.exists(), "the run is not over"
     assert scene.run.again(1).exists()
@@ -142,11 +149,12 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path
     assert [rank for rank, _ in scene.orders(Stop)] == [1, 2, 3]
     events = list(read_lines(scene.run.events))
     assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("laid_out", CHANGES, 3)
-    assert decode_status(scene.run.status.read_bytes()).state == "restarting"
+    status = decode_status(scene.run.status.read_bytes())
+    assert (status.state, status.laid_out) == ("restarting", "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2")
 
 
 def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, RunConfig(), RunConfig().run.steps)
+    scene = laid_out(tmp_path, monkeypatch, REHEARSED, REHEARSED.run.steps)
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
     assert not scene.run.again(1).exists()
 
@@ -156,6 +164,48 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(tmp_path: Path, 
     assert not scene.orders(StopTraining)
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
+
+
+def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
+    config = with_values(REHEARSED, {"planner.enabled": False, "planner.interval_s": 0.02})
+    tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
+    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
+    scene = Scene(tmp_path, config=config)
+    scene.hello()
+    order = new_order(1, 1.0, dict(CHANGES))
+    scene.run.order.write_bytes(encode_order(order))
+
+    async def until(condition: Callable[[], object]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    async def play() -> None:
+        task = asyncio.create_task(scene.coordinator.run())
+        scene.tell((1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
+        scene.tell((1, StepReport(1, {"step_s": 1.0})))
+        await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
+        assert not scene.orders(StopTraining)
+        scene.tell((2, EngineIsReady(2, "rollout", 1.0)))
+        await until(lambda: scene.orders(StopTraining))
+        scene.tell((1, TrainingFinished(3)))
+        await task
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
+    assert scene.run.again(1).exists()
+    said = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
+    assert said == [("repartition_ordered", "operator"), ("laid_out", "operator")]
+
+
+def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
+    scene.tell((1, TrainingFinished(7)))
+    run_until_over(scene)
+    (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
+    assert refused["reason"] == "the run is over: completed, step 7 is saved."
+    assert not scene.run.order.exists()
 
 
 def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""`libra-hpc repartition`: order another layout of a running job, without giving up its nodes or its place in the queue.
+
+Everything that can be wrong is said here, before anything is written; rank 0 checks it once more, because meanwhile the run goes on.  The order is a file
+in the run directory (`libra_hpc.protocol.order`), its answer an event (`libra_hpc.pool.orders`).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from libra_hpc.config.load import load_resolved, parse_override
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.planner.relaid import describe, ranks, relaid
+from libra_hpc.protocol.order import LayoutOrder, encode_order, new_order
+from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
+from libra_hpc.telemetry.status import Status
+
+from . import jobs
+from .follow import follow, wait_silently
+from .output import note, say, say_json, show
+from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_status
+
+
+def repartition(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id.")],
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What changes, e.g. train.tp=2 components.train.nodes=2.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run until its first step in the new layout; exit code 1 when the order is refused.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the present and the new layout and order nothing.")] = False,
+    json: JsonOption = False,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    """Lay out a running job anew: core nodes, TP and PP of training, engines of a node; it starts again from a checkpoint, inside the job."""
+    found = find_run(run, runs)
+    check_running(found)
+    values = dict(parse_override(change, example="train.tp=2") for change in changes)
+    before = load_resolved(found.config)
+    after = relaid(before, values)
+    facts: dict[str, Any] = {"run": found.name, "changes": values, "layout": describe(after), "ranks": _ranks(before, after)}
+    order = None if dry_run else send(found, values)
+    if order is None:
+        say_json({**facts, "order": None}) if json else show(table(before, after))
+        return
+    if not json:
+        show(table(before, after))
+        say(f"{found.name}: ordered; at the next step border it saves, and its ranks start again in this layout")
+    step = await_answer(found, order, quiet=json) if wait else None
+    if json:
+        say_json({**facts, "order": order.id, "step": step})
+    elif step is not None:
+        say(f"{found.name}: laid out anew after step {step}")
+
+
+def check_running(run: RunDir) -> None:
+    """Raise `UserError` unless the run is running, by its own word and the queue's, and waits for no order."""
+    status, job = read_status(run), jobs.state(run)
+    state = job.state if status is None else status.state
+    if not job.id:
+        why = "it was never queued"
+    elif state in FINAL or job.state in FINAL:
+        why = f"it is over ({state if state in FINAL else f'its job {job.id} is {job.state}'})"
+    elif job.state == "pending" or state == "starting":
+        why = f"it has not started yet (its job {job.id} is {job.state})"
+    elif state != "running":
+        why = f"its state is {state}"
+    elif run.order.exists():
+        why = f"another layout is ordered already ({run.order.name} waits for its answer)"
+    else:
+        return
+    raise invalid("RUN", run.name, why, "a run whose job is running, and that waits for no other layout")
+
+
+def send(run: RunDir, values: dict[str, Any]) -> LayoutOrder:
+    """Write the order; raises `UserError` when another one came first, or when the run directory cannot be written."""
+    order = new_order(attempt(run), time.time(), values)
+    try:
+        if write_once(run.order, encode_order(order)):
+            return order
+    except OSError as error:
+        raise UserError(f"{run.order}: the order cannot be written ({error.strerror}).") from error
+    raise invalid("RUN", run.name, "another layout was ordered at the same moment")
+
+
+def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
+    """Follow the run until its first step in the new layout; returns the last step before.  Raises `OperationError` when it does not come to that."""
+
+    def settled(status: Status | None) -> bool:
+        answer = _answer(run, order)
+        return answer is not None and ("step" not in answer or (status is not None and status.step > answer["step"]))
+
+    try:
+        state = (wait_silently if quiet else follow)(run, settled)
+    except KeyboardInterrupt:
+        note(f"the order stands; `libra-hpc status {run.name} --watch` shows what becomes of it")
+        raise typer.Exit(130) from None
+    answer = _answer(run, order)
+    if answer is None:
+        raise OperationError(f"the run ended ({state}) and did not answer the order; the next attempt refuses it.")
+    if "step" not in answer:
+        raise OperationError(f"the order was refused: {answer['reason']}")
+    if state in FINAL and state != "completed":
+        raise OperationError(f"the run {state} in the new layout; `libra-hpc submit --resume {run.name} -o KEY=VALUE` goes on in another one.")
+    return int(answer["step"])
+
+
+def table(before: RunConfig, after: RunConfig) -> RenderableType:
+    """What every rank does now and then, and what memory is counted with."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim underline")
+    for name in ("rank", "now", "new"):
+        grid.add_column(name, justify="right" if name == "rank" else "left", no_wrap=True)
+    for rank in _ranks(before, after):
+        changed = rank["before"] != rank["after"]
+        grid.add_row(str(rank["rank"]), rank["before"], Text(rank["after"], style="bold yellow" if changed else "dim"))
+    rest = [
+        Text(f"{name}: {old} -> {new}")
+        for name, old, new in (
+            ("train.micro_tokens", before.train.micro_tokens, after.train.micro_tokens),
+            ("train.recompute", before.train.recompute, after.train.recompute),
+            ("planner.hybrid_start", before.planner.hybrid_start, after.planner.hybrid_start),
+        )
+        if old != new
+    ]
+    return Group(grid, *rest)
+
+
+def _ranks(before: RunConfig, after: RunConfig) -> list[dict[str, Any]]:
+    return [{"rank": old.rank, "before": str(old), "after": str(new)} for old, new in zip(ranks(before), ranks(after), strict=True)]
+
+
+def _answer(run: RunDir, order: LayoutOrder) -> dict[str, Any] | None:
+    """The event that answers the order: ``laid_out`` has the last step before, ``repartition_refused`` a reason."""
+    answers = [event for event in read_lines(run.events) if event.get("order") == order.id and event.get("kind") != "repartition_ordered"]
+    return answers[-1] if answers else None
