@@ -25,6 +25,7 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
+from libra_hpc.leave import leave
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
@@ -246,15 +247,13 @@ def main() -> None:
         log.error("%s", error)
         if comm.Get_rank() == 0:
             run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})
-        os._exit(error.exit_code)
+        leave(error.exit_code)
     _release_segments(comm)
     if comm.Get_rank() == 0:
         run.met(arguments.attempt).touch()
     good = asyncio.run(Agent(comm, config, layout, run, arguments.attempt).run())
-    sys.stdout.flush()
-    sys.stderr.flush()
     shutil.rmtree(run.rendezvous / f"attempt-{arguments.attempt}", ignore_errors=True)
-    os._exit(0 if good else 1)
+    leave(0 if good else 1)
 
 
 def _release_segments(comm: MPI.Intracomm) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from libra_hpc.leave import leave
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.trainer import (
     Export,
@@ -165,4 +166,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

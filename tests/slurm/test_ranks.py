@@ -55,6 +55,8 @@ if sys.argv[2] == "again":
         starts.write("x")
         if starts.tell() == 1 and comm.rank == 0:
             (folder / "logs" / "attempt-1" / "again").touch()
+        if starts.tell() == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] in ("stumble", "again"):
     if comm.rank == 0:
         (folder / "logs" / "attempt-1" / "met").touch()
@@ -121,11 +123,13 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
     assert (run.logs(1) / "launcher.log").read_text().count("did not meet") == starts - (meets_at <= starts)
 
 
-def test_ranks_that_say_so_are_started_again(run: RunDir) -> None:
-    start(run, "again")
+@pytest.mark.parametrize(("killed_at", "starts"), [(0, 2), (2, 3)])
+def test_ranks_that_say_so_are_started_again_also_when_that_start_is_killed(run: RunDir, killed_at: int, starts: int) -> None:
+    start(run, "again", str(killed_at))
     assert wait_end(run) is JobState.FAILED
-    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["xx"] * 4
-    assert (run.logs(1) / "launcher.log").read_text().count("the ranks start again") == 1
+    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
+    said = (run.logs(1) / "launcher.log").read_text()
+    assert (said.count("the ranks start again"), said.count("did not meet")) == (1, starts - 2)
 
 
 def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,32 @@ def test_one_component_is_a_plain_job() -> None:
 
 def test_another_command_is_quoted() -> None:
     assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words' &" in script(FULL, arguments=["/a/b.py", "two words"])
+
+
+SRUN = """#!/bin/bash
+logs="$RUN/logs/attempt-1"
+echo x >>"$RUN/starts"
+case $(wc -l <"$RUN/starts") in
+  1) touch "$logs/met" "$logs/again"; exit 0 ;;
+  2) kill -KILL $$ ;;
+  *) touch "$logs/met"; echo '{"state": "completed"}' >"$RUN/result.json"; exit 1 ;;
+esac
+"""
+"""The ranks ask for another start; that one is killed before they meet; the third completes the run although a rank dies."""
+
+
+def test_the_script_starts_ranks_again_that_say_so_and_repeats_that_start_when_it_is_killed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a run")
+    run.logs(1).mkdir(parents=True)
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    text = het_script(Launch(RunConfig.model_validate(FULL), run, 1))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (run.path / "starts").read_text() == "x\n" * 3
+    assert done.stdout.splitlines() == ["the ranks are laid out anew", "start 1: the agents did not meet"]
+    assert not run.again(1).exists()
 
 
 @pytest.mark.parametrize(

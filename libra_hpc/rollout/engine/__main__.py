@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from libra_hpc.errors import UserError
+from libra_hpc.leave import leave
 
 from .settings import prepare_process, read_config
 
@@ -29,4 +30,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
