@@ -5,7 +5,10 @@ training and one for rollout, measured over predicted seconds *of the layout tha
 on both sides of the comparison.  What remains is the ratio of two layouts under one model.
 
 The proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of the measured times, against
-``margin`` times the cost of a new start.  The cost is far higher than a node's, so only a lasting shift pays; each proposal is made once.  Where nodes can
+``margin`` times the cost of a new start.  The cost is far higher than a node's, so only a lasting shift pays; each proposal is made once.
+
+`EVERY_S`: at most one in an hour, whatever it promises.  A new start costs minutes and, worse, what was measured: the engines' costs, the factors of the
+cost models and the test for drift begin anew, and the next verdict should rest on more than their first figures.  Where nodes can
 change places, a proposal also says what the run file would say (`libra_hpc.planner.initial.written`), and `libra_hpc.pool.relayout` can carry it out.
 """
 
@@ -30,6 +33,7 @@ from libra_hpc.planner.search import Plan, Pool, Result, Search, Steps
 from libra_hpc.planner.snapshot import Candidate, PlanDecision, PlanSnapshot
 from libra_hpc.planner.training import Batch, TrainCost
 
+EVERY_S = 3600.0
 ERRORS = 1.645
 KEPT = 5
 

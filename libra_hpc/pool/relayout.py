@@ -11,9 +11,8 @@ order waits while a node is lost, starting or on its way, because a new start ne
 What is left behind is checkpoint, configuration, file, and then the event, in this order.  Killed before the second, the run resumes as it was and the
 next attempt refuses the order; killed later, it goes on in the new layout, and its rank 0 writes the event that is missing.
 
-`EVERY_S`: at most one in an hour by the planner, whatever it promises.  It costs minutes and, worse, what was measured: the engines' costs, the factors of
-the cost models and the test for drift begin anew, and the next verdict should rest on more than their first figures.  An operator may know better and is
-not held to it; but what an operator ordered counts for the planner's hour.
+The planner proposes at most one in an hour (`libra_hpc.planner.repartition.EVERY_S`).  An operator may know better and is not held to it; but what an
+operator ordered counts for the planner's hour.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.planner.relaid import SameLayout, describe, relaid
+from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.telemetry.rundir import read_lines
 
@@ -33,7 +33,6 @@ from .context import Context
 from .layout import Layout
 from .orders import REFUSED, Orders
 
-EVERY_S = 3600.0
 EVENT = "laid_out"
 
 

@@ -2,7 +2,7 @@
 
 The site is written as a run file, from which the planner is made by the function a live run uses (`libra_hpc.planner.live`).  When it proposes
 another layout, the pool stops at the next step border and starts again in it, and a new planner begins with what is written there, knowing nothing of before,
-as live.  At most one in an hour (`libra_hpc.pool.relayout.EVERY_S`).
+as live.  At most one in an hour (`libra_hpc.planner.repartition.EVERY_S`).
 
 The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or PP does not come.
 """
@@ -19,8 +19,8 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.planner.live import live_planner
+from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
-from libra_hpc.pool.relayout import EVERY_S
 from libra_hpc.sim.replan import POLICY, Live
 from libra_hpc.sim.replan_pool import Grouped, Layout, ReplanPool, Site
 from libra_hpc.sim.replan_view import View

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.pool import orders
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
-from libra_hpc.pool.relayout import EVERY_S, Relayout
+from libra_hpc.pool.relayout import Relayout
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.protocol.order import LONGEST, encode_order, new_order
 from libra_hpc.telemetry.events import LineLog
