@@ -4,8 +4,13 @@ The exact search (`search`) is asked for the best plan on all nodes with the len
 training and one for rollout, measured over predicted seconds *of the layout that runs*, so that what the models get wrong about machine and engine is the same
 on both sides of the comparison.  What remains is the ratio of two layouts under one model.
 
-The proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of the measured times, against
-``margin`` times the cost of a new start.  The cost is far higher than a node's, so only a lasting shift pays; each proposal is made once.
+It is searched twice: with the parallelism that runs, where only numbers of nodes change and the models are off by `MODEL_ERROR` = 5 %, and with any.
+Between different TP degrees `LAYOUT_ERROR` = 10 % was found (18 engines of TP2 were up to 25 % slower in the simulator than the model's ratio to 9 of TP4
+said, with long prompts that groups share); a change of engines has to promise that much more.
+
+A proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of the measured times and of the model,
+against ``margin`` times the cost.  That is the new start and what is lost by it: trajectories that run begin again, so what they have generated so far is
+generated twice.  It is far higher than a node's, so only a lasting shift pays; each proposal is made once.
 
 `EVERY_S`: at most one in an hour, whatever it promises.  A new start costs minutes and, worse, what was measured: the engines' costs, the factors of the
 cost models and the test for drift begin anew, and the next verdict should rest on more than their first figures.  Where nodes can
@@ -25,16 +30,18 @@ from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.planner.factors import Factors
-from libra_hpc.planner.law import RolloutLaw, RolloutNode, batch_of
+from libra_hpc.planner.law import MODEL_ERROR, RolloutLaw, RolloutNode, batch_of
 from libra_hpc.planner.model import Measured
 from libra_hpc.planner.parallel import TrainSearch, TrainSpace
 from libra_hpc.planner.rollout import RolloutOptions
-from libra_hpc.planner.search import Plan, Pool, Result, Search, Steps
+from libra_hpc.planner.search import ROLLOUT_TP, Plan, Pool, Result, Search, Steps
 from libra_hpc.planner.snapshot import Candidate, PlanDecision, PlanSnapshot
 from libra_hpc.planner.training import Batch, TrainCost
 
 EVERY_S = 3600.0
 ERRORS = 1.645
+LAYOUT_ERROR = 0.1
+"""Relative standard error of the ratio of two layouts whose engines or replicas differ."""
 KEPT = 5
 
 
@@ -73,6 +80,7 @@ class Repartition:
         self._space, self._options, self._steps = space, options, steps
         self._minibatches, self._forwards = minibatches, forwards
         self._sorted, self._words = sorted_lengths, words
+        self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
         self._law = RolloutLaw(RolloutNode(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 
@@ -90,18 +98,14 @@ class Repartition:
         factors = self._factors(measured, batch)
         if factors is None:
             return None
-        options = self._law.options(snapshot)
         try:
-            found = Search(
-                self._shape, [self._pool], batch, space=self._space, options=options, factors=factors, steps=self._steps,
-                sorted_lengths=self._sorted, whole_nodes=True,
-            ).run(KEPT, trainers=(0,))  # fmt: skip
+            found, share = self._best(snapshot, batch, factors, measured)
             changes = self._words(found) if self._words else {}
         except UserError:
             return None  # nothing fits these lengths: no advice, and the run itself will say so
         best, now = found.plans[0], measured.times.batch
-        share = 1.0 - best.seconds / now - ERRORS * hypot(measured.train_error, measured.rollout_error)
-        needed = settings.margin * settings.repartition_cost_s
+        again = measured.times.rollout * sum(group.generated for group in snapshot.groups) / measured.rollout_tokens
+        needed = settings.margin * (settings.repartition_cost_s + again)
         layout = describe(best, self._pool)
         if share < settings.min_gain or horizon * share <= needed or layout in self._proposed:
             return None
@@ -116,18 +120,38 @@ class Repartition:
         reason = (
             f"repartition: at the next step border, {layout} instead of {measured.split.train}+{measured.split.rollout} nodes as they are laid out takes a "
             f"batch from {now:.2f} s to {best.seconds:.2f} s; that is {share:.0%} at least, and {horizon * share:.0f} s over the horizon, more than "
-            f"{settings.margin:.1f} x {settings.repartition_cost_s:.1f} s for a new start"
+            f"{settings.margin:.1f} x {settings.repartition_cost_s + again:.1f} s: {settings.repartition_cost_s:.1f} for a new start, "
+            f"{again:.1f} for what is generated again"
         )
         numbers = {
             "train_s": measured.times.train, "rollout_s": measured.times.rollout, "batch_s": now, "after_s": best.seconds, "pays_s": horizon * share,
-            "needed_s": needed, "train_factor": factors.compute, "rollout_factor": factors.decode,
+            "again_s": again, "needed_s": needed, "train_factor": factors.compute, "rollout_factor": factors.decode,
         }  # fmt: skip
         return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout, changes=changes)
+
+    def _best(self, snapshot: PlanSnapshot, batch: Batch, factors: Factors, measured: Measured) -> tuple[Result, float]:
+        """The plans whose best one surely saves the most, and the share of a batch that is at least.  Raises `UserError` when nothing fits."""
+        same = {tp for tp, _ in self._running.engines}
+        searches: list[tuple[Result, float]] = []
+        for space, degrees, error in ((self._own, sorted(same), MODEL_ERROR), (self._space, ROLLOUT_TP, LAYOUT_ERROR)):
+            try:
+                found = Search(
+                    self._shape, [self._pool], batch, space=space, options=self._law.options(snapshot), factors=factors, steps=self._steps,
+                    sorted_lengths=self._sorted, whole_nodes=True, degrees=degrees,
+                ).run(KEPT, trainers=(0,))  # fmt: skip
+            except UserError:
+                # The last search is of all that there is.
+                if degrees is ROLLOUT_TP and not searches:
+                    raise
+                continue
+            errors = ERRORS * hypot(measured.train_error, measured.rollout_error, error)
+            searches.append((found, 1.0 - found.plans[0].seconds / measured.times.batch - errors))
+        return max(searches, key=lambda pair: pair[1])
 
     def _factors(self, measured: Measured, batch: Batch) -> Factors | None:
         """Measured over predicted seconds of the present layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
-        own = msgspec.structs.replace(self._space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,), recompute=(running.recompute,))
+        own = msgspec.structs.replace(self._own, recompute=(running.recompute,))
         choice = TrainSearch(TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own).best(
             measured.split.train * pool.node_devices
         )

@@ -117,7 +117,7 @@ def plan(
 class Search:
     """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes of the same kinds.
 
-    With ``whole_nodes`` all replicas of a node have one TP degree, as a run file says it.
+    With ``whole_nodes`` all replicas of a node have one TP degree, as a run file says it; ``degrees`` are those that rollout may have.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Search:
         factors: Factors = NONE,
         sorted_lengths: bool = True,
         whole_nodes: bool = False,
+        degrees: Sequence[int] = ROLLOUT_TP,
         steps: Steps = lookup,
     ) -> None:
         self._pools, self._batch = list(pools), batch
@@ -138,7 +139,7 @@ class Search:
         self._costs = [
             Cost(i, ReplicaCost(steps(p.device, shape, tp), batch, options, factors), p.node_devices // tp if whole_nodes else 1)
             for i, p in enumerate(pools)
-            for tp in ROLLOUT_TP
+            for tp in degrees
             if p.node_devices % tp == 0 and shape.divides(tp)
         ]
         kind = Layouts if sorted_lengths else EvenLayouts
