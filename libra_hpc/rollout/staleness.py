@@ -25,6 +25,19 @@ eta = 0 this is synchronous training: B groups are sampled under version v, trai
 published.
 
 Batches may be taken ahead of publication: the next batch is fixed while the trainer still works on the present one, so it never waits for a hand-over.
+
+A start from version s may *take in* groups that earlier ranks began to sample under versions a <= s and never trained: `admit` with that version.  Each counts
+against the credit like any other, so outstanding <= (eta + 1) * B stands, and `fits` says whether it can still be consumed by trainer version a + eta:
+
+* in data order, behind everything outstanding: ``batches + outstanding // B <= a + eta``;
+* else, when for every j the groups due by trainer version ``batches + j`` are at most (j + 1) * B, the new one among them.  A group admitted under the newest
+  version v, due at eta + v, never breaks this: all outstanding groups are at most (eta + v + 1 - batches) * B.
+
+Taken in by index, as they were admitted first, all of them fit and find credit at once.  Under versions <= a at most (eta + a + 1) * B groups were ever
+admitted, and s * B of all groups are trained at s.  In data order those come first, so the group's place from the beginning, which does not change, is
+below (eta + a + 1) * B.  In the other order the earlier gate held the second rule from the moment at which batch s was consumed, so of the groups under
+versions <= a that are untrained at s at most (a + eta + 1 - s) * B were left, and a = s makes that (eta + 1) * B for all.  A new start gets less only when the
+configuration has changed in between (a smaller eta), or when ``max_open`` lets a group in late; then `fits` is False and the group is sampled anew.
 """
 
 from __future__ import annotations
@@ -88,16 +101,28 @@ class StalenessGate:
         """Whether the staleness bound alone, not ``max_open``, keeps the next group out."""
         return self._open < self.max_open and self.capacity == 0
 
-    def admit(self, group: str) -> int:
-        """Start a group; returns the version it counts as sampled under."""
+    def fits(self, version: int) -> bool:
+        """Whether a group first sampled under ``version`` can still be consumed within the bound, and so can all others."""
+        last = version + self.eta
+        if not 0 <= version <= self._version:
+            return False
+        if self._in_order:
+            return self._batches + len(self._groups) // self.size <= last
+        return self._feasible([*(group.version for group in self._groups.values()), version], self._batches)
+
+    def admit(self, group: str, version: int | None = None) -> int:
+        """Start a group, or take in one that was first sampled under ``version``; returns the version it counts as sampled under."""
+        version = self._version if version is None else version
         if group in self._groups:
             raise ValueError(f"group {group} was already admitted")
         if self.capacity == 0:
             raise ValueError(f"group {group}: no capacity, {self.outstanding} groups are outstanding at version {self._version}")
-        self._groups[group] = _Group(self._version)
+        if version != self._version and not self.fits(version):
+            raise ValueError(f"group {group}: of version {version}, it would be consumed more than {self.eta} versions later")
+        self._groups[group] = _Group(version)
         self._slots += 1
         self._open += 1
-        return self._version
+        return version
 
     def finish(self, group: str) -> None:
         """All trajectories of an open group ended."""
@@ -152,14 +177,19 @@ class StalenessGate:
         return state
 
     def _feasible_without(self, taken: set[str]) -> bool:
-        """Whether B groups a step, earliest deadline first, still meet every deadline once ``taken`` are the next batch."""
+        """Whether B groups a step still meet every deadline once ``taken`` are the next batch."""
+        return self._feasible([group.version for name, group in self._groups.items() if name not in taken], self._batches + 1)
+
+    def _feasible(self, versions: list[int], first: int) -> bool:
+        """Whether groups of these versions meet their deadlines when batches of B are taken from trainer version ``first`` on, earliest deadline first."""
         due = [0] * (self.eta + 1)
-        for name, group in self._groups.items():
-            if name not in taken:
-                due[max(0, group.version + self.eta - self._batches)] += 1
+        for version in versions:
+            if version + self.eta < first:
+                return False
+            due[version + self.eta - first] += 1
         left = 0
-        for steps_left, count in enumerate(due):
+        for later, count in enumerate(due):
             left += count
-            if left > steps_left * self.size:
+            if left > (later + 1) * self.size:
                 return False
         return True

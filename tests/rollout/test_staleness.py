@@ -11,31 +11,52 @@ from libra_hpc.rollout.staleness import StalenessGate
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Drives the gate and keeps books of its own: admission version of every group, and the trainer's."""
+    """Drives the gate and keeps books of its own: admission version of every group, and the trainer's.
+
+    A group is named by its place in the data order.  `restart` is a new start of all ranks from any version that could have been saved: what is untrained
+    there is admitted in the data's order, part of it as kept from before.
+    """
 
     @initialize(eta=st.integers(0, 3), size=st.integers(1, 4), max_open=st.integers(1, 20), version=st.integers(0, 5), in_order=st.booleans())
     def begin(self, eta: int, size: int, max_open: int, version: int, in_order: bool) -> None:
-        self.eta, self.size, self.max_open = eta, size, max_open
-        self.gate = StalenessGate(eta, size, max_open, version, in_order)
+        self.eta, self.size, self.max_open, self.in_order = eta, size, max_open, in_order
+        self.first = version
+        self.trained: list[tuple[str, ...]] = []
+        self.sampled: dict[str, int] = {}
+        self.start(version, {})
+
+    def start(self, version: int, kept: dict[str, int]) -> None:
+        """From ``version``, with the versions under which kept groups were first sampled."""
+        self.gate = StalenessGate(self.eta, self.size, self.max_open, version, self.in_order)
+        self.kept = kept
         self.admitted: dict[str, int] = {}
         self.running: set[str] = set()
         self.version = self.consumed = version
+        self.done = {name for batch in self.trained for name in batch}
         self.count = 0
 
     @precondition(lambda self: self.gate.capacity > 0)
     @rule()
     def admit(self) -> None:
-        name = f"g{self.count}"
+        while str(self.count) in self.done:
+            self.count += 1
+        name = str(self.count)
         self.count += 1
-        assert self.gate.admit(name) == self.version
-        self.admitted[name] = self.version
+        version = self.kept.pop(name, self.version)
+        if not self.gate.fits(version):
+            assert self.max_open < (self.eta + 1) * self.size, "all that is kept is taken in, unless it could not be at once"
+            version = self.version
+        assert self.gate.admit(name, version) == version
+        self.admitted[name] = self.sampled[name] = version
         self.running.add(name)
         assert len(self.running) <= self.max_open
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.running)))
+        self.finish_group(data.draw(st.sampled_from(sorted(self.running))))
+
+    def finish_group(self, name: str) -> None:
         self.gate.finish(name)
         self.running.remove(name)
 
@@ -49,6 +70,7 @@ class GateMachine(RuleBasedStateMachine):
         for group in groups:
             assert group not in self.running
             del self.admitted[group]
+        self.trained.append(groups)
         self.consumed += 1
 
     @precondition(lambda self: self.version < self.consumed)
@@ -56,6 +78,23 @@ class GateMachine(RuleBasedStateMachine):
     def publish(self) -> None:
         self.version += 1
         self.gate.publish(self.version)
+
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        step = data.draw(st.integers(self.first, self.consumed), "step")
+        del self.trained[step - self.first :]
+        done = {name for batch in self.trained for name in batch}
+        left = sorted(name for name, version in self.sampled.items() if name not in done and version <= step)
+        assert len(left) <= (self.eta + 1) * self.size
+        kept = data.draw(st.sets(st.sampled_from(left)), "kept") if left else set()
+        versions = {name: data.draw(st.integers(self.sampled[name], step), "version") for name in sorted(kept)}
+        assert all(version + self.eta >= step for version in versions.values())
+        self.sampled = {name: version for name, version in self.sampled.items() if name in done or name in kept}
+        self.start(step, versions)
+        while self.kept and self.gate.capacity:
+            self.admit()
+            if data.draw(st.booleans(), "whole"):
+                self.finish_group(str(self.count - 1))
 
     @invariant()
     def bounded(self) -> None:
@@ -125,6 +164,24 @@ def test_a_slow_group_is_overtaken_until_its_last_step_and_then_waited_for() -> 
     assert gate.batch() == (), "c and d are finished, but without slow now it would be trained at version 2, two versions late"
     gate.finish("slow")
     assert set(gate.batch()) == {"slow", "c"}
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_is_taken_in_keeps_its_deadline_or_is_refused(in_order: bool) -> None:
+    gate = StalenessGate(2, 1, max_open=8, version=4, in_order=in_order)
+    assert gate.admit("a", 2) == 2
+    assert [gate.fits(version) for version in (1, 2, 3, 4, 5)] == [False, False, True, True, False], "a is what version 4 trains on"
+    with pytest.raises(ValueError, match="of version 2, it would be consumed more than 2 versions later"):
+        gate.admit("b", 2)
+    gate.admit("b", 3)
+    gate.admit("c")
+    assert (gate.capacity, gate.outstanding) == (0, 3)
+    for name in "cba":
+        assert gate.batch() == ()
+        gate.finish(name)
+    for name in "abc":
+        assert gate.batch() == (name,)
+        assert gate.consume((name,)) == 2
 
 
 def test_breaking_the_protocol_is_refused() -> None:
