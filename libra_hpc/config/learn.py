@@ -96,3 +96,6 @@ class CheckpointSection(Section):
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(2, ge=1)
     """Most recent checkpoints kept."""
+    experience: bool = True
+    """Finished trajectories outlive a stop, a crash and a new start of the ranks, in files of the run directory: about 9 bytes a token, for up to
+    2 (eta + 1) batches.  Those cut off in mid-course are drawn again, so that up to eta + 1 batches lean towards short ones; ``false``: all are."""

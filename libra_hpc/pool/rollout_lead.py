@@ -1,23 +1,28 @@
-"""The rollout leader's surroundings in its agent: environment host processes, its two files, and the report of every second."""
+"""The rollout leader's surroundings in its agent: environment host processes, its files, and the report of every second."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from typing import Any
 
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.env import ToHost, from_host, to_host
 from libra_hpc.rollout.history import history
+from libra_hpc.rollout.kept import Kept, Position
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
 from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
+from libra_hpc.rollout.spool import Spool
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.telemetry.journal import Journal
 
+from .attempt import start_state
 from .child import Child
 from .commands import host_command
 from .context import Context
+from .origin import digest
 
 REPORT_S = 1.0
 LEARN_AT_ONCE = 200
@@ -25,6 +30,11 @@ LEARN_AT_ONCE = 200
 HOST_RESTART_S = 0.5
 MAX_FAST_DEATHS = 5
 """Deaths in a row without a single `HostReady`: then the task itself is broken and the run ends with its message."""
+
+
+def position(start: wire.Welcome) -> Position:
+    """The data order's part of a start state."""
+    return Position(start.step, start.low, frozenset(start.extra))
 
 
 class RolloutLead:
@@ -50,6 +60,7 @@ class RolloutLead:
         )
         self._trajectories: Journal[Ended] = Journal(context.run.trajectories, trace_line)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
+        self._spool = Spool(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
         self._hosts: list[Child | None] = [None] * config.task.hosts
         self._deaths = [0] * config.task.hosts
         self._restarts: dict[int, asyncio.Task[None]] = {}
@@ -62,7 +73,7 @@ class RolloutLead:
             context.layout.train_leader,
             config.task.hosts,
             self._to_host,
-            self._trajectories.add,
+            self._on_ended,
             self._decisions.add,
             context.log,
         )
@@ -72,14 +83,13 @@ class RolloutLead:
         await self._learn()
         for host in range(len(self._hosts)):
             await self._start_host(host)
-        start = self._context.start
-        self.leader.on_position(start.step, start.low, start.extra)
+        start, kept = self._context.start, await self._recover()
+        self.leader.on_position(start.step, start.low, start.extra, kept.groups)
         while not self._stopping:
             await asyncio.sleep(REPORT_S)
             self._context.send(0, self.leader.report())
             if not self._stopping:
-                await self._trajectories.flush()
-                await self._decisions.flush()
+                await self._flush()
 
     async def _learn(self) -> None:
         """Show the policy what it could have learned before this attempt."""
@@ -92,15 +102,48 @@ class RolloutLead:
         if records:
             context.log("scheduler_warm_start", trajectories=len(records))
 
+    async def _recover(self) -> Kept:
+        """What earlier starts have finished and this one need not sample again."""
+        context, config, start = self._context, self._context.config, self._context.start
+        if self._spool is None:
+            # Weights count by their versions, and a start that leaves no trace would mix its own with those of others.
+            await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
+            return Kept({}, {})
+        kept = await self._spool.recover(digest(config), position(start), config.algorithm.eta)
+        if kept.groups or kept.dropped:
+            context.log("experience_kept", **kept.event(config.algorithm.group_size))
+        return kept
+
+    def _saved(self) -> Position:
+        """Where a start would go on now."""
+        return position(start_state(self._context.run))
+
+    def _on_ended(self, ended: Ended) -> None:
+        self._trajectories.add(ended)
+        if self._spool is not None:
+            self._spool.add(ended.trajectory)
+
+    async def _flush(self) -> None:
+        # In this order: what is kept has a line, so that whoever goes on with it need not write one.
+        await self._trajectories.flush()
+        await self._decisions.flush()
+        spool = self._spool
+        if spool is not None:
+            await spool.flush()
+            if spool.failed:
+                self._context.log("experience_not_kept", reason=spool.failed)
+                self._spool = None
+
     async def stop(self) -> None:
         """End the environment hosts and write what is left."""
         self._stopping = True
         # Before anything that takes time: whoever ends the job may not wait for it.
-        await self._trajectories.flush()
-        await self._decisions.flush()
+        await self._flush()
         await asyncio.gather(*(child.stop() for child in self._hosts if child is not None))
         await self._trajectories.close()
         await self._decisions.close()
+        if self._spool is not None:
+            await self._spool.close()
 
     def on_message(self, message: Any) -> None:
         """What the mesh brings for the rollout leader."""
@@ -120,6 +163,8 @@ class RolloutLead:
                 leader.on_drain(rank)
             case wire.Committed(indices=indices):
                 leader.on_committed(indices)
+                if self._spool is not None:
+                    self._spool.add(message)
 
     # --- environment hosts ------------------------------------------------------------------------------------------------------------------
 

@@ -14,13 +14,17 @@ TOKEN_BYTES = 4
 
 
 class GroupState:
-    """The trajectories of one prompt; complete when none is open."""
+    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has finished."""
 
-    __slots__ = ("done", "index", "open")
+    __slots__ = ("done", "index", "missing", "open")
 
-    def __init__(self, index: int, samples: int) -> None:
-        self.index, self.open = index, samples
-        self.done: list[Trajectory] = []
+    def __init__(self, index: int, samples: int, kept: Sequence[Trajectory] = ()) -> None:
+        self.index = index
+        self.done = list(kept)
+        there = {trajectory.sample for trajectory in kept}
+        self.missing = tuple(sample for sample in range(samples) if sample not in there)
+        """Samples to be run."""
+        self.open = len(self.missing)
 
     def to_group(self) -> Group:
         """The trainer's view, advantages normalised within the group."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -84,11 +84,12 @@ class RolloutLeader:
 
     # --- data order -------------------------------------------------------------------------------------------------------------------------
 
-    def on_position(self, step: int, low: int, extra: tuple[int, ...]) -> None:
-        """Where the data order stands: nothing below ``low`` and nothing in ``extra`` is sampled again."""
+    def on_position(self, step: int, low: int, extra: tuple[int, ...], kept: Mapping[int, Sequence[Trajectory]] | None = None) -> None:
+        """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
         settings = self.settings
         gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
-        self._supply = PromptSupply(gate, step, low, extra, settings.steps * settings.prompts_per_step, settings.group_size)
+        total = settings.steps * settings.prompts_per_step
+        self._supply = PromptSupply(gate, step, low, extra, total, settings.group_size, kept or {}, self._log)
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
@@ -100,9 +101,9 @@ class RolloutLeader:
         if self._supply is None or not all(self._hosts_ready) or not self._fleet.engines:
             return
         now = time.monotonic()
-        for index in self._supply.admit(now):
-            for sample in range(self.settings.group_size):
-                self._open(index, sample, 0, now)
+        for group in self._supply.admit(now):
+            for sample in group.missing:
+                self._open(group.index, sample, 0, now)
 
     def _open(self, index: int, sample: int, attempt: int, now: float) -> None:
         host = (index * self.settings.group_size + sample) % len(self._hosts_ready)
@@ -175,8 +176,9 @@ class RolloutLeader:
 
     def _pass(self) -> None:
         self._scheduled = False
-        self._compose()
+        # What is kept from before may be a batch as soon as it is admitted.
         self._admit()
+        self._compose()
         self._dispatch()
         self._rebalance()
 

@@ -5,18 +5,27 @@ It decides which prompt may start and which finished groups form the next batch;
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 from .batch import GroupState
 from .staleness import StalenessGate
+from .trajectory import Trajectory
 
 
 class PromptSupply:
     """The data order of a run from (step, low, extra) on: indices below ``low`` and those in ``extra`` are trained already.
 
-    ``total`` is the number of prompts of the whole run; times are seconds of any monotonic clock.
+    ``total`` is the number of prompts of the whole run; times are seconds of any monotonic clock.  ``kept``: finished trajectories of untrained prompts from
+    before this start (`libra_hpc.rollout.kept`).  They are admitted in their prompt's place, so that the order of the data stays what it was, and only the rest
+    of the group is run.
     """
 
-    def __init__(self, gate: StalenessGate, step: int, low: int, extra: tuple[int, ...], total: int, group_size: int) -> None:
+    def __init__(
+        self, gate: StalenessGate, step: int, low: int, extra: tuple[int, ...], total: int, group_size: int,
+        kept: Mapping[int, Sequence[Trajectory]], log: Callable[..., None],
+    ) -> None:
         self.gate = gate
+        self._kept, self._log = dict(kept), log
         self._next_index, self._trained, self._total, self._group_size = low, set(extra), total, group_size
         self._next_step = step + 1
         self.groups: dict[int, GroupState] = {}
@@ -25,16 +34,14 @@ class PromptSupply:
         self._blocked_s = 0.0
         self._looked_at: float | None = None
 
-    def admit(self, now: float) -> list[int]:
-        """Prompts that start now."""
+    def admit(self, now: float) -> list[GroupState]:
+        """Groups that start now; one of which everything is kept is finished with that."""
         started = []
         while self.gate.capacity > 0 and self._next_index < self._total:
             index = self._next_index
             self._next_index += 1
             if index not in self._trained:
-                self.gate.admit(str(index))
-                self.groups[index] = GroupState(index, self._group_size)
-                started.append(index)
+                started.append(self._start(index))
         blocked = self.gate.blocked and self._next_index < self._total
         if blocked and self._blocked_since is None:
             self._blocked_since = now
@@ -42,6 +49,19 @@ class PromptSupply:
             self._blocked_s += now - self._blocked_since
             self._blocked_since = None
         return started
+
+    def _start(self, index: int) -> GroupState:
+        kept = self._kept.pop(index, ())
+        version = min((trajectory.first_version for trajectory in kept), default=self.gate.version)
+        if kept and not self.gate.fits(version):
+            # It had to wait for ``max_open``, or the bound is another one now.
+            self._log("experience_refused", index=index, trajectories=len(kept))
+            kept, version = (), self.gate.version
+        self.gate.admit(str(index), version)
+        group = self.groups[index] = GroupState(index, self._group_size, kept)
+        if not group.missing:
+            self.gate.finish(str(index))
+        return group
 
     def progress(self, index: int) -> float:
         """Where a prompt stands in the run, 0..1; the same for all its samples."""

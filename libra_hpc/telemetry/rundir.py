@@ -5,6 +5,7 @@ run.toml config.json job.sbatch job.json     what was asked, resolved, queued
 plan.json                                    why it was split so, where the planner chose the split
 events.jsonl metrics.jsonl status.json       written while running, by rank 0
 trajectories.jsonl decisions.jsonl           written while running, by the rollout leader
+experience/                                  finished trajectories that no checkpoint contains yet
 logs/attempt-N/*.log                         one file per process
 checkpoints/step-000050/                     complete once renamed into place
 policy/                                      the final policy as a Hugging Face folder
@@ -150,6 +151,11 @@ class RunDir:
     def decisions(self) -> Path:
         """One line per turn that the scheduling policy has sent to an engine: where, and why."""
         return self.path / "decisions.jsonl"
+
+    @property
+    def experience(self) -> Path:
+        """Folder of finished trajectories that no checkpoint contains yet (`libra_hpc.rollout.spool`)."""
+        return self.path / "experience"
 
     @property
     def status(self) -> Path:

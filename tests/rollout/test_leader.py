@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from libra_hpc.protocol import mesh as wire
@@ -12,11 +13,14 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
+from libra_hpc.rollout.kept import Position, Record, Start, gather, verdict
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
-from libra_hpc.rollout.record import decision_line, trace_line
+from libra_hpc.rollout.record import Ended, decision_line, trace_line
+from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.train.leader import DataOrder
 
 STOP = 9
 TRAIN_LEADER = 1
@@ -103,6 +107,7 @@ class Plant:
         self.sent: list[Any] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[dict[str, Any]] = []
+        self.ended: list[Trajectory] = []
         self.decisions: list[dict[str, Any]] = []
         self.turns, self.version = turns, 0
         self.steps_of: dict[str, int] = {}
@@ -110,17 +115,21 @@ class Plant:
         settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2, in_order)
         self.leader = RolloutLeader(
             settings, policy or Emptiest(), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m),
-            lambda ended: self.lines.append(trace_line(ended)), lambda routed: self.decisions.append(decision_line(routed)),
+            self.on_ended, lambda routed: self.decisions.append(decision_line(routed)),
             lambda kind, **fields: self.events.append((kind, fields)),
         )  # fmt: skip
         self.start_engines = engines
 
-    def start(self, low: int = 0, extra: tuple[int, ...] = (), step: int = 0) -> None:
+    def start(self, low: int = 0, extra: tuple[int, ...] = (), step: int = 0, kept: Mapping[int, list[Trajectory]] | None = None) -> None:
         self.version = step
-        self.leader.on_position(step, low, extra)
+        self.leader.on_position(step, low, extra, kept)
         self.leader.on_host(0, HostReady("toy"))
         for i in range(self.start_engines):
             self.up(f"e{i}", rank=3 + i)
+
+    def on_ended(self, ended: Ended) -> None:
+        self.lines.append(trace_line(ended))
+        self.ended.append(ended.trajectory)
 
     def up(self, name: str, rank: int, tp: int = 1) -> None:
         self.engines[name] = self.version
@@ -420,6 +429,96 @@ def test_a_resumed_run_skips_what_is_trained() -> None:
         await plant.run(lambda: plant.batches)
         assert plant.batches[0].step == 3
         assert sorted(g.index for g in plant.batches[0].groups) == [2, 5]
+
+    asyncio.run(main())
+
+
+def test_a_new_start_goes_on_with_what_is_finished_and_samples_only_the_rest() -> None:
+    """The ranks start anew again and again, from the last step or the one before; kept trajectories go through their records, as through the spool."""
+
+    async def main() -> None:
+        total = Counter[str]()
+        for seed in range(12):
+            pick = random.Random(seed)
+            eta, in_order, steps = seed % 3, seed % 2 == 1, 9
+            starts, found, batches = [Start(0, "same")], list[tuple[int, Record]](), dict[int, Batch]()
+            step = 0
+            while step < steps:
+                trained = DataOrder()
+                for at in range(1, step + 1):
+                    trained.trained(group.index for group in batches[at].groups)
+                position = Position(step, trained.low, frozenset(trained.extra))
+                number = len(starts) - 1
+                kept = gather((record, verdict(record, start, starts, position, eta)) for start, record in found)
+                plant = Plant(eta=eta, steps=steps, in_order=in_order)
+                plant.start(trained.low, tuple(trained.extra), step, kept.groups)
+                begun, last = step, min(steps, step + pick.randrange(1, 4))
+                while step < last:
+                    await plant.run(lambda plant=plant, count=step - begun: len(plant.batches) > count, pick)
+                    batch = plant.batches[step - begun]
+                    assert batch.step == step + 1
+                    assert batch.stats["staleness_max"] <= eta
+                    assert batch.stats["trajectories"] == 4
+                    batches[batch.step] = batch
+                    plant.commit(batch)
+                    step += 1
+                    await plant.settle()
+                    plant.serve(pick.randrange(20), pick)
+                    await plant.settle()
+                groups = {g.index: {s.uid: s for s in g.samples} for batch in plant.batches for g in batch.groups}
+                for index, members in kept.groups.items():
+                    for member in members:
+                        assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
+                        if index in groups:
+                            assert groups[index][f"{index}.{member.sample}"].tokens == member.context.tobytes()
+                        total["kept"] += 1
+                assert not [kind for kind, _ in plant.events if kind == "experience_refused"]
+                assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
+                found += [(number, Record.of(trajectory)) for trajectory in plant.ended]
+                total["sampled"] += len(plant.ended)
+                step = max(begun, step - pick.randrange(2)) if step < steps else step
+                starts.append(Start(step, "same"))
+            assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))
+        assert total["kept"] > 100
+
+    asyncio.run(main())
+
+
+def test_a_whole_kept_batch_needs_no_turn_and_waits_for_the_engines() -> None:
+    async def main() -> None:
+        first = Plant(eta=1)
+        first.start()
+        await first.run(lambda: len(first.ended) == 8)
+        kept: dict[int, list[Trajectory]] = {}
+        for trajectory in first.ended:
+            kept.setdefault(trajectory.index, []).append(trajectory)
+        plant = Plant(eta=1, engines=0)
+        plant.start(kept=kept)
+        await plant.settle()
+        assert not plant.batches, "the trainers may not be there yet"
+        plant.up("e0", rank=3)
+        await plant.settle()
+        assert [batch.step for batch in plant.batches] == [1, 2]
+        assert [[g.index for g in batch.groups] for batch in plant.batches] == [[0, 1], [2, 3]]
+        assert not plant.inbox
+        assert plant.lines == [], "an earlier start has written them"
+        plant.commit(plant.batches[0])
+        await plant.run(lambda: plant.inbox)
+        assert {unpack_i32(request.prompt)[2] for _, request in plant.inbox} == {4, 5}
+
+    asyncio.run(main())
+
+
+def test_what_comes_too_late_for_the_bound_is_sampled_again() -> None:
+    async def main() -> None:
+        first = Plant(eta=0)
+        first.start()
+        await first.run(lambda: len(first.ended) == 4)
+        plant = Plant(eta=0)
+        plant.start(step=1, kept={0: first.ended[:2]})
+        await plant.run(lambda: plant.batches)
+        assert plant.batches[0].stats["staleness_max"] == 0.0
+        assert plant.events == [("experience_refused", {"index": 0, "trajectories": 2})]
 
     asyncio.run(main())
 

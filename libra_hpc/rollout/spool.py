@@ -1,0 +1,191 @@
+"""The spool: finished trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
+
+The rollout leader's agent adds every trajectory as it finishes; once a second they are appended, in a thread, to the newest *segment*: frames of a length, a
+CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.kept.Record` and to nothing else.  A reader stops at the first frame that is torn or damaged, so
+a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name begins with the number
+of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
+
+A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is trained now, but not there, is needed only
+if it would count there: its tokens are of versions up to that checkpoint's.  So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed,
+and a segment without any is removed, within `TRIM_S` of the checkpoint.
+
+Size: 9 bytes a token and some 100 a turn.  A batch of 2,048 trajectories of 20,000 tokens is 370 MB, at five minutes a batch 1.2 MB/s; with eta = 1 up to
+1.5 GB are needed at once.  When a file cannot be written (a full disk) the spool gives up and removes all it has: a restart then samples again, which is better
+than a checkpoint that finds no room.
+
+`SEGMENT_BYTES`: few files for a large run; a small one has one of at most this size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.mesh import Committed
+from libra_hpc.telemetry.journal import Buffered
+from libra_hpc.telemetry.rundir import write_atomic
+
+from .kept import DAMAGED, Kept, Position, Record, Start, gather, records, verdict
+from .trajectory import Trajectory
+
+SEGMENT_BYTES = 64 << 20
+TRIM_S = 10.0
+STARTS = "starts.json"
+_FRAME = struct.Struct("<II")
+"""Length and CRC-32 of a frame's value."""
+
+
+def frame(record: Record) -> bytes:
+    """A record as it stands in a segment."""
+    value = records.encode(record)
+    return _FRAME.pack(len(value), zlib.crc32(value)) + value
+
+
+def read_segment(path: Path) -> tuple[list[Record], bool]:
+    """Records up to the first frame that is none, and whether that was the end of the file."""
+    found: list[Record] = []
+    try:
+        left = path.stat().st_size
+        with path.open("rb") as handle:
+            while left:
+                length, crc = _FRAME.unpack(handle.read(_FRAME.size))
+                left -= _FRAME.size + length
+                value = handle.read(length) if left >= 0 else b""
+                if left < 0 or zlib.crc32(value) != crc:
+                    return found, False
+                record = records.decode(value)
+                if not record.sound:
+                    return found, False
+                found.append(record)
+    except (OSError, struct.error, FrameError):
+        return found, False
+    return found, True
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Every start so far, oldest first; empty when the list is missing or damaged, and then no segment counts."""
+    try:
+        return msgspec.json.decode((folder / STARTS).read_bytes(), type=list[Start])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return []
+
+
+class Spool(Buffered[Trajectory | Committed]):
+    """One start's spool; `recover` comes first.  Add every finished trajectory, and every `Committed`."""
+
+    failed = ""
+    """Why nothing is kept any more."""
+
+    def __init__(self, folder: Path, position: Callable[[], Position], clock: Callable[[], float], segment_bytes: int = SEGMENT_BYTES) -> None:
+        super().__init__()
+        self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
+        self._trimmed_at = clock()
+        self._needed: dict[Path, dict[int, int]] = {}
+        """Of every segment: prompt -> lowest version at which a checkpoint makes one of its records count."""
+        self._committed: set[int] = set()
+        self._number = self._sequence = 0
+        self._handle: BinaryIO | None = None
+
+    async def recover(self, digest: str, position: Position, eta: int) -> Kept:
+        """Begin a start at ``position``: what of earlier ones counts for it."""
+        return await asyncio.to_thread(self._recover, digest, position, eta)
+
+    def _recover(self, digest: str, position: Position, eta: int) -> Kept:
+        try:
+            return gather(self._begin(digest, position, eta))
+        except OSError as error:
+            self._give_up(error)
+            return gather(())
+
+    def _begin(self, digest: str, position: Position, eta: int) -> Iterator[tuple[Record | None, str]]:
+        """Every record found, oldest first, with its verdict; none for a file that cannot be read to its end."""
+        self._folder.mkdir(exist_ok=True)
+        starts = [*read_starts(self._folder), Start(position.step, digest)]
+        self._number = len(starts) - 1
+        # Before anything of this start is written: what the list does not have is a start whose weights would pass for those of another.
+        write_atomic(self._folder / STARTS, msgspec.json.encode(starts) + b"\n")
+        for path, number in list(self._segments()):
+            read, whole = read_segment(path) if number < self._number else ([], False)
+            if not whole:
+                yield None, DAMAGED
+            for record in read:
+                reason = verdict(record, number, starts, position, eta)
+                if not reason:
+                    self._note(path, record)
+                yield record, reason
+            if path not in self._needed:
+                path.unlink()
+
+    def _segments(self) -> Iterator[tuple[Path, int]]:
+        """Segments with the number of their start, in the order in which they were written."""
+        for path in sorted(self._folder.glob("[0-9]*-[0-9]*.frames")):
+            number = path.stem.split("-")[0]
+            if number.isdecimal():
+                yield path, int(number)
+
+    def _note(self, path: Path, record: Record) -> None:
+        groups = self._needed.setdefault(path, {})
+        groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
+
+    # --- in the thread of `flush` -----------------------------------------------------------------------------------------------------------
+
+    def _write(self, records: list[Trajectory | Committed]) -> None:
+        if self.failed:
+            return
+        try:
+            for record in records:
+                if isinstance(record, Committed):
+                    self._committed.update(record.indices)
+                else:
+                    self._append(Record.of(record))
+            if self._handle is not None:
+                self._handle.flush()
+            if self._clock() - self._trimmed_at >= TRIM_S:
+                self._trimmed_at = self._clock()
+                self._trim()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.failed = str(error)
+        self._close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._number:05d}-{self._sequence:06d}.frames"
+
+    def _append(self, record: Record) -> None:
+        if self._handle is None:
+            self._sequence += 1
+            self._handle = self._path.open("ab")
+        self._handle.write(frame(record))
+        self._note(self._path, record)
+        if self._handle.tell() >= self._segment_bytes:
+            self._close()
+
+    def _trim(self) -> None:
+        """Remove the segments that no start will need, except the one being written."""
+        position = self._position()
+        self._committed = {index for index in self._committed if not position.trained(index)}
+        for path, groups in list(self._needed.items()):
+            needed = any(
+                not position.trained(index) and (index not in self._committed or version <= position.step)
+                for index, version in groups.items()
+            )  # fmt: skip
+            if not needed and (self._handle is None or path != self._path):
+                path.unlink(missing_ok=True)
+                del self._needed[path]
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None

@@ -1,0 +1,251 @@
+"""Finished trajectories outlive their start: what is read back, what a kill or garbage costs, what counts, and what is removed when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.pool.origin import digest
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.mesh import Committed
+from libra_hpc.protocol.rollout import Generated
+from libra_hpc.rollout import spool as spools
+from libra_hpc.rollout.batch import GroupState, batch_stats
+from libra_hpc.rollout.kept import Kept, Position, Record, Start, verdict
+from libra_hpc.rollout.spool import STARTS, TRIM_S, Spool, read_segment
+from libra_hpc.rollout.trajectory import Trajectory
+
+ETA = 2
+
+
+def played(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Trajectory:
+    """A turn of two tokens under each version; tools add three tokens between turns."""
+    trajectory = Trajectory(index, sample, 0, 0, 10.0)
+    trajectory.prompt_id = f"p{index}"
+    trajectory.add_environment(pack_i32([1, 2, index]))
+    trajectory.prompt_tokens = 3
+    for turn, version in enumerate(versions):
+        if turn:
+            trajectory.add_environment(pack_i32([9] * 3))
+        trajectory.add_generated(Generated("r", pack_i32([7, turn]), pack_f32([-1.5, -2.0]), "stop", ((version, 2),), 0, 0.0, 0.0), "e0")
+    trajectory.reward, trajectory.info = float(sample), {"solved": float(sample)}
+    return trajectory
+
+
+def at(step: int, low: int = 0, *extra: int) -> Position:
+    return Position(step, low, frozenset(extra))
+
+
+class Run:
+    """A run directory's spool through several starts; every flush looks for what can be removed."""
+
+    def __init__(self, folder: Path, segment_bytes: int = 1) -> None:
+        self.folder, self.saved, self.now, self.segment_bytes = folder, at(0), 0.0, segment_bytes
+        self.spool: Spool
+
+    def start(self, position: Position | None = None, digest: str = "same", eta: int = ETA) -> Kept:
+        self.saved = position or self.saved
+        self.spool = Spool(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
+        return asyncio.run(self.spool.recover(digest, self.saved, eta))
+
+    def add(self, *records: Trajectory | Committed) -> None:
+        async def main() -> None:
+            for record in records:
+                self.spool.add(record)
+            await self.spool.flush()
+
+        self.now += TRIM_S
+        asyncio.run(main())
+
+    @property
+    def segments(self) -> list[Path]:
+        return sorted(self.folder.glob("*.frames"))
+
+    def held(self) -> list[int]:
+        """Prompts in the files."""
+        return [record.index for path in self.segments for record in read_segment(path)[0]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "experience")
+
+
+def kept_of(kept: Kept) -> list[tuple[int, int]]:
+    return sorted((trajectory.index, trajectory.sample) for group in kept.groups.values() for trajectory in group)
+
+
+def test_a_kept_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
+    originals = [played(4, 0, (1, 2)), played(4, 1, (2, 2, 3))]
+    run.start()
+    run.add(*originals)
+    kept = run.start(at(3, 2))
+    before, after = GroupState(4, 2, originals), GroupState(4, 2, kept.groups[4])
+    assert after.to_group() == before.to_group()
+    assert batch_stats([after], 3) == batch_stats([before], 3)
+    assert after.missing == ()
+    assert kept.event(2) == {"trajectories": 2, "groups": 1, "whole_groups": 1, "tokens": 25, "generated_tokens": 10, "dropped": {}}
+
+
+def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:
+    run.start()
+    run.add(played(4, 2))
+    group = GroupState(4, 4, run.start(at(1)).groups[4])
+    assert (group.missing, group.open, len(group.done)) == ((0, 1, 3), 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "number", "reason"),
+    [
+        (played(1, versions=(3, 5)), 1, ""),
+        (played(0, versions=(3, 5)), 1, "trained"),
+        (played(7, versions=(3, 5)), 1, "trained"),
+        (played(1, versions=(3, 6)), 1, "weights"),
+        (played(1, versions=(2, 5)), 1, "staleness"),
+        (played(1, versions=(3, 3)), 0, ""),
+        (played(1, versions=(3, 4)), 0, "weights"),
+        (played(1, versions=(3, 5)), 2, "configuration"),
+    ],
+)
+def test_what_counts(record: Trajectory, number: int, reason: str) -> None:
+    starts = [Start(0, "same"), Start(3, "same"), Start(4, "other"), Start(5, "same")]
+    if number == 1:
+        starts[2] = Start(5, "other")
+    assert verdict(Record.of(record), number, starts, at(5, 1, 7), ETA) == reason
+
+
+def test_weights_of_a_step_that_was_gone_back_on_never_count_again(run: Run) -> None:
+    """Version 2 of the first start is not version 2 of the second, also once the run has been at step 2 again."""
+    run.start()
+    run.add(played(5, versions=(1,)), played(6, versions=(1, 2)))
+    assert kept_of(run.start(at(1))) == [(5, 0)]
+    run.add(played(7, versions=(1, 2)))
+    kept = run.start(at(2))
+    assert kept_of(kept) == [(5, 0), (7, 0)]
+    assert kept.dropped == {}, "what did not count is gone from the folder"
+    assert kept_of(run.start(at(2), digest="changed")) == []
+
+
+@pytest.mark.parametrize("segment_bytes", [1, spools.SEGMENT_BYTES])
+def test_dropped_records_are_counted_and_their_files_removed(run: Run, segment_bytes: int) -> None:
+    run.segment_bytes = segment_bytes
+    run.start()
+    run.add(played(0, versions=(2,)), played(1, versions=(2, 4)), played(2, versions=(0, 1)), played(3, 0, (2,)), played(3, 1, (1,)))
+    kept = run.start(at(3, 1))
+    assert (kept_of(kept), kept.dropped) == ([(3, 0), (3, 1)], {"weights": 1, "staleness": 1})
+    assert len(run.segments) == (2 if segment_bytes == 1 else 1)
+    kept = run.start(at(3, 1), digest="other")
+    assert (kept_of(kept), kept.dropped, run.segments) == ([], {"configuration": 2 if segment_bytes == 1 else 4}, [])
+
+
+def test_a_torn_frame_costs_itself_and_a_damaged_one_what_follows_it(run: Run) -> None:
+    run.segment_bytes = spools.SEGMENT_BYTES
+    run.start()
+    run.add(*(played(index) for index in range(4)))
+    (path,) = run.segments
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        found, good = read_segment(path)
+        assert ([record.index for record in found], good) == (list(range(4 * cut // len(whole))), cut % (len(whole) // 4) == 0)
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2 + 30] ^= 1
+    path.write_bytes(damaged)
+    kept = run.start()
+    assert (kept_of(kept), kept.dropped) == ([(0, 0), (1, 0)], {"damaged": 1})
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_garbage_is_never_raised_or_taken(tmp_path_factory: pytest.TempPathFactory, garbage: bytes, framed: bool) -> None:
+    run = Run(tmp_path_factory.mktemp("garbage") / "experience")
+    run.start()
+    body = struct.pack("<II", len(garbage), zlib.crc32(garbage)) + garbage if framed else garbage
+    (run.folder / "00000-000001.frames").write_bytes(body)
+    (run.folder / "00009-000001.frames").write_bytes(body)
+    (run.folder / STARTS).write_bytes(b'[{"step":0,"digest":"same"}]')
+    kept = run.start()
+    assert (kept.groups, kept.dropped.get("damaged"), run.segments) == ({}, 2 if body else 1, [])
+    (run.folder / STARTS).write_bytes(garbage)
+    assert run.start().groups == {}
+
+
+def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
+    run.start()
+    record = Record.of(played(0))
+    for wrong in ({"mask": b"\1"}, {"logprobs": b""}, {"versions": ()}, {"versions": ((0, 1),)}):
+        (run.folder / "00000-000001.frames").write_bytes(spools.frame(msgspec.structs.replace(record, **wrong)))
+        assert read_segment(run.folder / "00000-000001.frames") == ([], False)
+
+
+def test_a_segment_goes_when_a_checkpoint_has_its_groups_or_no_start_can_need_it(run: Run) -> None:
+    run.start()
+    run.add(played(0, versions=(0,)), played(1, versions=(0, 1)), played(2, versions=(1,)), played(3, versions=(1,)))
+    run.add(Committed(1, (0,)), Committed(2, (1, 2)))
+    assert run.held() == [0, 3], "a crash goes back to the beginning, whose weights only 0 was sampled under; 3 is untrained"
+    run.saved = at(1, 1)
+    run.add(Committed(3, (9,)))
+    assert run.held() == [3]
+    run.saved = at(3, 3, 3)
+    run.add(Committed(4, (8,)))
+    assert run.held() == []
+    assert kept_of(run.start()) == []
+
+
+def test_kept_groups_of_an_earlier_start_go_in_the_same_way(run: Run) -> None:
+    run.start()
+    run.add(played(0), played(1))
+    assert kept_of(run.start()) == [(0, 0), (1, 0)]
+    run.add(Committed(1, (0, 1)))
+    assert run.held() == [0, 1], "no checkpoint has them"
+    run.saved = at(1, 1)
+    run.add(Committed(2, (2,)))
+    assert run.held() == [1]
+
+
+def test_a_disk_without_room_ends_the_spool_and_not_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.start()
+    run.add(played(0))
+    full: Callable[..., object] = lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28)))  # noqa: E731
+    monkeypatch.setattr(spools, "frame", full)
+    run.add(played(1))
+    assert run.spool.failed == "[Errno 28] No space left on device"
+    assert not run.folder.exists()
+    run.add(played(2))
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"rollout": {"tp": 2, "policy": "autellix"}, "components": {"train": {"nodes": 3}}, "algorithm": {"eta": 3}, "optimizer": {"lr": 1e-3}}, True),
+        ({"run": {"seed": 1}}, False),
+        ({"run": {"steps": 7}}, False),
+        ({"task": {"options": {"p_more": 0.1}}}, False),
+        ({"algorithm": {"group_size": 4}}, False),
+        ({"rollout": {"temperature": 0.7}}, False),
+        ({"rollout": {"max_model_len": 999}}, False),
+        ({"model": {"path": "elsewhere"}}, False),
+        ({"run": {"engine": "twin"}}, False),
+    ],
+)
+def test_the_digest_is_of_what_trajectories_are_made_from(change: dict[str, object], same: bool) -> None:
+    assert (digest(RunConfig.model_validate(change)) == digest(RunConfig())) is same
+
+
+def test_an_edited_task_file_is_another_task(tmp_path: Path) -> None:
+    file = tmp_path / "task.py"
+    file.write_text("reward = 1\n")
+    config = RunConfig.model_validate({"task": {"name": f"{file}:Task"}})
+    before = digest(config)
+    file.write_text("reward = 2\n")
+    assert digest(config) != before
