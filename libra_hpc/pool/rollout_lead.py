@@ -15,6 +15,7 @@ from libra_hpc.rollout.kept import Kept, Position
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
 from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
 from libra_hpc.rollout.spool import Spool
+from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.telemetry.journal import Journal
 
@@ -61,6 +62,8 @@ class RolloutLead:
         self._trajectories: Journal[Ended] = Journal(context.run.trajectories, trace_line)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._spool = Spool(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
+        self._new: list[Trajectory | wire.Committed] = []
+        """For the spool's next write."""
         self._hosts: list[Child | None] = [None] * config.task.hosts
         self._deaths = [0] * config.task.hosts
         self._restarts: dict[int, asyncio.Task[None]] = {}
@@ -120,16 +123,16 @@ class RolloutLead:
 
     def _on_ended(self, ended: Ended) -> None:
         self._trajectories.add(ended)
-        if self._spool is not None:
-            self._spool.add(ended.trajectory)
+        self._new.append(ended.trajectory)
 
     async def _flush(self) -> None:
-        # In this order: what is kept has a line, so that whoever goes on with it need not write one.
+        # Lines first: what is kept has one, so that a start which goes on with it need not write it.
+        new, self._new = self._new, []
         await self._trajectories.flush()
         await self._decisions.flush()
         spool = self._spool
         if spool is not None:
-            await spool.flush()
+            await spool.write(new)
             if spool.failed:
                 self._context.log("experience_not_kept", reason=spool.failed)
                 self._spool = None
@@ -163,8 +166,7 @@ class RolloutLead:
                 leader.on_drain(rank)
             case wire.Committed(indices=indices):
                 leader.on_committed(indices)
-                if self._spool is not None:
-                    self._spool.add(message)
+                self._new.append(message)
 
     # --- environment hosts ------------------------------------------------------------------------------------------------------------------
 

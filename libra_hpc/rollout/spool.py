@@ -1,9 +1,9 @@
 """The spool: finished trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
 
-The rollout leader's agent adds every trajectory as it finishes; once a second they are appended, in a thread, to the newest *segment*: frames of a length, a
-CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.kept.Record` and to nothing else.  A reader stops at the first frame that is torn or damaged, so
-a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name begins with the number
-of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
+Once a second the rollout leader's agent has what finished since appended, in a thread, to the newest *segment*: frames of a length, a CRC-32 and a msgpack
+value that decodes to a `libra_hpc.rollout.kept.Record` and to nothing else.  A reader stops at the first frame that is torn or damaged, so a kill in mid-write
+costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name begins with the number of its start, and no
+start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
 
 A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is trained now, but not there, is needed only
 if it would count there: its tokens are of versions up to that checkpoint's.  So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed,
@@ -22,7 +22,7 @@ import asyncio
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +30,6 @@ import msgspec
 
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
-from libra_hpc.telemetry.journal import Buffered
 from libra_hpc.telemetry.rundir import write_atomic
 
 from .kept import DAMAGED, Kept, Position, Record, Start, gather, records, verdict
@@ -78,14 +77,13 @@ def read_starts(folder: Path) -> list[Start]:
         return []
 
 
-class Spool(Buffered[Trajectory | Committed]):
-    """One start's spool; `recover` comes first.  Add every finished trajectory, and every `Committed`."""
+class Spool:
+    """One start's spool, which raises no `OSError`.  `recover` comes first, `close` last; ``clock`` is monotonic seconds."""
 
     failed = ""
     """Why nothing is kept any more."""
 
     def __init__(self, folder: Path, position: Callable[[], Position], clock: Callable[[], float], segment_bytes: int = SEGMENT_BYTES) -> None:
-        super().__init__()
         self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
         self._trimmed_at = clock()
         self._needed: dict[Path, dict[int, int]] = {}
@@ -93,6 +91,7 @@ class Spool(Buffered[Trajectory | Committed]):
         self._committed: set[int] = set()
         self._number = self._sequence = 0
         self._handle: BinaryIO | None = None
+        self._writing = asyncio.Lock()
 
     async def recover(self, digest: str, position: Position, eta: int) -> Kept:
         """Begin a start at ``position``: what of earlier ones counts for it."""
@@ -135,13 +134,21 @@ class Spool(Buffered[Trajectory | Committed]):
         groups = self._needed.setdefault(path, {})
         groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
 
-    # --- in the thread of `flush` -----------------------------------------------------------------------------------------------------------
+    async def write(self, new: Sequence[Trajectory | Committed]) -> None:
+        """Append finished trajectories, and take note of what is trained."""
+        async with self._writing:
+            await asyncio.to_thread(self._write, new)
 
-    def _write(self, records: list[Trajectory | Committed]) -> None:
+    async def close(self) -> None:
+        """Leave what a start would need now, and nothing else; nothing may be written afterwards."""
+        async with self._writing:
+            await asyncio.to_thread(self._close)
+
+    def _write(self, new: Sequence[Trajectory | Committed]) -> None:
         if self.failed:
             return
         try:
-            for record in records:
+            for record in new:
                 if isinstance(record, Committed):
                     self._committed.update(record.indices)
                 else:
@@ -156,7 +163,7 @@ class Spool(Buffered[Trajectory | Committed]):
 
     def _give_up(self, error: OSError) -> None:
         self.failed = str(error)
-        self._close()
+        self._handle = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -170,10 +177,10 @@ class Spool(Buffered[Trajectory | Committed]):
         self._handle.write(frame(record))
         self._note(self._path, record)
         if self._handle.tell() >= self._segment_bytes:
-            self._close()
+            self._end_segment()
 
     def _trim(self) -> None:
-        """Remove the segments that no start will need, except the one being written."""
+        """Remove the segments that no start will need, except one that is being written."""
         position = self._position()
         self._committed = {index for index in self._committed if not position.trained(index)}
         for path, groups in list(self._needed.items()):
@@ -185,7 +192,16 @@ class Spool(Buffered[Trajectory | Committed]):
                 path.unlink(missing_ok=True)
                 del self._needed[path]
 
-    def _close(self) -> None:
+    def _end_segment(self) -> None:
         if self._handle is not None:
             self._handle.close()
             self._handle = None
+
+    def _close(self) -> None:
+        if self.failed:
+            return
+        try:
+            self._end_segment()
+            self._trim()
+        except OSError as error:
+            self._give_up(error)

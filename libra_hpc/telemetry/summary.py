@@ -115,6 +115,10 @@ class Summary(msgspec.Struct, frozen=True):
     engines_lost: int
     engines_restarted: int
     resubmitted: int
+    kept_trajectories: int
+    """Finished before a new start of the ranks and not trained then, that did not have to be sampled again."""
+    kept_tokens: int
+    """Generated tokens of these."""
     checkpoints: list[int]
     policy: str | None
     """Folder of the exported policy."""
@@ -130,6 +134,7 @@ def summarise(run: RunDir) -> Summary:
     rewards = series.column(rows, "reward")
     first, last = first_and_last(rewards)
     staleness = [s for s in series.column(rows, "staleness_max") if math.isfinite(s)]
+    kept = [e for e in log if e["kind"] == "experience_kept"]
     finished = [e for e in log if e["kind"] == "job_finished"]
     state = str(finished[-1].get("state", "completed")) if finished else str(run.read_json(run.status).get("state", "unknown"))
     return Summary(
@@ -154,6 +159,8 @@ def summarise(run: RunDir) -> Summary:
         engines_lost=kinds["engine_lost"],
         engines_restarted=kinds["engine_restarted"],
         resubmitted=kinds["resubmitted"],
+        kept_trajectories=_total(kept, "trajectories"),
+        kept_tokens=_total(kept, "generated_tokens"),
         checkpoints=sorted({e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}),
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
@@ -268,6 +275,8 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("forecast", _said(summary.forecast))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
+    if summary.kept_trajectories:
+        facts.add_row("kept", f"{summary.kept_trajectories} trajectories with {summary.kept_tokens:,} generated tokens, over new starts of the ranks")
     for change in summary.layouts:
         known = (("before", change.before_s, " a step"), ("since", change.after_s, " a step"), ("break", change.break_s, ""))
         seconds = ", ".join(f"{name} {value:.2f} s{what}" for name, value, what in known if value is not None)

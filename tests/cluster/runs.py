@@ -157,3 +157,9 @@ def trained_once(run: RunDir, steps: int) -> None:
     assert newest[0] == steps
     state = run.read_json(newest[1] / "state.json")
     assert state["low"] + len(state["extra"]) == steps * BATCH
+
+
+def sampled_once(run: RunDir) -> None:
+    """No trajectory that had finished was run again by a later start."""
+    lines = [(line["index"], line["sample"]) for line in read_lines(run.trajectories)]
+    assert len(set(lines)) == len(lines)

@@ -15,7 +15,7 @@ import pytest
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry.rundir import read_lines
-from tests.cluster.runs import ENGINE_MARKS, Case, trained_once
+from tests.cluster.runs import ENGINE_MARKS, Case, sampled_once, trained_once
 
 pytestmark = ENGINE_MARKS
 
@@ -58,6 +58,10 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     (learned,) = case.events("scheduler_warm_start")
     assert learned["trajectories"] >= 16 * reached[0], "the resumed attempt's scheduler knows what the first one saw"
     assert max(line["staleness_max"] for line in read_lines(run.metrics)) <= 1
+    (kept,) = case.events("experience_kept")
+    assert kept["trajectories"] > 0
+    assert kept["dropped"] == {}
+    sampled_once(run)
 
     from transformers import AutoModelForCausalLM
 

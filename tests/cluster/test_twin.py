@@ -10,7 +10,7 @@ import pytest
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry.rundir import read_lines
 from libra_hpc.train import folders
-from tests.cluster.runs import Case, trained_once
+from tests.cluster.runs import Case, sampled_once, trained_once
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -92,6 +92,8 @@ def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterIn
     case.cli("submit", "--resume", str(run.path), "--wait", "-o", f"run.steps={reached + 2}")
     assert case.ended() == "completed"
     trained_once(run, reached + 2)
+    (kept,) = case.events("experience_kept")
+    assert (kept["trajectories"], list(kept["dropped"])) == (0, ["configuration"]), "of so many prompts each is another one"
 
 
 def test_a_local_rehearsal_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
@@ -130,6 +132,10 @@ def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: Cluste
     assert {row["replicas"] for row in rows if row["step"] <= done["step"]} == {1}
     assert {row["replicas"] for row in rows if row["step"] > done["step"]} == {train}
     trained_once(run, 26)
+    (kept,) = case.events("experience_kept")
+    assert kept["trajectories"] > 0
+    assert kept["dropped"] == {}
+    sampled_once(run)
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert [change["step"] for change in summary["layouts"]] == [done["step"]]
     assert summary["attempts"] == 1

@@ -47,7 +47,7 @@ def at(step: int, low: int = 0, *extra: int) -> Position:
 
 
 class Run:
-    """A run directory's spool through several starts; every flush looks for what can be removed."""
+    """A run directory's spool through several starts; every write looks for what can be removed."""
 
     def __init__(self, folder: Path, segment_bytes: int = 1) -> None:
         self.folder, self.saved, self.now, self.segment_bytes = folder, at(0), 0.0, segment_bytes
@@ -59,13 +59,8 @@ class Run:
         return asyncio.run(self.spool.recover(digest, self.saved, eta))
 
     def add(self, *records: Trajectory | Committed) -> None:
-        async def main() -> None:
-            for record in records:
-                self.spool.add(record)
-            await self.spool.flush()
-
         self.now += TRIM_S
-        asyncio.run(main())
+        asyncio.run(self.spool.write(records))
 
     @property
     def segments(self) -> list[Path]:
@@ -210,6 +205,16 @@ def test_kept_groups_of_an_earlier_start_go_in_the_same_way(run: Run) -> None:
     run.saved = at(1, 1)
     run.add(Committed(2, (2,)))
     assert run.held() == [1]
+
+
+def test_what_a_run_leaves_at_its_end_is_what_a_start_would_need(run: Run) -> None:
+    run.segment_bytes = spools.SEGMENT_BYTES
+    for position, left in ((at(1, 1), 1), (at(2, 2), 0)):
+        kept = run.start()
+        run.add(*(played(index) for index in (0, 1) if index not in kept.groups), Committed(1, (0,)))
+        run.saved = position
+        asyncio.run(run.spool.close())
+        assert len(run.segments) == left
 
 
 def test_a_disk_without_room_ends_the_spool_and_not_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
