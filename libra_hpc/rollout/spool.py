@@ -9,7 +9,7 @@ A record is needed until its prompt is trained at the newest checkpoint, since a
 if it would count there: its tokens are of versions up to that checkpoint's.  So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed,
 and a segment without any is removed, within `TRIM_S` of the checkpoint.
 
-Size: 9 bytes a token and some 100 a turn.  A batch of 2,048 trajectories of 20,000 tokens is 370 MB, at five minutes a batch 1.2 MB/s; with eta = 1 up to
+Size: 9 bytes a token and some 130 a turn.  A batch of 2,048 trajectories of 20,000 tokens is 370 MB, at five minutes a batch 1.2 MB/s; with eta = 1 up to
 1.5 GB are needed at once.  When a file cannot be written (a full disk) the spool gives up and removes all it has: a restart then samples again, which is better
 than a checkpoint that finds no room.
 
