@@ -88,8 +88,7 @@ class RolloutLeader:
         """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
         settings = self.settings
         gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
-        total = settings.steps * settings.prompts_per_step
-        self._supply = PromptSupply(gate, step, low, extra, total, settings.group_size, kept or {}, self._log)
+        self._supply = PromptSupply(gate, step, low, extra, settings.steps * settings.prompts_per_step, settings.group_size, kept or {}, self._log)
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:

@@ -98,11 +98,12 @@ def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterIn
 
 def test_a_local_rehearsal_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
     case = Rehearsal(tmp_path, "local", steps=4)
-    changes = ("planner.enabled=false", "components.hybrid.nodes=0", "rollout.tp=8", "rollout.engines_per_node=1")
+    changes = ("planner.enabled=false", "components.hybrid.nodes=0", "rollout.tp=8", "rollout.engines_per_node=1", "checkpoint.experience=false")
     run = case.submit("--engine", "twin", "--wait", *(word for change in changes for word in ("-o", change)))
     assert case.ended() == "completed"
     trained_once(run, 4)
     assert folders.read_state(run.checkpoint(4)).step == 4
+    assert not run.experience.exists()
     assert {event["version"] for event in case.events("weights_applied")} >= {1, 2, 3}
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == 4

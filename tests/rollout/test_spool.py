@@ -174,6 +174,13 @@ def test_garbage_is_never_raised_or_taken(tmp_path_factory: pytest.TempPathFacto
     assert run.start().groups == {}
 
 
+def test_a_list_of_starts_nested_without_end_is_none(run: Run) -> None:
+    run.start()
+    run.add(played(0))
+    (run.folder / STARTS).write_bytes(b'[{"step":0,"digest":"same","more":' + b"[" * 100_000)
+    assert run.start().dropped == {"damaged": 1}
+
+
 def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
     record = Record.of(played(0))
