@@ -15,7 +15,7 @@ import pytest
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry.rundir import read_lines
-from tests.cluster.runs import ENGINE_MARKS, Case, sampled_once, trained_once
+from tests.cluster.runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
 
 pytestmark = ENGINE_MARKS
 
@@ -47,6 +47,8 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     reached = run.latest_checkpoint()
     assert reached is not None
     assert reached[0] == case.steps()[-1], "cancelling saves at a step border"
+    state = run.read_json(reached[1] / "state.json")
+    untrained = set(range(state["low"], STEPS * BATCH)) - set(state["extra"])
     for _ in range(60):
         done = case.cli("submit", "--resume", str(run.path), "--wait", check=False)
         if "is running" not in done.stderr:
@@ -58,9 +60,10 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     (learned,) = case.events("scheduler_warm_start")
     assert learned["trajectories"] >= 16 * reached[0], "the resumed attempt's scheduler knows what the first one saw"
     assert max(line["staleness_max"] for line in read_lines(run.metrics)) <= 1
-    (kept,) = case.events("experience_kept")
-    assert kept["trajectories"] > 0
-    assert kept["dropped"] == {}
+    again = case.events("job_started")[1]["t"]
+    finished = [line for line in read_lines(run.trajectories) if line["finished_at"] < again and line["index"] in untrained]
+    kept = case.events("experience_kept")
+    assert [(event["trajectories"], event["dropped"]) for event in kept] == ([(len(finished), {})] if finished else [])
     sampled_once(run)
 
     from transformers import AutoModelForCausalLM
