@@ -126,7 +126,7 @@ class Fleet:
     @property
     def inflight(self) -> int:
         """Turns in flight, all engines."""
-        return sum(members.inflight for members in self._board.classes)
+        return sum(view.inflight for view in self._board.engines.values())
 
     @property
     def oldest(self) -> int | None:
@@ -170,6 +170,6 @@ class Fleet:
             if view is not None:
                 open_at[view.tp] = open_at.get(view.tp, 0) + 1
         return tuple(
-            (bucket.tp, len(bucket.members), bucket.inflight, open_at.get(bucket.tp, 0), max(view.kv_use for view in bucket.members))
-            for bucket in self._board.classes
+            (c.tp, len(c.members), sum(view.inflight for view in c.members), open_at.get(c.tp, 0), max(view.kv_use for view in c.members))
+            for c in self._board.classes
         )

@@ -5,8 +5,9 @@ Whoever drives a policy (the rollout leader, the simulator) writes to the board;
 trajectory whose tool runs is not in flight and holds nothing.
 
 `TpClass.least` finds the engine with the fewest tokens in flight and a free slot through a heap with lazy repair.  The heap promises a lower bound for
-every engine that may be chosen: a turn sent only makes the entry too low, which is mended when it surfaces, so sending costs no heap operation; a turn
-answered pushes one entry.  Entries overtaken by a later one are told by their stamp and dropped.  Both cost O(log n) amortised.
+every engine that may be chosen: a turn sent only makes the entry too low, which is mended when it surfaces; an engine that answered is noted, and gets a
+new entry when `least` is asked next.  Entries overtaken by a later one are told by their stamp and dropped.  So sending and answering cost no heap
+operation, and a policy that never asks pays nothing; asking costs O(log n) for each engine that answered since.
 
 The costs of a class's steps (`costs`) and the caps of its engines (`concurrency`) are refreshed by reports, twice a second per engine, never by a
 decision.
@@ -77,22 +78,24 @@ class EngineView:
 class TpClass:
     """The engines of one TP degree."""
 
-    __slots__ = ("_heap", "_stamps", "base_s", "fit", "inflight", "inflight_tokens", "level", "members", "prefill_s", "slope_s", "tp")
+    __slots__ = ("_heap", "_stamps", "base_s", "fit", "level", "members", "prefill_s", "slope_s", "touched", "tp")
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
         self.level = 0
         self.members: list[EngineView] = []
-        self.inflight = self.inflight_tokens = 0
-        """Sums over members."""
         self.base_s = self.slope_s = self.prefill_s = 0.0
         """Seconds of an empty decode step, per KV token in use, and per prefilled token: measured, else carried over from the nearest class."""
         self.fit = StepFit()
+        self.touched: dict[EngineView, None] = {}
+        """Members that may have become a better choice than their entry says, first come first."""
         self._heap: list[tuple[int, int, EngineView]] = []
         self._stamps = 0
 
     def least(self) -> EngineView | None:
         """The member with a free slot that has the fewest tokens in flight; None when all are full or closed."""
+        if self.touched:
+            self._mend()
         heap = self._heap
         while heap:
             tokens, stamp, engine = heap[0]
@@ -107,13 +110,13 @@ class TpClass:
                 return engine
         return None
 
-    def touch(self, engine: EngineView) -> None:
-        """Note that a member may have become a better choice than its entry says."""
-        self._stamps = stamp = self._stamps + 1
-        engine.stamp = stamp
-        heap = self._heap
-        heappush(heap, (engine.inflight_tokens, stamp, engine))
-        if len(heap) > 64 + 8 * len(self.members):
+    def _mend(self) -> None:
+        """Entries for the members that were touched."""
+        for engine in self.touched:
+            self._stamps = engine.stamp = self._stamps + 1
+            heappush(self._heap, (engine.inflight_tokens, engine.stamp, engine))
+        self.touched.clear()
+        if len(self._heap) > 64 + 8 * len(self.members):
             self._heap = [(e.inflight_tokens, e.stamp, e) for e in self.members if e.stamp]
             heapify(self._heap)
 
@@ -154,7 +157,7 @@ class Board:
         home.fit.forget(engine)
         self._relevel()
         self.free += view.free
-        home.touch(view)
+        home.touched[view] = None
         return view
 
     def down(self, engine: str) -> EngineView | None:
@@ -167,8 +170,7 @@ class Board:
         home = view.home
         home.members.remove(view)
         home.fit.forget(engine)
-        home.inflight -= view.inflight
-        home.inflight_tokens -= view.inflight_tokens
+        home.touched.pop(view, None)
         view.open = False
         view.stamp = 0
         if not home.members:
@@ -183,7 +185,7 @@ class Board:
             self.free -= view.free
             view.open = is_open
             self.free += view.free
-            view.home.touch(view)
+            view.home.touched[view] = None
 
     def set_cap(self, engine: str, cap: int) -> None:
         """Change the most turns in flight at one engine."""
@@ -192,7 +194,7 @@ class Board:
             self.free -= view.free
             view.cap = cap
             self.free += view.free
-            view.home.touch(view)
+            view.home.touched[view] = None
 
     def sent(self, engine: str, tokens: int) -> None:
         """A turn of ``tokens`` context tokens is in flight now."""
@@ -201,9 +203,6 @@ class Board:
             self.free -= 1
         view.inflight += 1
         view.inflight_tokens += tokens
-        home = view.home
-        home.inflight += 1
-        home.inflight_tokens += tokens
 
     def answered(self, engine: str, tokens: int) -> None:
         """A turn that was sent with ``tokens`` is no longer in flight."""
@@ -214,10 +213,7 @@ class Board:
         view.inflight_tokens -= tokens
         if view.open and view.inflight < view.cap:
             self.free += 1
-        home = view.home
-        home.inflight -= 1
-        home.inflight_tokens -= tokens
-        home.touch(view)
+        view.home.touched[view] = None
 
     def applied(self, engine: str, version: int) -> None:
         """An engine samples under new weights."""

@@ -25,8 +25,6 @@ def check(made: Board) -> None:
     for level, members in enumerate(made.classes):
         assert members.level == level
         assert all(v.level == level and v.home is members for v in members.members)
-        assert members.inflight == sum(v.inflight for v in members.members)
-        assert members.inflight_tokens == sum(v.inflight_tokens for v in members.members)
         usable = [v.inflight_tokens for v in members.members if v.open and v.inflight < v.cap]
         least = members.least()
         assert (least.inflight_tokens if least else None) == min(usable, default=None)
@@ -63,6 +61,7 @@ def test_many_changes_do_not_grow_the_heap_without_bound() -> None:
     for _ in range(5000):
         made.sent("a", 10)
         made.answered("a", 10)
+        assert made.classes[0].least() is not None
     assert len(made.classes[0]._heap) < 100
 
 
