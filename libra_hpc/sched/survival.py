@@ -16,7 +16,8 @@ after every `REBUILD` = 16 ends.  Counts halve per `HALF_LIFE` weight versions.
 
 from __future__ import annotations
 
-from math import log, log2
+from itertools import pairwise
+from math import log, log2, trunc
 
 HALF_LIFE = 16.0
 """Weight versions after which evidence counts half: a table forgets within an epoch of a small data set."""
@@ -29,6 +30,8 @@ REBUILD = 16
 MOST_WEIGHT = 8.0
 _FIRST_LOG = log2(FIRST) * PER_OCTAVE
 _EDGES = [FIRST * 2.0 ** (c / PER_OCTAVE) for c in range(CELLS + 1)]
+_WIDTHS = [high - low for low, high in pairwise(_EDGES)]
+_LOG_MIDDLES = [log(low + 0.5 * width) for low, width in zip(_EDGES, _WIDTHS, strict=False)]
 _PRIOR = [PRIOR_RISK * (1.0 - 4.0 ** (-1.0 / PER_OCTAVE)) if _EDGES[c] >= PRIOR_TOKENS else 0.0 for c in range(CELLS)]
 
 
@@ -36,7 +39,7 @@ def cell_of(tokens: float) -> int:
     """Index of the cell of a number of tokens."""
     if tokens < FIRST:
         return 0
-    cell = int(log2(tokens) * PER_OCTAVE - _FIRST_LOG)
+    cell = trunc(log2(tokens) * PER_OCTAVE - _FIRST_LOG)
     return cell if cell < CELLS else CELLS - 1
 
 
@@ -88,31 +91,25 @@ class Survival:
         if self._stale >= REBUILD or self.ends < REBUILD:
             self._rebuild()
 
-    def _hazard(self, cell: int) -> float:
-        return (self._deaths[cell] + _PRIOR[cell]) / (self._risk[cell] + PRIOR_RISK)
-
     def _rebuild(self) -> None:
         self._stale = 0
-        rest, logs, below = [0.0] * CELLS, [0.0] * CELLS, [0.0] * CELLS
+        deaths, risks = self._deaths, self._risk
+        hazards = [(dead + prior) / (risk + PRIOR_RISK) for dead, prior, risk in zip(deaths, _PRIOR, risks, strict=True)]
+        rest, logs, known = [0.0] * CELLS, [0.0] * CELLS, [0.0] * CELLS
         # Beyond the table: a Pareto tail of index 2.
-        g, log_t = _EDGES[CELLS], log(_EDGES[CELLS]) + 0.5
+        g, log_t, seen = _EDGES[CELLS], log(_EDGES[CELLS]) + 0.5, 0.0
         for c in range(CELLS - 1, -1, -1):
-            hazard = self._hazard(c)
-            width = _EDGES[c + 1] - _EDGES[c]
-            g = (1.0 - hazard) * (width + g) + hazard * 0.5 * width
-            log_t = (1.0 - hazard) * log_t + hazard * log(_EDGES[c] + 0.5 * width)
-            rest[c], logs[c] = g, log_t
-        alive, ends = 1.0, sum(self._deaths)
-        weight = [1.0] * CELLS
-        for c in range(CELLS):
-            below[c] = 1.0 - alive
-            weight[c] = min(MOST_WEIGHT, ends * alive / (self._risk[c] + PRIOR_RISK))
-            alive *= 1.0 - self._hazard(c)
-        known, seen = [0.0] * CELLS, 0.0
-        for c in range(CELLS - 1, -1, -1):
-            seen += self._deaths[c]
-            reached = self._risk[c - 1] - self._deaths[c - 1] if c else self.started
+            hazard, width = hazards[c], _WIDTHS[c]
+            rest[c] = g = (1.0 - hazard) * (width + g) + hazard * 0.5 * width
+            logs[c] = log_t = (1.0 - hazard) * log_t + hazard * _LOG_MIDDLES[c]
+            seen += deaths[c]
+            reached = risks[c - 1] - deaths[c - 1] if c else self.started
             known[c] = min(1.0, seen / (reached + PRIOR_RISK))
-        self.known = known
-        self.rest, self.log_total, self.below, self.weight = rest, logs, below, weight
+        alive, ends = 1.0, sum(deaths)
+        below, weight = [], []
+        for hazard, risk in zip(hazards, risks, strict=True):
+            below.append(1.0 - alive)
+            weight.append(min(MOST_WEIGHT, ends * alive / (risk + PRIOR_RISK)))
+            alive *= 1.0 - hazard
+        self.rest, self.log_total, self.below, self.weight, self.known = rest, logs, below, weight, known
         self.log_rest = [log(value) for value in rest]
