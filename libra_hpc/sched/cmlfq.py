@@ -33,10 +33,10 @@ overtaken by one that became ready `AGEING_S` or more after it: that is the boun
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from math import inf
+from collections.abc import Iterable, Mapping
+from math import inf, trunc
 
-from libra_hpc.sched.board import Board
+from libra_hpc.sched.board import Board, EngineView
 from libra_hpc.sched.midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.sched.seats import Resident, Seat, Seats
@@ -66,12 +66,13 @@ WAITS = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 class _Tracked(Resident):
     """A running trajectory."""
 
-    __slots__ = ("credit", "cursor", "going", "version")
+    __slots__ = ("cursor", "going", "priority", "version")
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()
         self.cursor = cursor
-        self.credit = 0.0
+        self.priority = 0
+        """Of its next turn."""
         self.version = -1
         """Weights of the engine of its last turn, when it was sent there."""
         self.going: Move | None = None
@@ -99,8 +100,9 @@ class CausalMlfq:
         # The probe of a group is the first turn of its first sibling.
         first = share if turn.sample else 1.0
         credit = AGEING_S * (WARM + (1.0 - WARM) * share if turn.turns else first)
-        tracked.credit = credit
-        return turn.ready_at - credit
+        key = turn.ready_at - credit
+        tracked.priority = trunc(key * PRIORITIES_PER_S)
+        return key
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """Choose the engine at which the trajectory adds least to the late finish, or wait for the one that has its context cached."""
@@ -110,62 +112,56 @@ class CausalMlfq:
             tracked = self._tracked[turn.trajectory]
         if tracked.going is not None and (decision := self._go_on(tracked, tracked.going, turn, board)):
             return decision
-        seats, cursor, context, signals = self._seats, tracked.cursor, turn.context_tokens, turn.signals
+        seats, cursor, context, before = self._seats, tracked.cursor, turn.context_tokens, tracked.seat
         if board.generation != seats.generation:
             seats.follow(board)
-        left, reach = cursor.left, cursor.reach
-        # What tools will add, and the mean context from here on.
-        future = cursor.payload / len(signals) * (cursor.turns_left - 1.0) if signals else 0.0
-        work = left * (context + 0.5 * (left + future))
-        before = tracked.seat
+        reach, work = cursor.reach, cursor.work(context)
         if before is not None:
             before.leave(tracked)
         # The engine of the last turn.
-        home = seats.get(turn.engine)
-        home_add = home_finish = inf
-        kept = 0.0
+        home, crowded, limit = seats.get(turn.engine), False, inf
+        kept, fresh = cursor.future, context + cursor.future
         if home is not None:
             view = home.view
             if view.open and view.version == tracked.version and view.kv_capacity >= context:
-                kept = future + signals[-1].payload_tokens if signals else future
+                if turn.signals:
+                    kept += turn.signals[-1].payload_tokens
                 home_finish = home.finish_with(reach, work, kept)
-                home_add = _added(home.finish, home_finish)
+                limit = _added(home.finish, home_finish) / MOVE_MARGIN
+                crowded = view.inflight >= view.cap
             else:
                 home = None
+        # Another one only if it adds less than the limit; a turn has to go somewhere unless its engine is free.
         best: Seat | None = None
-        best_add = best_finish = inf
-        fresh = context + future
-        crowded = home is not None and home.view.inflight >= home.view.cap
+        best_add = inf if crowded else limit
+        best_finish = 0.0
         for members in board.classes:
             seat = seats.lightest(members)
-            if seat is not None and seat is not home and (seat.kv_capacity >= context or not self._fits(board, context)):
-                finish = seat.finish_with(reach, work, fresh)
-                add = _added(seat.finish, finish) + OWN * (finish - seat.finish)
-                if add < best_add:
-                    best, best_add, best_finish = seat, add, finish
-        priority = int((turn.ready_at - tracked.credit) * PRIORITIES_PER_S)
-        stays = home is not None and home_add <= MOVE_MARGIN * best_add
-        if stays and crowded and now - turn.ready_at < AGEING_S:
-            return self._wait(tracked, before, priority, home)
-        if home is not None and stays and not crowded:
-            seat, finish, template, prefill = home, home_finish, STAYS, kept
-        elif best is not None:
-            seat, finish, prefill = best, best_finish, fresh
-            template = STARTS if not turn.engine else LEAVES if home is None or crowded else MOVES
+            if seat is None or seat is home or (seat.kv_capacity < context and self._fits(board, context)):
+                continue
+            finish = seat.finish_with(reach, work, fresh)
+            add = _added(seat.finish, finish) + OWN * (finish - seat.finish)
+            if add < best_add:
+                best, best_add, best_finish = seat, add, finish
+        if crowded and best_add >= limit and now - turn.ready_at < AGEING_S:
+            return self._wait(tracked, before, home)
+        numbers: dict[str, float | str] = {"remaining": cursor.left, "own": cursor.prompt.finished}
+        if best is not None:
+            seat, finish, prefill, template = best, best_finish, fresh, MOVES
+            if home is None or crowded:
+                template = LEAVES if turn.engine else STARTS
+            else:
+                numbers["ratio"] = limit * MOVE_MARGIN / best_add
+        elif home is not None and not crowded:
+            seat, finish, prefill, template = home, home_finish, kept, STAYS
         else:
-            return self._wait(tracked, before, priority, None)
-        view = seat.view
+            return self._wait(tracked, before, None)
         seat.sit(tracked, reach, work, prefill, finish)
         if before is not None:
             seats.changed(before)
-        tracked.version = view.version
-        numbers: dict[str, float | str] = {
-            "remaining": left, "own": cursor.prompt.finished, "finish_s": finish, "engine": view.engine,
-            "ratio": home_add / best_add if best_add < inf else 0.0,
-        }  # fmt: skip
-        members = view.home
-        keep_s = self.keep.keep_s(cursor.state.last[0], members.tp, members.prefill_s, view.kv_capacity)
-        return Decision(view.engine, priority, view.level, template, numbers, keep_s)
+        view = seat.view
+        numbers["finish_s"], numbers["engine"] = finish, view.engine
+        return self._send(tracked, view, template, numbers)
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
         """Running turns that should go on elsewhere; each is seated there at once."""
@@ -175,7 +171,7 @@ class CausalMlfq:
         if board.generation != seats.generation:
             seats.follow(board)
         runners: dict[str, Runner] = {}
-        middle: dict[str, tuple[Cursor, float]] = {}
+        middle: dict[str, Cursor] = {}
         for run in running:
             turn, generated = run.turn, run.generated
             tracked = self._tracked.get(turn.trajectory)
@@ -183,9 +179,7 @@ class CausalMlfq:
                 continue
             context = turn.context_tokens + generated
             room = turn.max_context - context if turn.max_context else inf
-            cursor = self.tree.ahead(tracked.cursor, turn.signals, turn.attained_tokens + generated, room)
-            future = cursor.payload / len(turn.signals) * (cursor.turns_left - 1.0) if turn.signals else 0.0
-            middle[turn.trajectory] = cursor, cursor.left * (context + 0.5 * (cursor.left + future))
+            middle[turn.trajectory] = cursor = self.tree.ahead(tracked.cursor, turn.signals, turn.attained_tokens + generated, room)
             runners[turn.trajectory] = Runner(turn.trajectory, turn.turns, turn.engine, cursor.left, context, generated)
         for name, tracked in self._tracked.items():
             if name not in runners and tracked.seat is not None:
@@ -193,11 +187,11 @@ class CausalMlfq:
                 runners[name] = Runner(name, 0, tracked.seat.view.engine, left, tracked.work / left, 0.0)
         found = moves(board, runners.values())
         for move in found:
-            cursor, work = middle[move.trajectory]
             going, target, prefill = self._tracked[move.trajectory], seats.get(move.target), runners[move.trajectory].context
             assert target is not None
+            reach, work = middle[move.trajectory].reach, middle[move.trajectory].work(prefill)
             self._stand_up(going)
-            target.sit(going, cursor.reach, work, prefill, target.finish_with(cursor.reach, work, prefill))
+            target.sit(going, reach, work, prefill, target.finish_with(reach, work, prefill))
             going.going = move
         return found
 
@@ -237,13 +231,17 @@ class CausalMlfq:
         view = board.engines.get(move.target)
         if turn.turns != move.turns or view is None or not view.free or tracked.seat is None or tracked.seat.view is not view:
             return None
-        tracked.version = view.version
-        keep_s = self.keep.keep_s(tracked.cursor.state.last[0], view.home.tp, view.home.prefill_s, view.kv_capacity)
-        return Decision(view.engine, int((turn.ready_at - tracked.credit) * PRIORITIES_PER_S), view.level, INTERRUPTS, move.numbers, keep_s)
+        return self._send(tracked, view, INTERRUPTS, move.numbers)
 
-    def _wait(self, tracked: _Tracked, before: Seat | None, priority: int, wanted: Seat | None) -> Decision:
+    def _send(self, tracked: _Tracked, view: EngineView, template: str, numbers: Mapping[str, float | str]) -> Decision:
+        tracked.version = view.version
+        members = view.home
+        keep_s = self.keep.keep_s(tracked.cursor.last[0], members.tp, members.prefill_s, view.kv_capacity)
+        return Decision(view.engine, tracked.priority, view.level, template, numbers, keep_s)
+
+    def _wait(self, tracked: _Tracked, before: Seat | None, wanted: Seat | None) -> Decision:
         """It keeps its seat while it waits."""
-        left = tracked.cursor.left
+        left, priority = tracked.cursor.left, tracked.priority
         if before is not None:
             before.sit(tracked, tracked.reach, tracked.work, tracked.prefill, before.finish_with(tracked.reach, tracked.work, tracked.prefill))
         if wanted is None:

@@ -18,7 +18,6 @@ out, and growing with the number of those that may yet become it.  All terms are
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from math import sqrt
 
 from libra_hpc.sched.board import Board, EngineView, TpClass
 
@@ -60,7 +59,7 @@ class Seat:
         home = self.home
         work += self.work
         reach *= reach
-        steps = sqrt(sqrt(self.reach4 + reach * reach))
+        steps = (self.reach4 + reach * reach) ** 0.25
         if work > steps * self.kv_capacity:
             steps = work / self.kv_capacity
         return home.base_s * steps + home.slope_s * work + home.prefill_s * (self.prefill + prefill)
@@ -149,4 +148,8 @@ class Seats:
             seat.entry = seat.finish
             self._count += 1
             # Engines may have come or gone since the heaps were made: those in use next are made anew then.
-            heappush(seat.heap, (seat.finish, self._count, seat))
+            heap = seat.heap
+            heappush(heap, (seat.finish, self._count, seat))
+            if len(heap) > 64 + 8 * len(seat.home.members):
+                heap[:] = [item for item in heap if item[0] == item[2].entry]
+                heapify(heap)

@@ -52,26 +52,24 @@ RUNNING = 0.25
 _SHIFT = 10
 
 
-class Cursor:
+class Cursor(SignalState):
     """Where a running trajectory stands in the tree."""
 
-    __slots__ = (
-        "cell", "effect", "left", "payload", "prompt", "reach", "start", "state", "symbol", "task", "trail", "turns_left", "weight", "weighted",
-    )  # fmt: skip
+    __slots__ = ("cell", "effect", "future", "left", "payload", "prompt", "reach", "start", "symbol", "task", "trail", "weight", "weighted")
 
     def __init__(self, prompt: Prompt) -> None:
+        super().__init__()
         self.prompt = prompt
         self.task = prompt.task
-        self.state = SignalState()
         self.symbol = 0
-        self.effect = 0.0
-        """Of its contexts, on the logarithm."""
+        self.effect: float | None = None
+        """Of its contexts, on the logarithm; None until it is asked for."""
         self.left = 0.0
         """Expected tokens to generate, as of the last `CausalTree.advance`."""
         self.reach = 0.0
         """Tokens it may have to generate."""
-        self.turns_left = 0.0
-        """Expected turns to come, the present one included."""
+        self.future = 0.0
+        """Tokens its tools are expected to add yet."""
         self.payload = 0
         """Tokens its tools added so far."""
         self.cell = 0
@@ -81,6 +79,10 @@ class Cursor:
         self.start = (0.0, 0.0)
         """Log of what was left by attained service and prompt at its first turn, and log scale of the prompt then."""
         self.trail: list[Moment] = []
+
+    def work(self, context: float) -> float:
+        """Tokens it is expected to generate, times its mean context while it does; ``context`` is that of now."""
+        return self.left * (context + 0.5 * (self.left + self.future))
 
 
 Moment = tuple[int, int, float, float, int | None]
@@ -131,18 +133,20 @@ class CausalTree:
         base = log_rest[cell] if log_scale == 0.0 else log_scale + log_rest[cell_of(attained / prompt.scale)]
         seen = len(trail)
         if seen < len(signals):
-            for signal in signals[seen:] if seen + 1 < len(signals) else signals[-1:]:
+            for signal in signals[seen:]:
                 before = cursor.symbol
-                cursor.symbol = symbol = self.vocabulary.number(cursor.state.read(signal))
+                cursor.symbol = symbol = self.vocabulary.number(cursor.read(signal))
                 cursor.payload += signal.payload_tokens
-                trail.append((symbol, before, base, log_scale, cursor.state.failed))
+                trail.append((symbol, before, base, log_scale, cursor.failed))
             seen = len(trail)
-            cursor.effect = _effect(stats, prompt, symbol, before)
+            cursor.effect = None
         if seen and stats.gate.open:
             blend = stats.full
             w = blend.weights
-            failed = cursor.state.failed
-            correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale + w[6] * cursor.effect
+            failed, effect = cursor.failed, cursor.effect
+            if effect is None:
+                effect = cursor.effect = _effect(stats, prompt, trail[-1][0], trail[-1][1])
+            correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale + w[6] * effect
             if failed is not None:
                 correction += w[4] + w[5] * log(failed) if failed else w[3]
         else:
@@ -162,8 +166,10 @@ class CausalTree:
             if reach > room:
                 reach = room
         cursor.left, cursor.reach = left, reach
-        # Two turns of the task's mean stand in for a trajectory's own pace.
-        cursor.turns_left = 1.0 + left * (seen + 2) / (attained + 2.0 * stats.tokens_per_turn)
+        if seen:
+            # Two turns of the task's mean stand in for a trajectory's own pace.
+            turns_left = left * (seen + 2) / (attained + 2.0 * stats.tokens_per_turn)
+            cursor.future = cursor.payload / seen * turns_left
         return left
 
     def ahead(self, cursor: Cursor, signals: Sequence[Signal], attained: int, room: float = inf) -> Cursor:
