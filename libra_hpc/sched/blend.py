@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, log
 
+from libra_hpc.sched.linear import solve_symmetric
+
 CENTRE = 7.0
 """log of some 1,100 tokens: keeps the constant and the slope apart."""
 PRIOR = (0.0, -0.3, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -33,7 +35,7 @@ PLAIN = 3
 MEMORY = 4000.0
 """Observations: some 1,300 trajectories."""
 SOLVE_EVERY = 96
-"""Observations between two solutions (16 of the first so many): one takes some 40 us."""
+"""Observations between two solutions (16 of the first so many): one takes some 20 us."""
 SMEAR_PRIOR = 25.0
 SMEAR_MOST = 6.0
 STEP = 0.05
@@ -99,27 +101,16 @@ class Blend:
 
     def _solve(self) -> None:
         self._stale = 0
-        size, scale = self.size, self._scale
+        scale = self._scale
         if scale > _LARGE:
             self._matrix = [[value / scale for value in row] for row in self._matrix]
             self._vector = [value / scale for value in self._vector]
             self._actual, self._expected, self._scale = self._actual / scale, self._expected / scale, 1.0
             scale = 1.0
         ridge = PRIOR_WEIGHT * scale
-        matrix = [[self._matrix[max(i, j)][min(i, j)] + (ridge if i == j else 0.0) for j in range(size)] for i in range(size)]
-        target = [self._vector[i] + ridge * PRIOR[i] for i in range(size)]
-        for i in range(size):
-            pivot = matrix[i]
-            for k in range(i + 1, size):
-                row = matrix[k]
-                factor = row[i] / pivot[i]
-                if factor:
-                    for j in range(i, size):
-                        row[j] -= factor * pivot[j]
-                    target[k] -= factor * target[i]
-        found = [0.0] * size
-        for i in reversed(range(size)):
-            found[i] = (target[i] - sum(matrix[i][j] * found[j] for j in range(i + 1, size))) / matrix[i][i]
-        self.weights = found
+        matrix = [row[:] for row in self._matrix]
+        for i, row in enumerate(matrix):
+            row[i] += ridge
+        self.weights = solve_symmetric(matrix, [value + ridge * prior for value, prior in zip(self._vector, PRIOR, strict=False)])
         prior = SMEAR_PRIOR * scale
         self.log_smear = log(min(SMEAR_MOST, max(1.0 / SMEAR_MOST, (self._actual + prior) / (self._expected + prior))))

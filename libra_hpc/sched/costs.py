@@ -19,6 +19,7 @@ cache is taken to double the step, `FULL_SHARE` = 1; only their ratios matter th
 from __future__ import annotations
 
 from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.sched.linear import solve_symmetric
 
 HALF_LIFE = 64.0
 PRIOR_WEIGHT = 0.2
@@ -98,21 +99,6 @@ class StepFit:
         for i in range(3):
             matrix[i][i] += ridge
             target[i] += ridge * level
-        found = _solve(matrix, target)
+        found = solve_symmetric(matrix, target)
         floor = 0.05 * level
         return tuple(max(floor, value) * scale for value, scale in zip(found, prior, strict=True))  # type: ignore[return-value]
-
-
-def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Gaussian elimination; the ridge makes the matrix positive definite, so no pivoting is needed."""
-    size = len(target)
-    for i in range(size):
-        for k in range(i + 1, size):
-            factor = matrix[k][i] / matrix[i][i]
-            for j in range(i, size):
-                matrix[k][j] -= factor * matrix[i][j]
-            target[k] -= factor * target[i]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (target[i] - sum(matrix[i][j] * found[j] for j in range(i + 1, size))) / matrix[i][i]
-    return found

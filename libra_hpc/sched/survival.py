@@ -104,12 +104,14 @@ class Survival:
             logs[c] = log_t = (1.0 - hazard) * log_t + hazard * _LOG_MIDDLES[c]
             seen += deaths[c]
             reached = risks[c - 1] - deaths[c - 1] if c else self.started
-            known[c] = min(1.0, seen / (reached + PRIOR_RISK))
+            share = seen / (reached + PRIOR_RISK)
+            known[c] = share if share < 1.0 else 1.0
         alive, ends = 1.0, sum(deaths)
         below, weight = [], []
         for hazard, risk in zip(hazards, risks, strict=True):
             below.append(1.0 - alive)
-            weight.append(min(MOST_WEIGHT, ends * alive / (risk + PRIOR_RISK)))
+            inverse = ends * alive / (risk + PRIOR_RISK)
+            weight.append(inverse if inverse < MOST_WEIGHT else MOST_WEIGHT)
             alive *= 1.0 - hazard
         self.rest, self.log_total, self.below, self.weight, self.known = rest, logs, below, weight, known
         self.log_rest = [log(value) for value in rest]
