@@ -46,10 +46,9 @@ _LARGE = 1e9
 class Blend:
     """Weighted ridge regression on the first ``size`` features."""
 
-    __slots__ = ("_actual", "_expected", "_matrix", "_scale", "_stale", "_vector", "count", "log_smear", "p50", "p90", "size", "weights")
+    __slots__ = ("_actual", "_expected", "_matrix", "_scale", "_stale", "_vector", "count", "log_smear", "p50", "p90", "weights")
 
     def __init__(self, size: int = len(PRIOR)) -> None:
-        self.size = size
         self.weights = list(PRIOR[:size])
         self.log_smear = 0.0
         self.count = 0
