@@ -135,7 +135,7 @@ class Board:
         self.free = 0
         """Turns that may still be sent, all open engines."""
         self.generation = next(_generations)
-        """Changes when an engine comes or goes; no two boards ever have the same."""
+        """Changes when an engine comes or goes or a class's costs do; no two boards ever have the same."""
         self._controllers: dict[str, CapController] = {}
 
     def up(self, engine: str, tp: int, kv_capacity: int, version: int, rehearsal: Sequence[EngineStats] = ()) -> EngineView:
@@ -236,7 +236,6 @@ class Board:
             self.set_cap(engine, controller.update(stats, view.inflight))
 
     def _relevel(self) -> None:
-        self.generation = next(_generations)
         for level, members in enumerate(self.classes):
             members.level = level
             for view in members.members:
@@ -244,6 +243,7 @@ class Board:
         self._recost()
 
     def _recost(self) -> None:
+        self.generation = next(_generations)
         classes = self.classes
         measured = [c for c in classes if c.fit.observations > 0.0]
         for c in classes:

@@ -104,7 +104,7 @@ class Seats:
         return self._seats.get(engine)
 
     def follow(self, board: Board) -> None:
-        """Take over which engines there are, if that has changed."""
+        """Take over which engines there are and what their steps cost, if that has changed."""
         if board.generation == self.generation:
             return
         self.generation = board.generation
@@ -118,7 +118,8 @@ class Seats:
             heap: list[tuple[float, int, Seat]] = []
             for view in members.members:
                 seat = self._seats[view.engine]
-                seat.entry, seat.heap = seat.finish, heap
+                seat.entry = seat.finish = seat.finish_with(0.0, 0.0, 0.0)
+                seat.heap = heap
                 self._count += 1
                 heap.append((seat.entry, self._count, seat))
             heapify(heap)

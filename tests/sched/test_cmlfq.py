@@ -12,7 +12,7 @@ from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.seats import SLACK as ENTRY_SLACK
 from libra_hpc.sched.seats import Resident, Seats
 from libra_hpc.sched.ttl import SLACK, KeepTimes, best_keep_s
-from tests.sched.views import MISS, OK, board, finished, turn
+from tests.sched.views import MISS, OK, board, finished, stats, turn
 
 
 def knowing(**totals: int) -> CausalMlfq:
@@ -198,6 +198,19 @@ def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
     for one in residents:
         seat.leave(one)
     assert (seat.reach4, seat.finish) == (0.0, 0.0)
+
+
+def test_finishes_follow_what_steps_cost() -> None:
+    seats, made = Seats(), board(("e", 1), ("other", 1))
+    seats.follow(made)
+    seat = seats.get("e")
+    assert seat is not None
+    seat.sit(Resident(), 1000.0, 1e6, 500.0, seat.finish_with(1000.0, 1e6, 500.0))
+    before = seat.finish
+    made.report("other", stats(0, 0.0))
+    made.report("other", stats(10, 10.0))
+    seats.follow(made)
+    assert seat.finish == seat.finish_with(0.0, 0.0, 0.0) > 2.0 * before
 
 
 def test_near_the_limit_of_the_context_little_can_be_left() -> None:
