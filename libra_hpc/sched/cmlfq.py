@@ -139,10 +139,13 @@ class CausalMlfq:
             seat = seats.lightest(members)
             if seat is None or seat is home or (seat.kv_capacity < context and self._fits(board, context)):
                 continue
-            finish = seat.finish_with(reach, work, fresh)
-            add = _added(seat.finish, finish) + OWN * (finish - seat.finish)
-            if add < best_add:
-                best, best_add, best_finish = seat, add, finish
+            alone = seat.finish
+            # Its steps will be no fewer, so the time of the tokens alone tells most of those that cannot win.
+            if _added(alone, alone + members.slope_s * work + members.prefill_s * fresh) < best_add:
+                finish = seat.finish_with(reach, work, fresh)
+                add = _added(alone, finish) + OWN * (finish - alone)
+                if add < best_add:
+                    best, best_add, best_finish = seat, add, finish
         if crowded and best_add >= limit and now - turn.ready_at < AGEING_S:
             return self._wait(tracked, before, home)
         numbers: dict[str, float | str] = {"remaining": cursor.left, "own": cursor.prompt.finished}

@@ -10,7 +10,7 @@ agentic turns) on: after a tokens, a more are to be expected (the longer it ran,
 
 From the hazards follow, for every cell c with lower edge e_c and by one pass from the top: G[c] = E[T - e_c | T > e_c], the expected rest; L[c] = E[log T |
 T > e_c]; W[c] = P(T < e_c); V[c], the inverse of the chance that one who ends in c has ended by now (expected over counted share of ends in c); and K[c], the
-share of those who got to c that have ended by now, which says how much of what comes after c has been seen at all.  The pass takes some 35 us; it is done
+share of those who got to c that have ended by now, which says how much of what comes after c has been seen at all.  The pass takes some 20 us; it is done
 after every `REBUILD` = 16 ends.  Counts halve per `HALF_LIFE` weight versions.
 """
 
