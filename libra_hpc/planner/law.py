@@ -36,13 +36,18 @@ SAME = 0.01
 
 
 class RolloutNode(msgspec.Struct, frozen=True):
-    """What runs on a rollout node."""
+    """What runs on rollout nodes."""
 
     shape: ModelShape
     device: Device
     engines: tuple[tuple[int, int], ...]
-    """(TP, engines)."""
+    """(TP, engines) of every node that may roll out, in rank order, so that the last ones stay when others train; one entry stands for all of them."""
     options: RolloutOptions = RolloutOptions()
+
+    def replicas(self, tp: int, nodes: int) -> int:
+        """Engines of a TP degree when so many nodes roll out."""
+        each = self.engines * nodes if len(self.engines) == 1 else self.engines[max(0, len(self.engines) - nodes) :]
+        return sum(count for degree, count in each if degree == tp)
 
 
 class RolloutLaw:
@@ -50,7 +55,7 @@ class RolloutLaw:
 
     def __init__(self, node: RolloutNode, steps: Steps = lookup) -> None:
         self._node, self._steps = node, steps
-        self._classes: list[tuple[ReplicaCost, int]] = []
+        self._classes: list[ReplicaCost] = []
         self._last = 0
         self._seen = (-1, -1)
         self._work = (0, 0, 0)
@@ -80,8 +85,8 @@ class RolloutLaw:
         batch = batch_of(snapshot, done)
         node = self._node
         options = self.options(snapshot)
-        classes = [(ReplicaCost(self._steps(node.device, node.shape, tp), batch, options), count) for tp, count in node.engines]
-        self._classes = sorted((c for c in classes if c[0].kv_capacity > 0), key=lambda c: c[0].latency)
+        classes = [ReplicaCost(self._steps(node.device, node.shape, tp), batch, options) for tp in sorted({tp for tp, _ in node.engines})]
+        self._classes = sorted((c for c in classes if c.kv_capacity > 0), key=lambda c: c.latency)
         self._last = len(batch.lengths.bins) - 1
 
     def options(self, snapshot: PlanSnapshot) -> RolloutOptions:
@@ -112,25 +117,26 @@ class RolloutLaw:
 
     def _least(self, nodes: int) -> float | None:
         """The least time in which the classes, the fastest with the longest trajectories, take all bins."""
-        if not any(cost.fits(self._last) for cost, _ in self._classes):
+        classes = [(cost, count) for cost in self._classes if (count := self._node.replicas(cost.tp, nodes))]
+        if not any(cost.fits(self._last) for cost, _ in classes):
             return None
-        if len(self._classes) == 1:
-            cost, count = self._classes[0]
-            return cost.time(0, self._last, count * nodes)
+        if len(classes) == 1:
+            cost, count = classes[0]
+            return cost.time(0, self._last, count)
         high = 1.0
-        while not self._within(high, nodes):
+        while not self._within(high, classes):
             high *= 2.0
         low = 0.0
         while high - low > CLOSE * high:
             middle = (low + high) / 2.0
-            low, high = (low, middle) if self._within(middle, nodes) else (middle, high)
+            low, high = (low, middle) if self._within(middle, classes) else (middle, high)
         return high
 
-    def _within(self, seconds: float, nodes: int) -> bool:
+    def _within(self, seconds: float, classes: Sequence[tuple[ReplicaCost, int]]) -> bool:
         left = self._last
-        for cost, count in self._classes:
+        for cost, count in classes:
             first = left + 1
-            while first > 0 and cost.time(first - 1, left, count * nodes) <= seconds:
+            while first > 0 and cost.time(first - 1, left, count) <= seconds:
                 first -= 1
             left = first - 1
         return left < 0

@@ -1,9 +1,9 @@
 """The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows, by measurements alone elsewhere.
 
 `RolloutLaw` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both need to know device, model and the
-engines of a node.  A run on CPU nodes, of a model or device in no table, or with rollout nodes of different engines has no law, and its planner
-divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no repartition, because the nodes
-cannot change places; where they are of one kind but the job has more of some than of others, a repartition is advice.
+engines of every node.  A run on CPU nodes, of a model or device in no table, or with engines of several TP degrees under a policy that does not sort by
+length has no law, and its planner divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no
+repartition, because the nodes cannot change places; where they are of one kind but the job has more of some than of others, a repartition is advice.
 
 In a rehearsal seconds pass ``twin.speedup`` times as fast, and so do step times here.
 """
@@ -52,8 +52,8 @@ def live_planner(config: RunConfig, table: Steps = lookup) -> Planner:
         found = table(device, shape, tp)
         return found if speedup == 1.0 else Faster(found, speedup)
 
-    engines = _engines(config)
-    if engines is None or (config.run.engine == "real" and config.slurm.device == "cpu"):
+    engines, sorted_lengths = _engines(config), config.rollout.policy in SORTING
+    if (len(engines) > 1 and not sorted_lengths) or (config.run.engine == "real" and config.slurm.device == "cpu"):
         return Planner(config.planner)
     try:
         planned = as_planned(config)
@@ -61,13 +61,14 @@ def live_planner(config: RunConfig, table: Steps = lookup) -> Planner:
         planned = planned.model_copy(update={"planner": planned.planner.model_copy(update={"trace": ""})})
         asked = request(planned, node_layouts=True)
         rolls = asked.pools[-1]
-        steps(rolls.device, asked.shape, engines[0])
+        for tp in {tp for tp, _ in engines}:
+            steps(rolls.device, asked.shape, tp)
     except UserError:
         return Planner(config.planner)
-    law = RolloutLaw(RolloutNode(asked.shape, rolls.device, (engines,), asked.options), steps)
+    law = RolloutLaw(RolloutNode(asked.shape, rolls.device, engines, asked.options), steps)
     if len(asked.pools) > 1:
         return Planner(config.planner, law)
-    running = Running(config.train.tp, config.train.pp, config.train.recompute, (engines,))
+    running = Running(config.train.tp, config.train.pp, config.train.recompute, engines)
     # Whether layers are recomputed is open: a resolved configuration does not tell whether the user chose it.
     space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True))
     batch = asked.batch
@@ -82,13 +83,13 @@ def live_planner(config: RunConfig, table: Steps = lookup) -> Planner:
     alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
     repartition = Repartition(
         asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps,
-        sorted_lengths=config.rollout.policy in SORTING, words=words if alike else None,
+        sorted_lengths=sorted_lengths, words=words if alike else None,
     )  # fmt: skip
     return Planner(config.planner, law, repartition)
 
 
-def _engines(config: RunConfig) -> tuple[int, int] | None:
-    """(TP, engines) of every hybrid and rollout node, or None where they differ."""
+def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """(TP, engines) of every hybrid and rollout node in rank order; one entry where they are alike."""
     nodes = config.components.hybrid.nodes + config.components.rollout.nodes
-    kinds = {(of_node(config.rollout.tp, i), of_node(config.rollout.engines_per_node, i)) for i in range(nodes)}
-    return kinds.pop() if len(kinds) == 1 else None
+    each = tuple((of_node(config.rollout.tp, i), of_node(config.rollout.engines_per_node, i)) for i in range(nodes))
+    return each[:1] if len(set(each)) == 1 else each

@@ -46,14 +46,14 @@ KEPT = 5
 
 
 class Running(msgspec.Struct, frozen=True):
-    """The layout of a run: every training node alike, every rollout node alike."""
+    """The layout of a run: every training node alike."""
 
     tp: int
     pp: int
     """Of a training replica, which lies within a node."""
     recompute: bool
     engines: tuple[tuple[int, int], ...]
-    """(TP, engines) of a rollout node."""
+    """(TP, engines) of the nodes that may roll out, as `RolloutNode.engines`."""
 
 
 class Repartition:

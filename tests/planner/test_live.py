@@ -64,7 +64,8 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
     ("changes", "knows"),
     [
         ({"slurm": {"device": "cpu"}}, (False, False)),
-        ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1]}}, (False, False)),
+        ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1]}}, (True, True)),
+        ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1], "policy": "sticky"}}, (False, False)),
         ({"components": {"train": {"nodes": 2, "gpus": 4, "gpu_type": "h100"}, "hybrid": {"nodes": 0}}}, (True, False)),
         ({"components": {"rollout": {"nodes": 2, "gpus": 4, "gpu_type": "abacus"}}}, (False, False)),
         ({"planner": {"trace": "no/such/file"}}, (True, True)),

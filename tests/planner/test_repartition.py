@@ -74,13 +74,21 @@ def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutLaw:
     return RolloutLaw(RolloutNode(model_shape("qwen3-14b"), device("a800"), engines, RolloutOptions(16)))
 
 
-@pytest.mark.parametrize("engines", [((4, 1),), ((1, 4), (4, 1))])
+@pytest.mark.parametrize("engines", [((4, 1),), ((1, 4), (4, 1)) * 4])
 def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple[tuple[int, int], ...]) -> None:
     law = _law(engines)
     law.observe(snapshot(), EARLY)
     seconds = [law.seconds(nodes) or 0.0 for nodes in (2, 4, 8)]
     assert seconds[0] > seconds[1] > seconds[2]
     assert 0.49 < law.ratio(2, 4) < law.ratio(4, 8) < 1.0
+
+
+def test_of_unlike_nodes_the_last_ones_stay_in_rollout() -> None:
+    mixed, large = _law(((1, 4), (1, 4), (4, 1), (4, 1))), _law()
+    for law in (mixed, large):
+        law.observe(snapshot(), EARLY)
+    assert mixed.seconds(2) == large.seconds(2)
+    assert mixed.seconds(4) != large.seconds(4)
 
 
 def test_the_law_is_silent_before_it_saw_anything_and_learns_its_factor() -> None:
