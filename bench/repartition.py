@@ -98,7 +98,7 @@ def main() -> None:
     notes.append("lost: time in which nothing ran; 1st/static: what the first tier brings with two hybrid nodes")
     if quiet:
         notes.append(f"no drift, from an even split: {quiet['starts']} new starts and {quiet['moves']} moves in {quiet['steps']} steps")
-    columns = ("work", "x 1st tier", "range", "x static", "1st/static", "x all hybrid", "starts", "lost", "moves")
+    columns = ("work", "x 1st", "range", "x static", "1st/static", "x all hyb.", "starts", "lost", "moves")
     report("repartition", "Both tiers of the planner against the simulator", columns, lines, notes, {"work": found, "no drift": quiet})
 
 
