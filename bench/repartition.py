@@ -10,16 +10,12 @@ takes 240 s after the step border and loses the trajectories that have not ended
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from msgspec.structs import replace
 
 from bench.harness import report
-from bench.replan import Job, statics
+from bench.replan import Job, means, options_of, play_all, statics
 from libra_hpc.sim.replan import SETTINGS, Live, Played, Rule, play
 from libra_hpc.sim.replan_pool import Site
 from libra_hpc.sim.replan_tiers import Tiers
@@ -67,28 +63,11 @@ def idle(job: Job) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--work", default="|".join(LAWS), help="names separated by |")
-    parser.add_argument("--idle-steps", type=int, default=400)
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    names = [name for name in options.work.split("|") if name]
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    jobs = [(name, seed, options.steps) for name in names for seed in seeds]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with ProcessPoolExecutor(options.jobs) as pool:
-        still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
-        for job, row in zip(jobs, pool.map(compare, jobs), strict=True):
-            found[job[0]].append(row)
-            words = ", ".join(f"{k} {row[k]:.3f}" for k in ("static", "first", "every"))
-            print(f"{job[0]}, seed {job[1]}: {words}, {row['starts']} new starts, {row['moves']} moves", file=sys.stderr, flush=True)
-        quiet = still.result() if still else None
+    options = options_of(__doc__, seeds=3, idle_steps=400)
+    found, quiet = play_all(options, compare, idle, ("static", "first", "every"), "{starts} new starts, {moves} moves")
     lines = []
     for name, rows in found.items():
-        mean = {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if isinstance(rows[0][key], int | float)}
+        mean = means(rows)
         low, high = (pick(row["first"] for row in rows) for pick in (min, max))
         lines.append(
             [name, f"{mean['first']:.3f}", f"{low:.2f}..{high:.2f}", f"{mean['static']:.3f}", f"{mean['first_static']:.3f}", f"{mean['every']:.3f}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -86,16 +87,22 @@ def idle(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
+def options_of(doc: str | None, seeds: int, idle_steps: int) -> argparse.Namespace:
+    """The command line of a benchmark that plays the drifting workloads."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--work", default="|".join(LAWS), help="names separated by |")
-    parser.add_argument("--idle-steps", type=int, default=1000)
+    parser.add_argument("--idle-steps", type=int, default=idle_steps)
     parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def play_all(
+    options: argparse.Namespace, compare: Callable[[Job], dict[str, Any]], idle: Callable[[Job], dict[str, Any]], told: Sequence[str], counts: str
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any] | None]:
+    """Every workload and seed, and the case without drift unless ``--idle-steps`` is 0; each row says its columns ``told``, then ``counts`` filled in."""
     names = [name for name in options.work.split("|") if name]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     jobs = [(name, seed, options.steps) for name in names for seed in seeds]
@@ -104,12 +111,23 @@ def main() -> None:
         still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
         for job, row in zip(jobs, pool.map(compare, jobs), strict=True):
             found[job[0]].append(row)
-            words = ", ".join(f"{k} {row[k]:.3f}" for k in ("static", "verl", "clairvoyant"))
-            print(f"{job[0]}, seed {job[1]}: {words}, {row['moves']} moves", file=sys.stderr, flush=True)
-        quiet = still.result() if still else None
+            words = ", ".join(f"{k} {row[k]:.3f}" for k in told)
+            print(f"{job[0]}, seed {job[1]}: {words}, {counts.format(**row)}", file=sys.stderr, flush=True)
+        return found, still.result() if still else None
+
+
+def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of every numeric column."""
+    return {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if isinstance(rows[0][key], int | float)}
+
+
+def main() -> None:
+    """Command line."""
+    options = options_of(__doc__, seeds=5, idle_steps=1000)
+    found, quiet = play_all(options, compare, idle, ("static", "verl", "clairvoyant"), "{moves} moves")
     lines = []
     for name, rows in found.items():
-        mean = {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if isinstance(rows[0][key], int | float)}
+        mean = means(rows)
         low = min(row["static"] for row in rows)
         lines.append(
             [name, f"{mean['static']:.3f}", f"{low:.3f}", f"{mean['verl']:.3f}", f"{mean['clairvoyant']:.3f}", f"{mean['clairvoyant_static']:.3f}",

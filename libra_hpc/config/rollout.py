@@ -55,6 +55,10 @@ class RolloutSection(Section):
     max_trajectories: int = Field(0, ge=0)
     """Most trajectories open at once; 0: (eta + 1) * prompts_per_step * group_size."""
 
+    def on_node(self, node: int) -> tuple[int, int]:
+        """(TP, engines) of the ``node``-th (from 0) of the hybrid and rollout nodes."""
+        return of_node(self.tp, node), of_node(self.engines_per_node, node)
+
 
 class PlannerSection(Section):
     """``[planner]``: what the split is planned with before the job is queued, and when the hybrid nodes change role."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import Device
@@ -91,5 +90,5 @@ def live_planner(config: RunConfig, table: Steps = lookup) -> Planner:
 def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:
     """(TP, engines) of every hybrid and rollout node in rank order; one entry where they are alike."""
     nodes = config.components.hybrid.nodes + config.components.rollout.nodes
-    each = tuple((of_node(config.rollout.tp, i), of_node(config.rollout.engines_per_node, i)) for i in range(nodes))
+    each = tuple(config.rollout.on_node(i) for i in range(nodes))
     return each[:1] if len(set(each)) == 1 else each

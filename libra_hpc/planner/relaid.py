@@ -15,7 +15,6 @@ import msgspec
 from libra_hpc.config.check import check_engines
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
-from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 
@@ -63,7 +62,8 @@ def ranks(config: RunConfig) -> list[RankLayout]:
         if stage != "rollout":
             replica = config.train.tp, config.train.pp
         if stage != "train":
-            engines = of_node(config.rollout.engines_per_node, position), of_node(config.rollout.tp, position)
+            tp, count = config.rollout.on_node(position)
+            engines = count, tp
             position += 1
         found.append(RankLayout(rank, stage, replica, engines))
     return found

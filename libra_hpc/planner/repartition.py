@@ -19,7 +19,7 @@ change places, a proposal also says what the run file would say (`libra_hpc.plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import hypot
 from typing import Any
 
@@ -131,22 +131,22 @@ class Repartition:
 
     def _best(self, snapshot: PlanSnapshot, batch: Batch, factors: Factors, measured: Measured) -> tuple[Result, float]:
         """The plans whose best one surely saves the most, and the share of a batch that is at least.  Raises `UserError` when nothing fits."""
-        same = {tp for tp, _ in self._running.engines}
-        searches: list[tuple[Result, float]] = []
-        for space, degrees, error in ((self._own, sorted(same), MODEL_ERROR), (self._space, ROLLOUT_TP, LAYOUT_ERROR)):
-            try:
-                found = Search(
-                    self._shape, [self._pool], batch, space=space, options=self._law.options(snapshot), factors=factors, steps=self._steps,
-                    sorted_lengths=self._sorted, whole_nodes=True, degrees=degrees,
-                ).run(KEPT, trainers=(0,))  # fmt: skip
-            except UserError:
-                # The last search is of all that there is.
-                if degrees is ROLLOUT_TP and not searches:
-                    raise
-                continue
+
+        def search(space: TrainSpace, degrees: Sequence[int], error: float) -> tuple[Result, float]:
+            found = Search(
+                self._shape, [self._pool], batch, space=space, options=self._law.options(snapshot), factors=factors, steps=self._steps,
+                sorted_lengths=self._sorted, whole_nodes=True, degrees=degrees,
+            ).run(KEPT, trainers=(0,))  # fmt: skip
             errors = ERRORS * hypot(measured.train_error, measured.rollout_error, error)
-            searches.append((found, 1.0 - found.plans[0].seconds / measured.times.batch - errors))
-        return max(searches, key=lambda pair: pair[1])
+            return found, 1.0 - found.plans[0].seconds / measured.times.batch - errors
+
+        # Where nothing at all fits, this one says so.
+        free = search(self._space, ROLLOUT_TP, LAYOUT_ERROR)
+        try:
+            same = search(self._own, sorted({tp for tp, _ in self._running.engines}), MODEL_ERROR)
+        except UserError:
+            return free
+        return max(same, free, key=lambda pair: pair[1])
 
     def _factors(self, measured: Measured, batch: Batch) -> Factors | None:
         """Measured over predicted seconds of the present layout; None when the models cannot hold it."""

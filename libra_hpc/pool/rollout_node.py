@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.rollout import of_node
 from libra_hpc.protocol.mesh import (
     EngineDied,
     EngineDown,
@@ -74,8 +73,7 @@ class RolloutNode:
         self._context = context
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
         serves = context.component in ("hybrid", "rollout")
-        self._tp = of_node(rollout.tp, node) if serves else 1
-        count = of_node(rollout.engines_per_node, node) if serves else 0
+        self._tp, count = rollout.on_node(node) if serves else (1, 0)
         self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
         self._receiver = Receiver(context.shared_memory, context.send, self._weights_complete)
         self._wanted = False

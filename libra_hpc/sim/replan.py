@@ -82,11 +82,11 @@ class Static:
 
 
 class Live:
-    """The planner of a live run; every order of a decision is carried out at once."""
+    """The planner of a live run, by default one with the first tier alone; every order of a decision is carried out at once."""
 
-    def __init__(self, settings: PlannerSection, site: Site) -> None:
+    def __init__(self, settings: PlannerSection, site: Site, planner: Planner | None = None) -> None:
         node = RolloutNode(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.seats))
-        self.planner = Planner(settings, RolloutLaw(node, lambda device, shape, tp: site.steps()))
+        self.planner = planner or Planner(settings, RolloutLaw(node, lambda device, shape, tp: site.steps()))
         self.decisions: list[PlanDecision] = []
         self.looks = 0
         self._interval_s = settings.interval_s

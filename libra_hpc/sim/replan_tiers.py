@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from libra_hpc.config.load import validate, with_values
-from libra_hpc.config.rollout import PlannerSection, of_node
+from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.planner.decide import Planner
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
@@ -31,18 +32,15 @@ class Tiers(Live):
     """`Live` with both tiers."""
 
     def __init__(self, settings: PlannerSection, site: Site) -> None:
-        super().__init__(settings, site)
-        self._site = site
-        self._config = run_file(site, settings)
-        self._starts = 0
-        self._begin()
+        self._site, self._config, self._starts = site, run_file(site, settings), 0
+        super().__init__(settings, site, self._begun())
 
     def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
         """The same; a new start knows nothing of before but when it was."""
         if len(pool.laid_out) > self._starts:
             self._starts = len(pool.laid_out)
             view.begin_anew(sim)
-            self._begin()
+            self.planner = self._begun()
             self.planner.repartition_after = now + EVERY_S
         super().look(pool, sim, view, now)
 
@@ -54,11 +52,11 @@ class Tiers(Live):
         self._config = with_values(self._config, decision.changes)
         pool.lay_out(sim, layout_of(self._config))
 
-    def _begin(self) -> None:
+    def _begun(self) -> Planner:
         def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
             return Grouped(lookup(device, shape, tp), self._site.stands_for)
 
-        self.planner = live_planner(self._config, steps)
+        return live_planner(self._config, steps)
 
 
 def run_file(site: Site, settings: PlannerSection) -> RunConfig:
@@ -81,7 +79,7 @@ def run_file(site: Site, settings: PlannerSection) -> RunConfig:
 
 def layout_of(config: RunConfig) -> Layout:
     """Nodes and engines a run file asks for."""
-    parts, rollout = config.components, config.rollout
+    parts = config.components
     nodes = range(parts.hybrid.nodes + parts.rollout.nodes)
-    engines = tuple((of_node(rollout.tp, i), of_node(rollout.engines_per_node, i)) for i in nodes)
+    engines = tuple(config.rollout.on_node(i) for i in nodes)
     return Layout((parts.train.nodes, parts.rollout.nodes), engines)
