@@ -16,7 +16,7 @@ help:
 	@echo "make bench  the benchmarks        make clean  undo everything"
 
 venv:
-	@$(PYTHON) envs/install.py cpu --venv $(VENV)
+	@$(PYTHON) envs/install.py cpu --venv $(VENV) --extra compile
 
 dev:
 	@$(PYTHON) envs/install.py cpu --venv $(VENV) --extra dev

@@ -3,7 +3,8 @@
 One decision = `Policy.key` (the step in the causal tree and the estimate) + `Policy.route` + the board's `sent` and `answered`.  The policy is warm: 4,000
 trajectories of groups of eight have finished.  Each trajectory makes its next turn in random order, so caches see what a leader's do.  Times are of single
 calls, less the cost of reading the clock: wall time, which is what a turn waits, and the thread's CPU time, which leaves out what other processes of a
-shared machine take.  Each quantile is the median over the passes.
+shared machine take.  Every pass is a process of its own, compiled and interpreted (`libra_hpc.compiled`) by turns.  Each quantile is the median over the
+passes.
 
     python -m bench.decisions [--passes 5]
 """
@@ -12,7 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +25,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bench.harness import median, report
+from libra_hpc import compiled
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
@@ -33,6 +39,8 @@ LIMIT = 131_072
 WARM = 4_000
 FINISHED = 2_000
 PASSES = 5
+QUANTILES = (0.5, 0.9, 0.99)
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "CPU": time.thread_time_ns}
 
 
 def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
@@ -117,24 +125,41 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
     return {"decision": sorted(decisions), "finished": sorted(ends)}
 
 
+def children(passes: int) -> dict[str, list[dict[str, list[float]]]]:
+    """Quantiles of every pass by way of running and clock, as processes of their own made them."""
+    found: dict[str, list[dict[str, list[float]]]] = {}
+    ways = {"compiled": "", "interpreted": "1"} if compiled.in_use() else {"interpreted": "1"}
+    for seed in range(passes):
+        for way, flag in ways.items():
+            for clock in CLOCKS:
+                command = [sys.executable, "-m", "bench.decisions", "--seed", str(seed), "--clock", clock]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | {compiled.INTERPRETED: flag})
+                found.setdefault(f"{way}, {clock}", []).append(json.loads(done.stdout))
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--passes", type=int, default=PASSES)
-    seeds = range(parser.parse_args().passes)
+    parser.add_argument("--seed", type=int, help="one pass in this process, its quantiles as JSON")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    given = parser.parse_args()
+    if given.seed is not None:
+        made = one_pass(given.seed, CLOCKS[given.clock])
+        print(json.dumps({what: [values[int(q * len(values))] for q in QUANTILES] for what, values in made.items()}))
+        return
+    raw = children(given.passes)
     rows: list[tuple[Any, ...]] = []
-    raw: dict[str, dict[str, list[float]]] = {}
-    for name, clock in (("wall", time.perf_counter_ns), ("CPU", time.thread_time_ns)):
-        passes = [one_pass(seed, clock) for seed in seeds]
-        for what, bounds in (("decision", "5 / 20"), ("finished", "50")):
-            quantiles = {q: [p[what][int(q * len(p[what]))] for p in passes] for q in (0.5, 0.9, 0.99)}
-            rows.append((f"{what}, {name}", *(median(quantiles[q]) for q in (0.5, 0.9, 0.99)), bounds))
-            raw[f"{what}, {name}"] = {str(q): values for q, values in quantiles.items()}
+    for what, bounds in (("decision", "5 / 20"), ("finished", "50")):
+        for way, passes in raw.items():
+            quantiles = [[one[what][i] for one in passes] for i in range(len(QUANTILES))]
+            rows.append((f"{what}, {way}", *map(median, quantiles), f"{min(quantiles[0]):.3g}..{max(quantiles[0]):.3g}", bounds))
     notes = (
-        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; medians over {len(seeds)} passes.",
+        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; medians over {given.passes} passes, by turns.",
         "A decision is answered + key + route + sent; finished is of trajectories with seven signals.",
     )
-    report("decisions", "Cost of scheduling, microseconds", ("what", "p50", "p90", "p99", "aim p50 / p99"), rows, notes, raw)
+    report("decisions", "Cost of scheduling, microseconds", ("what", "p50", "p90", "p99", "range of p50", "aim p50 / p99"), rows, notes, raw)
 
 
 if __name__ == "__main__":

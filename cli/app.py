@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from libra_hpc import compiled
 from libra_hpc.errors import OperationError, UserError
 
 from . import calibrate, cancel, check, cluster, config_show, list_runs, logs, make_policy, plan, repartition, simulate, status, submit, summary, trace
@@ -24,7 +25,7 @@ INTERRUPTED = 130
 def tell_version(wanted: bool) -> None:
     """Print the version where it is asked for; nothing else happens then."""
     if wanted:
-        say(f"libra-hpc {metadata.version('libra-hpc')}")
+        say(f"libra-hpc {metadata.version('libra-hpc')} (scheduler {'compiled' if compiled.in_use() else 'interpreted'})")
         raise typer.Exit
 
 
@@ -53,7 +54,11 @@ app.add_typer(trace.app, name="trace")
 
 
 @app.callback()
-def options(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=tell_version, help="Print the version and exit.")] = False) -> None:
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=tell_version, help="Print the version, and whether the scheduler is compiled.")
+    ] = False,
+) -> None:
     """Agentic RL post-training on Slurm: one run file, one heterogeneous job."""
 
 

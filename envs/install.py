@@ -1,8 +1,9 @@
 """Make the virtual environment of one requirement set with plain pip: ``python3 envs/install.py cpu --venv .venv --extra dev``.
 
 Sets are complete and pinned, so pip is called with ``--no-deps``: nothing may pull the CUDA builds that break a CPU machine.  The exception is
-``cuda``, whose dependencies depend on the driver and are resolved by pip on the spot.  A stamp in the environment holds the hash of everything that
-decided its content; when it still matches, nothing is done.  Standard library only: this file runs before anything of ours is installed.
+``cuda``, whose dependencies depend on the driver and are resolved by pip on the spot.  The extra ``compile`` also compiles the scheduler (`compile.py`).  A
+stamp in the environment holds the hash of everything that decided its content; when it still matches, nothing is installed.  Standard library only: this
+file runs before anything of ours is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SETS: dict[str, tuple[str, ...]] = {"login": ("login",), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
-EXTRAS = ("dev",)
+EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev")}
 STAMP = "libra-hpc.json"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own index of CPU builds, asked only when pip's configured sources lack the ``+cpu`` build (PyPI never has it)."""
@@ -95,10 +96,16 @@ def install_cpu_torch(python: Path, pin: str) -> None:
             raise InstallError(f"{pin} is neither in pip's configured sources ({configured}) nor at {CPU_TORCH_INDEX} ({upstream})") from upstream
 
 
+def compile_scheduler(folder: Path, names: tuple[str, ...]) -> None:
+    """Compile the scheduler where the set for it is installed and the present sources have no build; without a C compiler they run as they are."""
+    if "compile" in names:
+        subprocess.run([str(folder / "bin" / "python"), "-m", "libra_hpc_envs.compile", "--quiet"], check=False)
+
+
 def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
     """Bring the environment to the wanted content; returns one line that says what was done."""
     check_python(target)
-    names = (*SETS[target], *extras)
+    names = tuple(dict.fromkeys((*SETS[target], *(name for extra in extras for name in EXTRAS[extra]))))
     wanted, stamp = fingerprint(names), folder / STAMP
     try:
         present = json.loads(stamp.read_text())
@@ -106,6 +113,7 @@ def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
         present = {}
     # A set that was installed with more extras also serves a request for fewer.
     if wanted in present.get("satisfies", []) and (folder / "bin" / "libra-hpc").exists():
+        compile_scheduler(folder, names)
         return f"{folder} is up to date ({target})"
     started = time.monotonic()
     python = make_venv(folder)
@@ -119,7 +127,8 @@ def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
             install_cpu_torch(python, pin)
         pip(python, "--no-deps", *(p for p in pins if not p.endswith("+cpu")))
     pip(python, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    smaller = [fingerprint(names)] + ([fingerprint(SETS[target])] if extras else [])
+    compile_scheduler(folder, names)
+    smaller = [fingerprint(names[:count]) for count in range(len(SETS[target]), len(names) + 1)]
     stamp.write_text(json.dumps({"set": target, "extras": extras, "satisfies": smaller}, indent=1) + "\n")
     return f"{folder} is ready ({', '.join(names)}) after {time.monotonic() - started:.0f} s"
 
@@ -129,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment of one requirement set.")
     parser.add_argument("target", choices=sorted(SETS), metavar="SET", help="login (light), cpu or cuda (with the engines)")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv in the checkout)")
-    parser.add_argument("--extra", choices=EXTRAS, action="append", default=[], help="dev: tests and linters")
+    parser.add_argument("--extra", choices=EXTRAS, action="append", default=[], help="compile: the scheduler as machine code; dev: that, tests and linters")
     given = parser.parse_args(arguments)
     try:
         print(install(given.target, given.venv.absolute(), tuple(dict.fromkeys(given.extra))))

@@ -21,26 +21,26 @@ A `Blend` without signals uses the first `PLAIN` = 3 features alone; the tree ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import exp, log
+from typing import Final
 
 from libra_hpc.sched.linear import solve_symmetric
 
-CENTRE = 7.0
+CENTRE: Final = 7.0
 """log of some 1,100 tokens: keeps the constant and the slope apart."""
-PRIOR = (0.0, -0.3, 0.0, 0.0, 0.0, 0.0, 1.0)
+PRIOR: Final[tuple[float, ...]] = (0.0, -0.3, 0.0, 0.0, 0.0, 0.0, 1.0)
 """Attained service is taken at 0.7 of its word: lengths within a task vary less than the tail of the prior says."""
-PRIOR_WEIGHT = 20.0
-PLAIN = 3
-MEMORY = 4000.0
+PRIOR_WEIGHT: Final = 20.0
+PLAIN: Final = 3
+MEMORY: Final = 4000.0
 """Observations: some 1,300 trajectories."""
-SOLVE_EVERY = 96
+SOLVE_EVERY: Final = 96
 """Observations between two solutions (16 of the first so many): one takes some 20 us."""
-SMEAR_PRIOR = 25.0
-SMEAR_MOST = 6.0
-STEP = 0.05
-_GROWTH = 1.0 / (1.0 - 1.0 / MEMORY)
-_LARGE = 1e9
+SMEAR_PRIOR: Final = 25.0
+SMEAR_MOST: Final = 6.0
+STEP: Final = 0.05
+_GROWTH: Final = 1.0 / (1.0 - 1.0 / MEMORY)
+_LARGE: Final = 1e9
 
 
 class Blend:
@@ -61,11 +61,12 @@ class Blend:
         self._scale = 1.0
         self._stale = 0
 
-    def predict(self, features: Sequence[float]) -> float:
+    def predict(self, features: list[float]) -> float:
         """Log of left / b, without the smear."""
         total = 0.0
-        for weight, value in zip(self.weights, features, strict=False):
-            total += weight * value
+        weights = self.weights
+        for i in range(len(weights)):
+            total += weights[i] * features[i]
         return total
 
     def loss(self, error: float) -> float:
@@ -75,7 +76,7 @@ class Blend:
         self.p90 += STEP * (0.9 if high > 0.0 else -0.1)
         return (0.5 * low if low > 0.0 else -0.5 * low) + (0.9 * high if high > 0.0 else -0.1 * high)
 
-    def learn(self, features: Sequence[float], target: float, error: float, weight: float) -> None:
+    def learn(self, features: list[float], target: float, error: float, weight: float) -> None:
         """One observation of log (left / b), of which the prediction was ``error`` short."""
         # Relative to the sum of both, so that one very long trajectory does not outvote hundreds.
         ratio = exp(min(20.0, error))
@@ -85,11 +86,13 @@ class Blend:
         self._actual += self._scale * share * ratio
         self._expected += self._scale * share
         vector = self._vector
-        for i, row in enumerate(self._matrix):
+        matrix = self._matrix
+        for i in range(len(matrix)):
             value = features[i]
             # Half of the features are 0 at any one time.
-            if value:
+            if value != 0.0:
                 value *= growing
+                row = matrix[i]
                 for j in range(i + 1):
                     row[j] += value * features[j]
                 vector[i] += value * target
@@ -97,6 +100,15 @@ class Blend:
         self._stale += 1
         if self._stale >= SOLVE_EVERY or (self.count <= SOLVE_EVERY and self._stale >= 16):
             self._solve()
+
+    def copied(self) -> Blend:
+        """Another blend that has learned the same."""
+        other = Blend(len(self.weights))
+        other._matrix, other._vector = [row[:] for row in self._matrix], self._vector[:]
+        other._actual, other._expected, other._scale, other._stale = self._actual, self._expected, self._scale, self._stale
+        # A solution replaces the weights; nothing changes them in place.
+        other.weights, other.log_smear, other.count, other.p50, other.p90 = self.weights, self.log_smear, self.count, self.p50, self.p90
+        return other
 
     def _solve(self) -> None:
         self._stale = 0
@@ -108,8 +120,10 @@ class Blend:
             scale = 1.0
         ridge = PRIOR_WEIGHT * scale
         matrix = [row[:] for row in self._matrix]
-        for i, row in enumerate(matrix):
-            row[i] += ridge
-        self.weights = solve_symmetric(matrix, [value + ridge * prior for value, prior in zip(self._vector, PRIOR, strict=False)])
+        right = self._vector[:]
+        for i in range(len(matrix)):
+            matrix[i][i] += ridge
+            right[i] += ridge * PRIOR[i]
+        self.weights = solve_symmetric(matrix, right)
         prior = SMEAR_PRIOR * scale
         self.log_smear = log(min(SMEAR_MOST, max(1.0 / SMEAR_MOST, (self._actual + prior) / (self._expected + prior))))

@@ -32,9 +32,9 @@ overtaken by one that became ready `AGEING_S` or more after it: that is the boun
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from math import inf, trunc
+from math import inf
+from typing import Final
 
 from libra_hpc.sched.board import Board, EngineView
 from libra_hpc.sched.midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
@@ -43,24 +43,26 @@ from libra_hpc.sched.seats import Resident, Seat, Seats
 from libra_hpc.sched.tree import CausalTree, Cursor
 from libra_hpc.sched.ttl import KeepTimes
 
-MOVE_MARGIN = 3.0
-OWN = 0.02
-AGEING_S = 300.0
-WARM = 0.5
+MOVE_MARGIN: Final = 3.0
+OWN: Final = 0.02
+AGEING_S: Final = 300.0
+WARM: Final = 0.5
 """Part of `AGEING_S` that turns after the first have for certain."""
-PRIORITIES_PER_S = 10
+PRIORITIES_PER_S: Final = 10
 """Grain of the engine's integer priority: 0.1 s of virtual time."""
-MAX_TRACKED = 65_536
+MAX_TRACKED: Final = 65_536
 """Trajectories remembered at once; more than any gate lets be open, so only abandoned ones are ever forgotten."""
-TOOLS_LEARNED = 4
+TOOLS_LEARNED: Final = 4
 """Tool durations learned from a finished trajectory, its last ones."""
 
-STARTS = "start: {engine} then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
-STAYS = "stay: with it {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected of this one"
-MOVES = "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again; {remaining:.0f} tokens expected"
-LEAVES = "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected"
-WAITS_HOME = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
-WAITS = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
+STARTS: Final = "start: {engine} then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
+STAYS: Final = "stay: with it {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected of this one"
+MOVES: Final = (
+    "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again; {remaining:.0f} tokens expected"
+)
+LEAVES: Final = "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected"
+WAITS_HOME: Final = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
+WAITS: Final = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 
 
 class _Tracked(Resident):
@@ -88,7 +90,8 @@ class CausalMlfq:
         self.tree = tree if tree is not None else CausalTree()
         self.keep = KeepTimes()
         self._seats = Seats()
-        self._tracked: OrderedDict[str, _Tracked] = OrderedDict()
+        self._tracked: dict[str, _Tracked] = {}
+        """Oldest first."""
 
     def key(self, turn: TurnView, now: float) -> float:
         """Virtual time: when it became ready, less its credit."""
@@ -101,7 +104,7 @@ class CausalMlfq:
         first = share if turn.sample else 1.0
         credit = AGEING_S * (WARM + (1.0 - WARM) * share if turn.turns else first)
         key = turn.ready_at - credit
-        tracked.priority = trunc(key * PRIORITIES_PER_S)
+        tracked.priority = int(key * PRIORITIES_PER_S)
         return key
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:

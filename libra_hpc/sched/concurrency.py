@@ -16,15 +16,17 @@ one A800); `FLOOR` = 4 keeps the batch from collapsing on a burst of long contex
 
 from __future__ import annotations
 
+from typing import Final
+
 from libra_hpc.protocol.rollout import EngineStats
 
-CUT_AT = 0.95
-CUT_TO = 0.8
-GROW_BELOW = 0.85
-GROW = 1.0 / 16.0
-HOLD_REPORTS = 8
-START = 64
-FLOOR = 4
+CUT_AT: Final = 0.95
+CUT_TO: Final = 0.8
+GROW_BELOW: Final = 0.85
+GROW: Final = 1.0 / 16.0
+HOLD_REPORTS: Final = 8
+START: Final = 64
+FLOOR: Final = 4
 
 
 class CapController:

@@ -17,12 +17,14 @@ memory of a gate is 1 / (1 - `GATE_KEEP`) = 200 trials.
 
 from __future__ import annotations
 
+from typing import Final
+
 from libra_hpc.sched.survival import HALF_LIFE
 
-K_CONTEXT = 8.0
-OPEN_BELOW = 0.97
-TRIALS = 24
-GATE_KEEP = 0.995
+K_CONTEXT: Final = 8.0
+OPEN_BELOW: Final = 0.97
+TRIALS: Final = 24
+GATE_KEEP: Final = 0.995
 
 
 class Gate:
@@ -42,6 +44,12 @@ class Gate:
         self.without = GATE_KEEP * self.without + without
         self.trials += 1
         self.open = self.trials >= TRIALS and self.with_split < OPEN_BELOW * self.without
+
+    def copied(self) -> Gate:
+        """Another gate in the same state."""
+        other = Gate()
+        other.with_split, other.without, other.trials, other.open = self.with_split, self.without, self.trials, self.open
+        return other
 
 
 class Context:
@@ -66,3 +74,9 @@ class Context:
         self.count = count = self.count + 1.0
         self._sum += beyond
         self.effect = self._sum / (count + K_CONTEXT)
+
+    def copied(self) -> Context:
+        """Another node of the same evidence."""
+        other = Context()
+        other.effect, other.count, other._sum, other._version = self.effect, self.count, self._sum, self._version
+        return other

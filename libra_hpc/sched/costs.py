@@ -18,16 +18,18 @@ cache is taken to double the step, `FULL_SHARE` = 1; only their ratios matter th
 
 from __future__ import annotations
 
+from typing import Final
+
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.linear import solve_symmetric
 
-HALF_LIFE = 64.0
-PRIOR_WEIGHT = 0.2
-TP_EXPONENT = 0.65
-DECODE_S = 0.02
-PREFILL_S = 1e-4
-FULL_SHARE = 1.0
-_KEEP = 0.5 ** (1.0 / HALF_LIFE)
+HALF_LIFE: Final = 64.0
+PRIOR_WEIGHT: Final = 0.2
+TP_EXPONENT: Final = 0.65
+DECODE_S: Final = 0.02
+PREFILL_S: Final = 1e-4
+FULL_SHARE: Final = 1.0
+_KEEP: Final = 0.5 ** (1.0 / HALF_LIFE)
 
 Coefficients = tuple[float, float, float]
 """Seconds: of an empty step, per KV token in use, per prefilled token."""

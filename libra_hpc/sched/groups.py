@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from math import exp, inf
+from typing import Final
 
 from libra_hpc.sched.blend import PLAIN, Blend
 from libra_hpc.sched.context import Context, Gate
 from libra_hpc.sched.survival import HALF_LIFE, Survival
 
-K_PROMPT = (0.5, 2.0, 8.0, inf)
-WIDEST = 2.3
+K_PROMPT: Final[tuple[float, ...]] = (0.5, 2.0, 8.0, inf)
+WIDEST: Final = 2.3
 """Bound of a shrunk gap: ten times shorter or longer than the task."""
-ERROR_KEEP = 0.98
+ERROR_KEEP: Final = 0.98
 """Memory of the errors behind k: 50 trajectories."""
-FIRST_K = 1
+FIRST_K: Final = 1
 """Index of the k that rules before anything is known: one finished sibling counts a third."""
 
 
@@ -57,6 +58,16 @@ class TaskStats:
             miss = off - gap * count / (count + k)
             errors[i] = ERROR_KEEP * errors[i] + miss * miss
         self.k = K_PROMPT[errors.index(min(errors))]
+
+    def copied(self) -> TaskStats:
+        """The same knowledge, which from now on goes its own way."""
+        other = TaskStats()
+        other.tables = (self.tables[0].copied(), self.tables[1].copied())
+        other.errors, other.k, other.tokens_per_turn = self.errors[:], self.k, self.tokens_per_turn
+        other.plain, other.full, other.gate = self.plain.copied(), self.full.copied(), self.gate.copied()
+        other.singles = {symbol: node.copied() for symbol, node in self.singles.items()}
+        other.pairs = OrderedDict((key, node.copied()) for key, node in self.pairs.items())
+        return other
 
 
 class Prompt:

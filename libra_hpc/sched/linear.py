@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 
-
-def solve_symmetric(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
+def solve_symmetric(matrix: list[list[float]], target: list[float]) -> list[float]:
     """x with A x = target; only the lower triangle of A is read.
 
     Gaussian elimination.  A is positive definite (a ridge makes it so), hence needs no pivoting, and symmetric, hence its upper triangle is enough.
@@ -13,12 +11,14 @@ def solve_symmetric(matrix: Sequence[Sequence[float]], target: Sequence[float]) 
     size = len(target)
     # Row i holds columns i .. size - 1.
     upper = [[matrix[j][i] for j in range(i, size)] for i in range(size)]
-    right = list(target)
-    for i, pivot in enumerate(upper):
+    right = target[:]
+    for i in range(size):
+        pivot = upper[i]
+        first = pivot[0]
         for k in range(i + 1, size):
-            factor = pivot[k - i] / pivot[0]
+            factor = pivot[k - i] / first
             # Many features never occur in a task.
-            if factor:
+            if factor != 0.0:
                 row = upper[k]
                 for j in range(size - k):
                     row[j] -= factor * pivot[k - i + j]

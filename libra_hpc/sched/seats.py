@@ -18,10 +18,12 @@ out, and growing with the number of those that may yet become it.  All terms are
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
+from math import sqrt
+from typing import Final
 
 from libra_hpc.sched.board import Board, EngineView, TpClass
 
-SLACK = 0.998
+SLACK: Final = 0.998
 
 
 class Resident:
@@ -59,7 +61,7 @@ class Seat:
         home = self.home
         work += self.work
         reach *= reach
-        steps = (self.reach4 + reach * reach) ** 0.25
+        steps = sqrt(sqrt(self.reach4 + reach * reach))
         if work > steps * self.kv_capacity:
             steps = work / self.kv_capacity
         return home.base_s * steps + home.slope_s * work + home.prefill_s * (self.prefill + prefill)

@@ -15,10 +15,13 @@ shares number 0, which then means "anything unusual".
 
 from __future__ import annotations
 
+from typing import Final
+
 from libra_hpc.protocol.env import Signal
 
-SMALL_PAYLOAD, LARGE_PAYLOAD = 128, 1024
-MAX_SYMBOLS = 1023
+SMALL_PAYLOAD: Final = 128
+LARGE_PAYLOAD: Final = 1024
+MAX_SYMBOLS: Final = 1023
 
 Symbol = tuple[str, str, str, int, int]
 

@@ -7,9 +7,11 @@ window's weight every `HALF_LIFE_S` of busy time: long enough to average over ba
 
 from __future__ import annotations
 
+from typing import Final
+
 from libra_hpc.protocol.rollout import EngineStats
 
-HALF_LIFE_S = 5.0
+HALF_LIFE_S: Final = 5.0
 
 
 class SpeedEstimate:

@@ -17,29 +17,32 @@ after every `REBUILD` = 16 ends.  Counts halve per `HALF_LIFE` weight versions.
 from __future__ import annotations
 
 from itertools import pairwise
-from math import log, log2, trunc
+from math import log
+from typing import Final
 
-HALF_LIFE = 16.0
+HALF_LIFE: Final = 16.0
 """Weight versions after which evidence counts half: a table forgets within an epoch of a small data set."""
-PER_OCTAVE = 4
-FIRST = 16
-CELLS = 64
-PRIOR_RISK = 2.0
-PRIOR_TOKENS = 512.0
-REBUILD = 16
-MOST_WEIGHT = 8.0
-_FIRST_LOG = log2(FIRST) * PER_OCTAVE
-_EDGES = [FIRST * 2.0 ** (c / PER_OCTAVE) for c in range(CELLS + 1)]
-_WIDTHS = [high - low for low, high in pairwise(_EDGES)]
-_LOG_MIDDLES = [log(low + 0.5 * width) for low, width in zip(_EDGES, _WIDTHS, strict=False)]
-_PRIOR = [PRIOR_RISK * (1.0 - 4.0 ** (-1.0 / PER_OCTAVE)) if _EDGES[c] >= PRIOR_TOKENS else 0.0 for c in range(CELLS)]
+PER_OCTAVE: Final = 4
+FIRST: Final = 16
+CELLS: Final = 64
+PRIOR_RISK: Final = 2.0
+PRIOR_TOKENS: Final = 512.0
+REBUILD: Final = 16
+MOST_WEIGHT: Final = 8.0
+_PER_LOG: Final = PER_OCTAVE / log(2.0)
+_FIRST_LOG: Final = log(FIRST) * _PER_LOG - 1e-9
+"""An edge belongs to the cell above it, whatever the rounding."""
+_EDGES: Final = [FIRST * 2.0 ** (c / PER_OCTAVE) for c in range(CELLS + 1)]
+_WIDTHS: Final = [high - low for low, high in pairwise(_EDGES)]
+_LOG_MIDDLES: Final = [log(low + 0.5 * width) for low, width in zip(_EDGES, _WIDTHS, strict=False)]
+_PRIOR: Final = [PRIOR_RISK * (1.0 - 4.0 ** (-1.0 / PER_OCTAVE)) if _EDGES[c] >= PRIOR_TOKENS else 0.0 for c in range(CELLS)]
 
 
 def cell_of(tokens: float) -> int:
     """Index of the cell of a number of tokens."""
     if tokens < FIRST:
         return 0
-    cell = trunc(log2(tokens) * PER_OCTAVE - _FIRST_LOG)
+    cell = int(log(tokens) * _PER_LOG - _FIRST_LOG)
     return cell if cell < CELLS else CELLS - 1
 
 
@@ -91,11 +94,21 @@ class Survival:
         if self._stale >= REBUILD or self.ends < REBUILD:
             self._rebuild()
 
+    def copied(self) -> Survival:
+        """Another table of the same counts."""
+        other = Survival()
+        other._risk, other._deaths = self._risk[:], self._deaths[:]
+        other._stale, other._version, other.ends, other.started = self._stale, self._version, self.ends, self.started
+        # A rebuild replaces these; nothing changes them in place.
+        other.rest, other.log_rest, other.log_total = self.rest, self.log_rest, self.log_total
+        other.below, other.weight, other.known = self.below, self.weight, self.known
+        return other
+
     def _rebuild(self) -> None:
         self._stale = 0
         deaths, risks = self._deaths, self._risk
-        hazards = [(dead + prior) / (risk + PRIOR_RISK) for dead, prior, risk in zip(deaths, _PRIOR, risks, strict=True)]
-        rest, logs, known = [0.0] * CELLS, [0.0] * CELLS, [0.0] * CELLS
+        hazards = [(deaths[c] + _PRIOR[c]) / (risks[c] + PRIOR_RISK) for c in range(CELLS)]
+        rest, logs, known, below, weight = [0.0] * CELLS, [0.0] * CELLS, [0.0] * CELLS, [0.0] * CELLS, [0.0] * CELLS
         # Beyond the table: a Pareto tail of index 2.
         g, log_t, seen = _EDGES[CELLS], log(_EDGES[CELLS]) + 0.5, 0.0
         for c in range(CELLS - 1, -1, -1):
@@ -106,12 +119,11 @@ class Survival:
             reached = risks[c - 1] - deaths[c - 1] if c else self.started
             share = seen / (reached + PRIOR_RISK)
             known[c] = share if share < 1.0 else 1.0
-        alive, ends = 1.0, sum(deaths)
-        below, weight = [], []
-        for hazard, risk in zip(hazards, risks, strict=True):
-            below.append(1.0 - alive)
-            inverse = ends * alive / (risk + PRIOR_RISK)
-            weight.append(inverse if inverse < MOST_WEIGHT else MOST_WEIGHT)
-            alive *= 1.0 - hazard
+        alive, ends = 1.0, seen
+        for c in range(CELLS):
+            below[c] = 1.0 - alive
+            inverse = ends * alive / (risks[c] + PRIOR_RISK)
+            weight[c] = inverse if inverse < MOST_WEIGHT else MOST_WEIGHT
+            alive *= 1.0 - hazards[c]
         self.rest, self.log_total, self.below, self.weight, self.known = rest, logs, below, weight, known
         self.log_rest = [log(value) for value in rest]

@@ -29,9 +29,8 @@ learned going first.  Before more than one task is known, the statistics of all 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from copy import copy, deepcopy
 from math import exp, inf, log
+from typing import Final
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.blend import CENTRE
@@ -41,15 +40,15 @@ from libra_hpc.sched.protocol import Finished
 from libra_hpc.sched.signals import SignalState, Vocabulary
 from libra_hpc.sched.survival import cell_of
 
-LEARNED = 3
-UPPER = 1.3
-MAX_PROMPTS = 8192
-MAX_OWN = 8
-MAX_PAIRS = 8192
-TASK_ENDS = 16
-RUNNING = 0.25
+LEARNED: Final = 3
+UPPER: Final = 1.3
+MAX_PROMPTS: Final = 8192
+MAX_OWN: Final = 8
+MAX_PAIRS: Final = 8192
+TASK_ENDS: Final = 16
+RUNNING: Final = 0.25
 """A running sibling against a finished one: its imputed total is a guess, and the trajectory itself is among those that are counted."""
-_SHIFT = 10
+_SHIFT: Final = 10
 
 
 class Cursor(SignalState):
@@ -117,7 +116,7 @@ class CausalTree:
         prompt.task.tables[0].started += 1.0
         return Cursor(prompt)
 
-    def advance(self, cursor: Cursor, signals: Sequence[Signal], attained: int, room: float = inf) -> float:
+    def advance(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> float:
         """Take in the signals that are new; returns the expected tokens left (also ``cursor.left``) after ``attained`` generated ones.
 
         ``room``: tokens that its context has room for.
@@ -133,7 +132,8 @@ class CausalTree:
         base = log_rest[cell] if log_scale == 0.0 else log_scale + log_rest[cell_of(attained / prompt.scale)]
         seen = len(trail)
         if seen < len(signals):
-            for signal in signals[seen:]:
+            for i in range(seen, len(signals)):
+                signal = signals[i]
                 before = cursor.symbol
                 cursor.symbol = symbol = self.vocabulary.number(cursor.read(signal))
                 cursor.payload += signal.payload_tokens
@@ -148,7 +148,7 @@ class CausalTree:
                 effect = cursor.effect = _effect(stats, prompt, trail[-1][0], trail[-1][1])
             correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale + w[6] * effect
             if failed is not None:
-                correction += w[4] + w[5] * log(failed) if failed else w[3]
+                correction += w[4] + w[5] * log(float(failed)) if failed else w[3]
         else:
             if not attained:
                 cursor.start = (base, log_scale)
@@ -172,9 +172,10 @@ class CausalTree:
             cursor.future = cursor.payload / seen * turns_left
         return left
 
-    def ahead(self, cursor: Cursor, signals: Sequence[Signal], attained: int, room: float = inf) -> Cursor:
+    def ahead(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
         """Where a trajectory stands in the middle of a turn: a cursor of its own, from which nothing is learned.  No signal may be new."""
-        middle = copy(cursor)
+        middle = Cursor(cursor.prompt)
+        middle.symbol, middle.failed, middle.effect, middle.payload, middle.trail = cursor.symbol, cursor.failed, cursor.effect, cursor.payload, cursor.trail
         # Cells count as passed when a turn is over.
         middle.cell = max(cursor.cell, cell_of(attained))
         self.advance(middle, signals, attained, room)
@@ -248,8 +249,8 @@ class CausalTree:
         for stats in (task,) if task is everything else (everything, task):
             weight = stats.tables[0].weight[cell_of(total)]
             base, log_scale = cursor.start
-            if base:
-                x, target = (1.0, base - CENTRE, log_scale), log(total) - base
+            if base != 0.0:
+                x, target = [1.0, base - CENTRE, log_scale], log(total) - base
                 stats.plain.learn(x, target, target - stats.plain.predict(x), weight)
             # One moment stands for all those that are passed over.
             weight *= stride
@@ -264,7 +265,8 @@ class CausalTree:
         plain, full = stats.plain, stats.full
         target = log(rest) - base
         effect = _effect(stats, prompt, symbol, before)
-        x = (1.0, base - CENTRE, log_scale, *_tests(failed), effect)
+        green, fails, how_many = _tests(failed)
+        x = [1.0, base - CENTRE, log_scale, green, fails, how_many, effect]
         without, within = plain.predict(x), full.predict(x)
         below, above = target - within, target - without
         stats.gate.learn(full.loss(below), plain.loss(above))
@@ -302,7 +304,7 @@ class CausalTree:
             else:
                 if len(self._tasks) == 1:
                     # From the second task on, what is known of all tasks goes its own way.
-                    self.everything = deepcopy(self.everything)
+                    self.everything = self.everything.copied()
                 stats = TaskStats()
             self._tasks[name] = stats
         return stats
@@ -327,4 +329,4 @@ def _tests(failed: int | None) -> tuple[float, float, float]:
     """Features of the last test run: green, failing, log of how many."""
     if failed is None:
         return 0.0, 0.0, 0.0
-    return (0.0, 1.0, log(failed)) if failed else (1.0, 0.0, 0.0)
+    return (0.0, 1.0, log(float(failed))) if failed else (1.0, 0.0, 0.0)

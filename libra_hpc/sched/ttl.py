@@ -13,13 +13,14 @@ of all tools; with none at all, 0: the engine's own eviction decides.  Choices a
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
-KEPT = 64
-SLACK = 1.25
-REFRESH = 16
-MAX_TOOLS = 256
+KEPT: Final = 64
+SLACK: Final = 1.25
+REFRESH: Final = 16
+MAX_TOOLS: Final = 256
 """Tools told apart; later ones count as "all tools" only."""
-ALL = ""
+ALL: Final = ""
 
 
 class _Tool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli import follow, jobs, submit
 
+from libra_hpc import compiled
 from libra_hpc.errors import OperationError, SlurmUnreachable
 from libra_hpc.protocol.order import decode_order
 from libra_hpc.telemetry.events import LineLog
@@ -321,8 +322,9 @@ def test_the_help_of_a_verb_names_its_arguments_plainly(verb: str, cli: Cli) -> 
     assert "<int" not in outcome.out
 
 
-def test_the_version_is_that_of_the_package(cli: Cli) -> None:
-    assert cli("--version") == Outcome(0, f"libra-hpc {metadata.version('libra-hpc')}\n", "")
+def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.INTERPRETED, "1")
+    assert cli("--version") == Outcome(0, f"libra-hpc {metadata.version('libra-hpc')} (scheduler interpreted)\n", "")
 
 
 def test_login_node_verbs_never_import_an_engine() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from libra_hpc.sched.baselines.least_loaded import LeastLoaded
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
@@ -163,7 +164,7 @@ def test_looking_changes_nothing_that_is_learned() -> None:
 def test_it_is_asked_in_the_tail_alone_and_not_too_often() -> None:
     asked: list[float] = []
 
-    class Asked(CausalMlfq):
+    class Asked(LeastLoaded):
         def rebalance(self, running: object, board: Board, now: float) -> list[Move]:
             asked.append(now)
             return []

@@ -95,7 +95,7 @@ def test_a_blend_finds_the_weights_behind_the_data() -> None:
     for _ in range(3000):
         failed = rng.choice((None, 0, 3, 12))
         tests = (0.0, 0.0, 0.0) if failed is None else (0.0, 1.0, float(failed)) if failed else (1.0, 0.0, 0.0)
-        x = (1.0, rng.gauss(0, 1), rng.gauss(0, 0.5), *tests, rng.gauss(0, 1))
+        x = [1.0, rng.gauss(0, 1), rng.gauss(0, 0.5), *tests, rng.gauss(0, 1)]
         target = sum(w * v for w, v in zip(true, x, strict=True)) + rng.gauss(0, 1.0)
         blend.learn(x, target, target - blend.predict(x), 1.0)
     assert blend.weights == pytest.approx(true, abs=0.15)
@@ -107,7 +107,7 @@ def test_a_blend_stays_with_its_prior_until_the_data_say_otherwise() -> None:
     blend = Blend()
     assert blend.weights == list(PRIOR)
     for i in range(SOLVE_EVERY):
-        blend.learn((1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 1.0 - blend.weights[0], 1.0)
+        blend.learn([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], 1.0, 1.0 - blend.weights[0], 1.0)
         assert 0.0 <= blend.weights[0] <= 1.0, i
     assert blend.weights[0] == pytest.approx(SOLVE_EVERY / (SOLVE_EVERY + 20.0), rel=0.05)
     assert blend.weights[1:] == pytest.approx(PRIOR[1:])

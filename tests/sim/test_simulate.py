@@ -31,15 +31,24 @@ class Once(Restless):
         return [] if self.seen else super().rebalance(running, board, now)
 
 
-class Pair(CausalMlfq):
+class Pair:
     """C-MLFQ that is made to put everything short on ``b``, everything long on ``a``."""
+
+    name = "pair"
+
+    def __init__(self, moves: bool) -> None:
+        self._policy, self._moves = CausalMlfq(), moves
+        self.key, self.finished, self.forget = self._policy.key, self._policy.finished, self._policy.forget
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        return self._policy.rebalance(running, board, now) if self._moves else []
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         other = board.engines["b" if turn.prompt_id.startswith("long") else "a"]
         if turn.attained_tokens:
-            return super().route(turn, board, now)
+            return self._policy.route(turn, board, now)
         board.set_open(other.engine, False)
-        decision = super().route(turn, board, now)
+        decision = self._policy.route(turn, board, now)
         board.set_open(other.engine, True)
         return decision
 
@@ -119,9 +128,7 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
 def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
     fleet = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
     work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]
-    moving, staying = Pair(), Pair()
-    staying.rebalance = lambda running, board, now: []  # type: ignore[method-assign]
-    moved, stayed = (simulate(work, fleet, policy, with_(block_size=16, max_num_seqs=2)) for policy in (moving, staying))
+    moved, stayed = (simulate(work, fleet, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False))
     assert (moved.midturn_moves, stayed.midturn_moves) == (1, 0)
     assert moved.makespan_s < 0.95 * stayed.makespan_s
     assert moved.generated_tokens == stayed.generated_tokens

@@ -1,0 +1,151 @@
+"""The compiled scheduler decides what its sources decide, and is never used for other sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from libra_hpc_envs import compile as building
+
+from libra_hpc import compiled
+from libra_hpc.protocol.env import Signal
+from libra_hpc.sched.groups import TaskStats
+from libra_hpc.sched.tree import CausalTree
+from tests.sched.views import MISS, OK, finished
+
+PLAY = """
+import hashlib, json
+import libra_hpc.sched.tree
+from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.cmlfq import CausalMlfq
+from libra_hpc.sched.persist import to_line
+from bench.decisions import record, views
+import random
+
+rng, policy, board, seen = random.Random(7), CausalMlfq(), Board(24, adaptive=True), hashlib.sha256()
+for i, tp in enumerate((1, 1, 1, 2, 2, 4)):
+    board.up(f"e{i}", tp, 300_000 * tp, 0)
+for round in range(6):
+    at, now = {}, 100.0 * round
+    for i in range(6):
+        board.report(f"e{i}", EngineStats(0, rng.randrange(9), 0, rng.random(), 5000 * round + i, 20_000 * round + 7 * i, 0, 0, 50 * round, 0.5 * round + 0.1))
+    made = views(rng, 100, at)
+    for turn in made:
+        key = policy.key(turn, now)
+        decision = policy.route(turn, board, now)
+        seen.update(json.dumps([key, decision.engine, decision.priority, decision.keep_s, decision.wait, decision.reason, dict(decision.numbers)]).encode())
+        if decision.engine:
+            board.sent(decision.engine, turn.context_tokens)
+            at[turn.trajectory] = decision.engine
+    for turn in made:
+        if turn.trajectory in at:
+            board.answered(at[turn.trajectory], turn.context_tokens)
+        done = record(rng, turn.trajectory, turn.prompt_id)
+        task = ("one", "two")[round % 2]
+        policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, done.generated_tokens, 20, done.at_signal, done.signals, round), now)
+print(json.dumps([libra_hpc.sched.tree.__file__.endswith(".so"), policy.tree.learned, len(policy.tree), seen.hexdigest()]))
+"""
+
+
+def played(**environment: str) -> list[object]:
+    """Whether machine code ran, and a digest of some hundred decisions, of two tasks."""
+    env = {name: value for name, value in os.environ.items() if name != compiled.INTERPRETED} | environment
+    done = subprocess.run([sys.executable, "-c", PLAY], capture_output=True, text=True, check=True, env=env, cwd=Path(__file__).parents[2])
+    made: list[object] = json.loads(done.stdout)
+    return made
+
+
+def test_machine_code_decides_to_the_last_bit_what_the_sources_decide() -> None:
+    if not compiled.build_folder().is_dir():
+        pytest.skip("the scheduler is not compiled here")
+    fast, plain = played(), played(**{compiled.INTERPRETED: "1"})
+    assert (fast[0], plain[0]) == (True, False)
+    assert fast[1:] == plain[1:]
+    assert fast[1] == 600
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, and nothing built."""
+    folder = tmp_path / "libra_hpc" / "sched"
+    shutil.copytree(compiled.SOURCES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiled, "SOURCES", folder)
+    monkeypatch.setattr(compiled, "BUILDS", tmp_path / "builds")
+    monkeypatch.delenv(compiled.INTERPRETED, raising=False)
+    return folder
+
+
+def test_a_build_serves_the_sources_it_was_made_of_alone(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ["own"]
+    compiled.use(path)
+    assert path == ["own"], "nothing is built"
+    build = compiled.build_folder()
+    build.mkdir(parents=True)
+    compiled.use(path)
+    assert path == [str(build), "own"]
+    monkeypatch.setenv(compiled.INTERPRETED, "1")
+    compiled.use(path)
+    assert len(path) == 2
+    monkeypatch.delenv(compiled.INTERPRETED)
+    with (sources / "tree.py").open("a") as edited:
+        edited.write("\n")
+    assert not compiled.in_use(), "a build of other sources"
+
+
+@pytest.mark.parametrize(("variable", "value", "missing"), [("CC", "no-such-compiler", "'no-such-compiler'"), ("", "", "Python.h")])
+def test_without_a_compiler_the_sources_stay_in_use(
+    variable: str, value: str, missing: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, value)
+    else:
+        monkeypatch.setenv("CC", "sh")
+        monkeypatch.setattr(building.sysconfig, "get_path", lambda name: "/nowhere")
+    assert building.main() == 1
+    told = capsys.readouterr().err
+    assert missing in told
+    assert told.count("\n") == 1
+    assert not compiled.BUILDS.exists()
+
+
+def test_a_build_that_is_there_is_not_made_again(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled.build_folder().mkdir(parents=True)
+    assert building.main() == 0
+    assert capsys.readouterr().out == "the compiled scheduler is up to date\n"
+
+
+def known(thing: object) -> dict[str, object]:
+    """Every attribute of a learner, those of its parts too; private ones of compiled classes cannot be seen, so it is called on what they lead to as well."""
+    if isinstance(thing, (int, float, str, type(None))):
+        return {"": thing}
+    if isinstance(thing, dict):
+        return {f"{key}.{name}": value for key, part in thing.items() for name, value in known(part).items()}
+    if isinstance(thing, (list, tuple)):
+        return {f"{key}.{name}": value for key, part in enumerate(thing) for name, value in known(part).items()}
+    names = [name for name in dir(thing) if not name.startswith("__") and not callable(getattr(thing, name))]
+    return {f"{key}.{name}": value for key in names for name, value in known(getattr(thing, key)).items()}
+
+
+def test_a_copy_knows_the_same_and_goes_its_own_way() -> None:
+    tree = CausalTree()
+
+    def teach(start: int) -> None:
+        for i in range(start, start + 60):
+            signals: tuple[Signal, ...] = (OK, MISS, OK)[: i % 4]
+            tree.insert(finished(100 + 37 * i, f"p{i // 4}", f"t{i}", version=i // 20, signals=signals, at=tuple(20 * (k + 1) for k in range(len(signals)))))
+
+    teach(0)
+    copy = tree.everything.copied()
+    before = known(tree.everything)
+    assert len(before) > 600
+    assert known(copy) == before
+    teach(60)
+    assert known(tree.everything) != before
+    assert known(copy) == before
+    assert known(TaskStats()) != before
