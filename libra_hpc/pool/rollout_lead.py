@@ -11,7 +11,7 @@ from typing import Any
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.env import ToHost, from_host, to_host
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.kept import Kept, Position
+from libra_hpc.rollout.kept import Kept, Position, Record
 from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
 from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
 from libra_hpc.rollout.spool import Spool
@@ -62,7 +62,7 @@ class RolloutLead:
         self._trajectories: Journal[Ended] = Journal(context.run.trajectories, trace_line)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._spool = Spool(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
-        self._new: list[Trajectory | wire.Committed] = []
+        self._new: list[Trajectory | Record | wire.Committed] = []
         """For the spool's next write."""
         self._hosts: list[Child | None] = [None] * config.task.hosts
         self._deaths = [0] * config.task.hosts
@@ -140,7 +140,10 @@ class RolloutLead:
     async def stop(self) -> None:
         """End the environment hosts and write what is left."""
         self._stopping = True
-        # Before anything that takes time: whoever ends the job may not wait for it.
+        # Before anything that takes time: whoever ends the job may not wait for it.  What is finished comes first.
+        await self._flush()
+        # They may go on while they are written: records are what they are now.
+        self._new += [Record.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await asyncio.gather(*(child.stop() for child in self._hosts if child is not None))
         await self._trajectories.close()

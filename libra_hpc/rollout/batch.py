@@ -14,16 +14,17 @@ TOKEN_BYTES = 4
 
 
 class GroupState:
-    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has finished."""
+    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has finished or begun."""
 
-    __slots__ = ("done", "index", "missing", "open")
+    __slots__ = ("begun", "done", "index", "missing", "open")
 
     def __init__(self, index: int, samples: int, kept: Sequence[Trajectory] = ()) -> None:
         self.index = index
-        self.done = list(kept)
-        there = {trajectory.sample for trajectory in kept}
+        self.done = [trajectory for trajectory in kept if trajectory.place == "done"]
+        there = {trajectory.sample for trajectory in self.done}
+        self.begun = {trajectory.sample: trajectory for trajectory in kept if trajectory.sample not in there}
         self.missing = tuple(sample for sample in range(samples) if sample not in there)
-        """Samples to be run."""
+        """Samples to be run, from the start or, where ``begun`` has them, from where they are."""
         self.open = len(self.missing)
 
     def to_group(self) -> Group:

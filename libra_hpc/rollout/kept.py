@@ -1,7 +1,7 @@
-"""What of the finished trajectories of earlier starts counts for this one: a record of each, and the rules.
+"""What of the trajectories of earlier starts counts for this one: a record of each, and the rules.
 
-All ranks start anew after a time limit, a crash, a requeue or a repartition, from the newest checkpoint, the one after step s.  A finished trajectory that is
-not trained there need not be sampled again when
+All ranks start anew after a time limit, a crash, a requeue or a repartition, from the newest checkpoint, the one after step s.  A trajectory that is not
+trained there need not be sampled again, as far as it has come, when
 
 * its prompt is not trained at s (else the weights have it already, and it counts nowhere),
 * its start made the same prompts: the digest of everything they depend on is the same (else reason ``configuration``),
@@ -9,8 +9,9 @@ not trained there need not be sampled again when
   to the lowest of these, because what was trained beyond that step is not what was trained there later (``weights``),
 * it can still be trained within the staleness bound: its first token is of version s - eta or later (``staleness``).
 
-What was cut off in mid-course is not kept: its environment is gone.  It is drawn again, and since it is the long ones that are cut off, the batches sampled
-around a restart lean towards short trajectories, at most eta + 1 of them.
+A finished one is taken as it is.  One in mid-course goes on if its environment can be brought back (`libra_hpc.rollout.replay`).  Where a start ended without
+a word (a crash) there are no records of those, and they are drawn again; since it is the long ones that are cut off, the batches sampled around it then lean
+towards short trajectories, at most eta + 1 of them.
 
 Pure: records and positions in, trajectories out.
 """
@@ -20,10 +21,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
 from libra_hpc.protocol.codec import Codec
+from libra_hpc.protocol.trace import signal_of
 
 from .trajectory import ServedTurn, Trajectory
 
@@ -45,17 +49,25 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     info: dict[str, float]
     turns: tuple[ServedTurn, ...]
     versions: tuple[tuple[int, int], ...]
+    rest: Literal["", "tool", "turn"] = ""
+    """What is missing: nothing, the answer to the last turn, or (the rest of) a turn."""
 
     @classmethod
     def of(cls, t: Trajectory) -> Record:
-        """The record of a finished trajectory."""
+        """The record of a trajectory, as far as it has come."""
         arrays = t.context.tobytes(), bytes(t.mask), t.logprobs.tobytes()
-        return cls(t.index, t.sample, t.attempt, t.prompt_id, t.prompt_tokens, *arrays, t.reward, t.info, tuple(t.turns), tuple(t.versions))
+        rest: Literal["", "tool", "turn"] = "" if t.place == "done" else "tool" if t.place == "tool" else "turn"
+        return cls(t.index, t.sample, t.attempt, t.prompt_id, t.prompt_tokens, *arrays, t.reward, t.info, tuple(t.turns), tuple(t.versions), rest)
 
     @property
     def sound(self) -> bool:
-        """Whether the arrays agree in length, and the versions with the mask."""
-        return 4 * len(self.mask) == len(self.tokens) == len(self.logprobs) and self.mask.count(1) == sum(count for _, count in self.versions) > 0
+        """Whether the arrays agree in length, and the versions and the turns with the mask."""
+        generated, turns = self.mask.count(1), self.turns
+        return (
+            4 * len(self.mask) == len(self.tokens) == len(self.logprobs)
+            and generated == sum(count for _, count in self.versions) == sum(turn.gen_tokens for turn in turns) > 0
+            and self.prompt_tokens + sum(turn.new_tokens for turn in turns) == len(self.mask) - generated
+        )
 
     @property
     def oldest(self) -> int:
@@ -68,11 +80,20 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         return max(version for version, _ in self.versions)
 
     def trajectory(self) -> Trajectory:
-        """What training and its statistics need of it; the scheduler learns from ``trajectories.jsonl``."""
-        t = Trajectory(self.index, self.sample, self.attempt, 0, 0.0)
+        """What training and its statistics need of it, or to go on with it; of finished ones the scheduler learns from ``trajectories.jsonl``."""
+        t = Trajectory(self.index, self.sample, self.attempt)
         t.prompt_id, t.prompt_tokens, t.reward, t.info = self.prompt_id, self.prompt_tokens, self.reward, self.info
         t.context, t.mask, t.logprobs = array("i", self.tokens), bytearray(self.mask), array("f", self.logprobs)
         t.turns, t.versions, t.first_version, t.attained = list(self.turns), list(self.versions), self.oldest, self.mask.count(1)
+        t.place = "before" if self.rest == "turn" else "tool" if self.rest else "done"
+        last = t.turns[-1].gen_tokens
+        t.turn = list(t.context[len(t.context) - last :])
+        attained = 0
+        for turn, following in pairwise(t.turns):
+            attained += turn.gen_tokens
+            if turn.tool is not None:
+                t.signals.append(signal_of(turn, following.new_tokens))
+                t.at_signal.append(attained)
         return t
 
 
@@ -117,17 +138,20 @@ class Kept(msgspec.Struct, frozen=True):
     """What counts."""
 
     groups: Mapping[int, Sequence[Trajectory]]
-    """Finished trajectories by prompt, each sample once."""
+    """Trajectories by prompt, finished and unfinished ones (`Trajectory.place`), each sample once."""
     dropped: Mapping[str, int]
     """Trajectories that count no more, by reason; ``damaged``: files with a part that cannot be read."""
 
     def event(self, group_size: int) -> dict[str, int | dict[str, float]]:
         """Fields of the event log's record."""
-        kept = [trajectory for group in self.groups.values() for trajectory in group]
+        finished = {index: [trajectory for trajectory in group if trajectory.place == "done"] for index, group in self.groups.items()}
+        whole = sum(len(group) == group_size for group in finished.values())
+        kept = [trajectory for group in finished.values() for trajectory in group]
+        begun = [trajectory for group in self.groups.values() for trajectory in group if trajectory.place != "done"]
         return {
-            "trajectories": len(kept), "groups": len(self.groups), "whole_groups": sum(len(group) == group_size for group in self.groups.values()),
+            "trajectories": len(kept), "groups": sum(1 for group in finished.values() if group), "whole_groups": whole,
             "tokens": sum(len(trajectory.context) for trajectory in kept), "generated_tokens": sum(trajectory.attained for trajectory in kept),
-            "dropped": dict(self.dropped),
+            "unfinished": len(begun), "unfinished_tokens": sum(trajectory.attained for trajectory in begun), "dropped": dict(self.dropped),
         }  # fmt: skip
 
 

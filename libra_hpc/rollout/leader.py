@@ -2,8 +2,8 @@
 
 It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained.  A trajectory alternates between three
 places: an environment host (a tool runs; no engine slot is held), the dispatcher's queue, and an engine.  Whatever dies, the token-level record here
-is complete up to the last answer, so a lost engine costs the running turns only (they are sent again elsewhere), and a lost environment host costs its
-episodes, which start anew under the same prompt.
+is complete up to the last answer, so a lost engine costs the running turns only (they are sent again elsewhere), and the episodes of a lost environment host
+are brought back by playing their turns again (`environments`).
 
 Queue, board and policy are those the simulator drives.  Work is coalesced: answers that arrive together are routed together, once per pass of the event
 loop.
@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
+from libra_hpc.protocol.env import HostReady, ToHost
 from libra_hpc.protocol.mesh import Batch, EngineUp, Length, MeshMessage, RolloutReport, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
@@ -27,6 +26,7 @@ from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Policy, TurnView
 
 from .batch import batch_ready, batch_stats
+from .environments import Environments
 from .fleet import Fleet
 from .progress import length_of, open_groups
 from .record import Ended, Routed
@@ -69,14 +69,15 @@ class RolloutLeader:
         log: Callable[..., None],
     ) -> None:
         self.settings = settings
-        self._send, self._train_leader, self._to_host, self._log = send, train_leader, to_host, log
+        self._send, self._train_leader, self._log = send, train_leader, log
         self._ended, self._routed = ended, routed
-        self._hosts_ready = [False] * hosts
         self._board = Board(settings.max_inflight)
         self._fleet = Fleet(self._board)
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
-        self._episodes: dict[str, Trajectory] = {}
+        self._environments = Environments(
+            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart
+        )  # fmt: skip
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = self.resubmitted = 0
@@ -97,66 +98,37 @@ class RolloutLeader:
             self._supply.trained(indices)
 
     def _admit(self) -> None:
-        if self._supply is None or not all(self._hosts_ready) or not self._fleet.engines:
+        if self._supply is None or not self._environments.up or not self._fleet.engines:
             return
         now = time.monotonic()
         for group in self._supply.admit(now):
             for sample in group.missing:
-                self._open(group.index, sample, 0, now)
+                self._begin(group.begun.get(sample) or Trajectory(group.index, sample, 0), now)
 
-    def _open(self, index: int, sample: int, attempt: int, now: float) -> None:
-        host = (index * self.settings.group_size + sample) % len(self._hosts_ready)
-        trajectory = Trajectory(index, sample, attempt, host, now)
-        self._episodes[trajectory.episode] = trajectory
+    def _begin(self, trajectory: Trajectory, now: float) -> None:
+        trajectory.host = self._environments.host_of(trajectory.index, trajectory.sample)
+        trajectory.started_at = trajectory.ready_at = now
+        self._environments.open(trajectory)
+
+    def _progress(self, index: int) -> float:
         assert self._supply is not None
-        self._to_host(host, OpenEpisode(trajectory.episode, index, sample, self._supply.progress(index)))
+        return self._supply.progress(index)
 
     # --- environment hosts ------------------------------------------------------------------------------------------------------------------
 
     def on_host(self, host: int, message: Any) -> None:
         """A message of an environment host."""
-        match message:
-            case EpisodeStepped():
-                self._stepped(message)
-            case EpisodeOpened(episode=episode):
-                trajectory = self._episodes.get(episode)
-                if trajectory is not None:
-                    trajectory.prompt_id = message.prompt_id
-                    trajectory.max_tokens, trajectory.stop_ids = message.max_tokens, message.stop_ids
-                    trajectory.add_environment(message.tokens)
-                    trajectory.prompt_tokens = len(trajectory.context)
-                    self._ready(trajectory)
-            case EpisodeFailed(episode=episode, error=error):
-                trajectory = self._episodes.get(episode)
-                if trajectory is not None:
-                    self._restart(trajectory, error)
-            case HostReady():
-                self._hosts_ready[host] = True
-                self._kick()
+        self._environments.on_message(host, message)
+        if isinstance(message, HostReady):
+            self._kick()
 
     def on_host_down(self, host: int, reason: str) -> None:
-        """An environment host died: its episodes start anew once it is back."""
-        self._hosts_ready[host] = False
-        for trajectory in [t for t in self._episodes.values() if t.host == host]:
-            self._restart(trajectory, reason, counts=False)
+        """An environment host died, and another was started."""
+        self._environments.on_down(host, reason)
 
-    def _stepped(self, message: EpisodeStepped) -> None:
-        trajectory = self._episodes.get(message.episode)
-        if trajectory is None:
-            return
-        if message.signal is not None:
-            trajectory.add_signal(message.signal)
-        if message.done:
-            trajectory.reward, trajectory.info = message.reward, message.info
-            self._finish(trajectory)
-            return
-        trajectory.add_environment(message.tokens)
-        if len(trajectory.context) + trajectory.max_tokens > self.settings.max_model_len:
-            self._to_host(trajectory.host, CloseEpisode(trajectory.episode))
-            trajectory.info = {"truncated": 1.0}
-            self._finish(trajectory)
-            return
-        self._ready(trajectory)
+    def unfinished(self) -> list[Trajectory]:
+        """Trajectories in mid-course that have generated something: what a new start of all ranks can go on with."""
+        return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
 
     # --- turns ------------------------------------------------------------------------------------------------------------------------------
 
@@ -185,7 +157,7 @@ class RolloutLeader:
         now, at = time.monotonic(), time.time()
         outbox: dict[int, list[tuple[str, Generate]]] = {}
         for turn, decision in self._queue.dispatch(now):
-            trajectory, name = self._episodes[turn.trajectory], decision.engine
+            trajectory, name = self._environments.episodes[turn.trajectory], decision.engine
             self._rid += 1
             rid = f"{trajectory.episode}:{self._rid}"
             room = trajectory.max_tokens - len(trajectory.turn)
@@ -226,8 +198,7 @@ class RolloutLeader:
         if generated.finish == "abort" and len(trajectory.turn) < trajectory.max_tokens:
             self._ready(trajectory)
             return
-        trajectory.place = "tool"
-        self._to_host(trajectory.host, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+        self._environments.answer(trajectory)
 
     def _resubmit(self, trajectory: Trajectory, reason: str) -> None:
         self.resubmitted += 1
@@ -237,7 +208,7 @@ class RolloutLeader:
     def _restart(self, trajectory: Trajectory, reason: str, counts: bool = True) -> None:
         """Sample the trajectory anew from its prompt; after `MAX_ERRORS` faults of its own its group goes on without it."""
         now = time.monotonic()
-        self._episodes.pop(trajectory.episode, None)
+        self._environments.forget(trajectory)
         self._fleet.drop(trajectory)
         # Siblings that wait for this one to finish would wait for ever.
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
@@ -249,12 +220,13 @@ class RolloutLeader:
             return
         self.resubmitted += 1
         self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
-        self._open(trajectory.index, trajectory.sample, attempt, now)
+        self._begin(Trajectory(trajectory.index, trajectory.sample, attempt), now)
 
     # --- the end of a trajectory ------------------------------------------------------------------------------------------------------------
 
     def _finish(self, trajectory: Trajectory) -> None:
-        del self._episodes[trajectory.episode]
+        self._environments.forget(trajectory)
+        trajectory.place = "done"
         now = time.monotonic()
         self._queue.finished(trajectory.finished(self.settings.task), now)
         self._lengths.append(length_of(trajectory))
@@ -343,7 +315,7 @@ class RolloutLeader:
         # Time alone may change a policy's mind about a turn it has let wait.
         self._kick()
         lengths, self._lengths = tuple(self._lengths), []
-        fleet, supply, episodes, now = self._fleet, self._supply, self._episodes.values(), time.monotonic()
+        fleet, supply, episodes, now = self._fleet, self._supply, self._environments.episodes.values(), time.monotonic()
         ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
         return RolloutReport(
             len(episodes), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding, self.resubmitted,

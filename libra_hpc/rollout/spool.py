@@ -1,9 +1,9 @@
-"""The spool: finished trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
+"""The spool: trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
 
-Once a second the rollout leader's agent has what finished since appended, in a thread, to the newest *segment*: frames of a length, a CRC-32 and a msgpack
-value that decodes to a `libra_hpc.rollout.kept.Record` and to nothing else.  A reader stops at the first frame that is torn or damaged, so a kill in mid-write
-costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name begins with the number of its start, and no
-start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
+Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a thread, to the newest *segment*: frames
+of a length, a CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.kept.Record` and to nothing else.  A reader stops at the first frame that is
+torn or damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name
+begins with the number of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
 
 A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is trained now, but not there, is needed only
 if it would count there: its tokens are of versions up to that checkpoint's.  So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed,
@@ -134,8 +134,8 @@ class Spool:
         groups = self._needed.setdefault(path, {})
         groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
 
-    async def write(self, new: Sequence[Trajectory | Committed]) -> None:
-        """Append finished trajectories, and take note of what is trained."""
+    async def write(self, new: Sequence[Trajectory | Record | Committed]) -> None:
+        """Append finished trajectories and records of others, and take note of what is trained."""
         async with self._writing:
             await asyncio.to_thread(self._write, new)
 
@@ -144,7 +144,7 @@ class Spool:
         async with self._writing:
             await asyncio.to_thread(self._close)
 
-    def _write(self, new: Sequence[Trajectory | Committed]) -> None:
+    def _write(self, new: Sequence[Trajectory | Record | Committed]) -> None:
         if self.failed:
             return
         try:
@@ -152,7 +152,7 @@ class Spool:
                 if isinstance(record, Committed):
                     self._committed.update(record.indices)
                 else:
-                    self._append(Record.of(record))
+                    self._append(record if isinstance(record, Record) else Record.of(record))
             if self._handle is not None:
                 self._handle.flush()
             if self._clock() - self._trimmed_at >= TRIM_S:

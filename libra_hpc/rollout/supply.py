@@ -15,7 +15,7 @@ from .trajectory import Trajectory
 class PromptSupply:
     """The data order of a run from (step, low, extra) on: indices below ``low`` and those in ``extra`` are trained already.
 
-    ``total`` is the number of prompts of the whole run; times are seconds of any monotonic clock.  ``kept``: finished trajectories of untrained prompts from
+    ``total`` is the number of prompts of the whole run; times are seconds of any monotonic clock.  ``kept``: trajectories of untrained prompts from
     before this start (`libra_hpc.rollout.kept`).  They are admitted in their prompt's place, so that the order of the data stays what it was, and only the rest
     of the group is run.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -21,16 +22,20 @@ class ServedTurn(TurnRecord, frozen=True):
     """(weight version, tokens generated under it), in order."""
 
 
+Place = Literal["waiting", "engine", "tool", "before", "done"]
+"""In the dispatcher's queue; at an engine; at its environment; in mid-course when a new start of all ranks took it over; finished."""
+
+
 class Trajectory:
     """Mutable state of one sample of a group.  `context` is int32, `mask` uint8 (1: the policy generated it), `logprobs` float32, all of one length."""
 
     __slots__ = (
         "at_signal", "attempt", "attained", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
-        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "reward", "sample", "sent_at", "signals", "started_at", "stop_ids", "turn", "turns",
-        "versions",
+        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at", "stop_ids", "turn",
+        "turns", "versions",
     )  # fmt: skip
 
-    def __init__(self, index: int, sample: int, attempt: int, host: int, now: float) -> None:
+    def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
         self.index, self.sample, self.attempt, self.host = index, sample, attempt, host
         self.episode = f"{index}.{sample}.{attempt}"
         self.prompt_id = ""
@@ -44,7 +49,9 @@ class Trajectory:
         self.versions: list[tuple[int, int]] = []
         self.first_version = -1
         self.engine = ""
-        self.place = "tool"
+        self.place: Place = "tool"
+        self.replays = 0
+        """How often its environment was lost while it may have been the one that broke it."""
         self.started_at = self.ready_at = now
         self.sent_at = 0.0
         """When the newest turn went to an engine; 0.0 before the first."""

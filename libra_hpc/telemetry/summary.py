@@ -117,8 +117,10 @@ class Summary(msgspec.Struct, frozen=True):
     resubmitted: int
     kept_trajectories: int
     """Finished before a new start of the ranks and not trained then, that did not have to be sampled again."""
+    kept_unfinished: int
+    """In mid-course then, whose turns were played again."""
     kept_tokens: int
-    """Generated tokens of these."""
+    """Generated tokens of both."""
     checkpoints: list[int]
     policy: str | None
     """Folder of the exported policy."""
@@ -160,7 +162,8 @@ def summarise(run: RunDir) -> Summary:
         engines_restarted=kinds["engine_restarted"],
         resubmitted=kinds["resubmitted"],
         kept_trajectories=_total(kept, "trajectories"),
-        kept_tokens=_total(kept, "generated_tokens"),
+        kept_unfinished=_total(kept, "unfinished"),
+        kept_tokens=_total(kept, "generated_tokens") + _total(kept, "unfinished_tokens"),
         checkpoints=sorted({e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}),
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
@@ -275,8 +278,9 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("forecast", _said(summary.forecast))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
-    if summary.kept_trajectories:
-        facts.add_row("kept", f"{summary.kept_trajectories} trajectories with {summary.kept_tokens:,} generated tokens, over new starts of the ranks")
+    if summary.kept_trajectories or summary.kept_unfinished:
+        what = f"{summary.kept_trajectories} trajectories and {summary.kept_unfinished} in mid-course with {summary.kept_tokens:,} generated tokens"
+        facts.add_row("kept", f"{what}, over new starts of the ranks")
     for change in summary.layouts:
         known = (("before", change.before_s, " a step"), ("since", change.after_s, " a step"), ("break", change.break_s, ""))
         seconds = ", ".join(f"{name} {value:.2f} s{what}" for name, value, what in known if value is not None)

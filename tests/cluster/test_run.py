@@ -36,6 +36,11 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     case.wait(lambda: len(case.events("engine_lost")) == 2, "the lost worker")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) >= before + 2, "steps with a rebuilt Megatron worker")
+    case.kill(2, "libra_hpc.tasks.host")
+    case.wait(lambda: case.events("host_lost"), "the lost environment host")
+    before = len(case.steps())
+    case.wait(lambda: len(case.steps()) >= before + 3, "steps with another environment host")
+    assert not [event for event in case.events("resubmitted") if "did not answer" in event["reason"]], "its environments came back as they were"
 
     shown = json.loads(case.cli("status", str(run.path), "--json").stdout)
     shown = shown["status"]
@@ -63,7 +68,9 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     again = case.events("job_started")[1]["t"]
     finished = [line for line in read_lines(run.trajectories) if line["finished_at"] < again and line["index"] in untrained]
     kept = case.events("experience_kept")
-    assert [(event["trajectories"], event["dropped"]) for event in kept] == ([(len(finished), {})] if finished else [])
+    assert sum(event["trajectories"] for event in kept) == len(finished)
+    assert not any(event["dropped"] for event in kept)
+    assert not [event for event in case.events("resubmitted") if event["t"] > again], "every environment answered as before"
     sampled_once(run)
 
     from transformers import AutoModelForCausalLM

@@ -134,8 +134,9 @@ def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: Cluste
     assert {row["replicas"] for row in rows if row["step"] > done["step"]} == {train}
     trained_once(run, 26)
     (kept,) = case.events("experience_kept")
-    assert kept["trajectories"] > 0
+    assert kept["trajectories"] + kept["unfinished"] > 0
     assert kept["dropped"] == {}
+    assert not case.events("resubmitted"), "every environment answered as before"
     sampled_once(run)
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert [change["step"] for change in summary["layouts"]] == [done["step"]]

@@ -109,7 +109,7 @@ class Plant:
         self.lines: list[dict[str, Any]] = []
         self.ended: list[Trajectory] = []
         self.decisions: list[dict[str, Any]] = []
-        self.turns, self.version = turns, 0
+        self.turns, self.version, self.tool = turns, 0, 5
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
         settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2, in_order)
@@ -180,7 +180,8 @@ class Plant:
                     done = self.steps_of[episode] >= self.turns
                     reward = float(int(episode.split(".")[1]) % 2 == 0)
                     signal = Signal("tool", "ok", 1, 0.01, exit_code=1, passed=None if done else 3)
-                    self.leader.on_host(0, EpisodeStepped(episode, b"" if done else pack_i32([5]), signal, done, reward, {"solved": reward} if done else {}))
+                    answer, info = (b"", {"solved": reward}) if done else (pack_i32([self.tool]), {})
+                    self.leader.on_host(0, EpisodeStepped(episode, answer, signal, done, reward, info))
                     if done:
                         self.finished.append(episode)
                 case CloseEpisode():
@@ -290,17 +291,86 @@ def test_all_engines_gone_waits_and_goes_on() -> None:
     asyncio.run(main())
 
 
-def test_a_dead_host_starts_its_episodes_anew_without_counting_them_twice() -> None:
+def kill_host(plant: Plant) -> None:
+    plant.host.clear()
+    plant.leader.on_host_down(0, "killed")
+    plant.leader.on_host(0, HostReady("toy"))
+
+
+def test_what_a_dead_host_was_doing_is_played_again_in_the_next_one() -> None:
+    async def main() -> None:
+        plain, plant = Plant(eta=0, turns=3), Plant(eta=0, turns=3)
+        plain.start()
+        await plain.run(lambda: plain.batches)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        plant.serve(3)
+        await plant.settle()
+        plant.serve(2)
+        # One runs its first turn, one its second, and two are at their environment; one more comes back while it is brought back.
+        kill_host(plant)
+        plant.serve(1)
+        await plant.run(lambda: plant.batches)
+        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "none is sampled anew"
+        assert plant.batches[0].groups == plain.batches[0].groups
+        assert [(line["index"], line["sample"], len(line["turns"])) for line in sorted(plant.lines, key=str)] == [
+            (line["index"], line["sample"], len(line["turns"])) for line in sorted(plain.lines, key=str)
+        ]
+        assert len(plant.decisions) == len(plain.decisions) == 12, "no turn is generated twice"
+        assert not plant.events
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_answers_differently_has_its_trajectory_sampled_anew() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=3)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        plant.serve()
+        await plant.settle()
+        plant.tool = 6
+        kill_host(plant)
+        await plant.run(lambda: plant.batches)
+        assert sorted(plant.finished) == ["0.0.1", "0.1.1", "1.0.1", "1.1.1"]
+        contexts = [list(unpack_i32(sample.tokens)) for group in plant.batches[0].groups for sample in group.samples]
+        assert all(5 not in context[3:] for context in contexts)
+        assert [fields["reason"] for kind, fields in plant.events] == ["its environment did not answer as it had when its turns were played again"] * 4
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_breaks_its_host_is_told_it_twice_and_no_more() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=3)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        deaths = 0
+        for _ in range(200):
+            if any(isinstance(message, StepEpisode) and message.episode == "1.1.0" for message in plant.host):
+                deaths += 1
+                kill_host(plant)
+            plant.environment()
+            plant.serve(1)
+            await asyncio.sleep(0)
+            if plant.batches:
+                break
+        assert deaths == 2
+        assert "1.1.1" in plant.finished
+        assert [len(g.samples) for g in plant.batches[0].groups] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_a_host_that_dies_before_it_opened_anything_costs_nothing() -> None:
     async def main() -> None:
         plant = Plant(eta=0)
         plant.start()
-        await plant.run(lambda: plant.inbox)
-        plant.host.clear()
-        plant.leader.on_host_down(0, "killed")
-        plant.leader.on_host(0, HostReady("toy"))
+        await asyncio.sleep(0)
+        kill_host(plant)
         await plant.run(lambda: plant.batches)
-        assert sorted(plant.finished) == ["0.0.1", "0.1.1", "1.0.1", "1.1.1"]
         assert [len(g.samples) for g in plant.batches[0].groups] == [2, 2]
+        assert len(plant.decisions) == 8
 
     asyncio.run(main())
 
@@ -433,7 +503,7 @@ def test_a_resumed_run_skips_what_is_trained() -> None:
     asyncio.run(main())
 
 
-def test_a_new_start_goes_on_with_what_is_finished_and_samples_only_the_rest() -> None:
+def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> None:
     """The ranks start anew again and again, from the last step or the one before; kept trajectories go through their records, as through the spool."""
 
     async def main() -> None:
@@ -450,6 +520,7 @@ def test_a_new_start_goes_on_with_what_is_finished_and_samples_only_the_rest() -
                 position = Position(step, trained.low, frozenset(trained.extra))
                 number = len(starts) - 1
                 kept = gather((record, verdict(record, start, starts, position, eta)) for start, record in found)
+                begun_before = {t: t.context.tobytes() for members in kept.groups.values() for t in members if t.place != "done"}
                 plant = Plant(eta=eta, steps=steps, in_order=in_order)
                 plant.start(trained.low, tuple(trained.extra), step, kept.groups)
                 begun, last = step, min(steps, step + pick.randrange(1, 4))
@@ -468,18 +539,26 @@ def test_a_new_start_goes_on_with_what_is_finished_and_samples_only_the_rest() -
                 groups = {g.index: {s.uid: s for s in g.samples} for batch in plant.batches for g in batch.groups}
                 for index, members in kept.groups.items():
                     for member in members:
+                        if member in begun_before:
+                            total["gone on with"] += index in groups
+                            if index in groups:
+                                assert groups[index][f"{index}.{member.sample}"].tokens.startswith(begun_before[member])
+                            continue
                         assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
                         if index in groups:
                             assert groups[index][f"{index}.{member.sample}"].tokens == member.context.tobytes()
                         total["kept"] += 1
                 assert not [kind for kind, _ in plant.events if kind == "experience_refused"]
                 assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
-                found += [(number, Record.of(trajectory)) for trajectory in plant.ended]
+                # A start may end with or without a word.
+                said = plant.leader.unfinished() if pick.random() < 0.7 else []
+                found += [(number, Record.of(trajectory)) for trajectory in (*plant.ended, *said)]
                 total["sampled"] += len(plant.ended)
                 step = max(begun, step - pick.randrange(2)) if step < steps else step
                 starts.append(Start(step, "same"))
             assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))
         assert total["kept"] > 100
+        assert total["gone on with"] > 20
 
     asyncio.run(main())
 
@@ -551,7 +630,7 @@ def test_the_board_counts_what_is_in_flight_and_only_that() -> None:
         assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.0))
         plant.leader.on_engine_load("high", EngineStats(0, 4, 0, 0.25, 0, 0, 0, 0, 1, 0.1))
         plant.leader.on_host_down(0, "killed")
-        assert plant.leader.report().buckets == ((1, 1, 0, 0, 0.0), (2, 1, 0, 0, 0.25)), "what starts anew is not in flight"
+        assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.25)), "turns go on while environments are brought back"
         plant.serve()
         plant.leader.on_host(0, HostReady("toy"))
         await plant.run(lambda: len(plant.inbox) == 8)

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pool.origin import digest
 from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout import spool as spools
 from libra_hpc.rollout.batch import GroupState, batch_stats
 from libra_hpc.rollout.kept import Kept, Position, Record, Start, verdict
 from libra_hpc.rollout.spool import STARTS, TRIM_S, Spool, read_segment
-from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.rollout.trajectory import Place, Trajectory
 
 ETA = 2
 
@@ -38,7 +39,7 @@ def played(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Traje
         if turn:
             trajectory.add_environment(pack_i32([9] * 3))
         trajectory.add_generated(Generated("r", pack_i32([7, turn]), pack_f32([-1.5, -2.0]), "stop", ((version, 2),), 0, 0.0, 0.0), "e0")
-    trajectory.reward, trajectory.info = float(sample), {"solved": float(sample)}
+    trajectory.reward, trajectory.info, trajectory.place = float(sample), {"solved": float(sample)}, "done"
     return trajectory
 
 
@@ -89,7 +90,32 @@ def test_a_kept_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
     assert after.to_group() == before.to_group()
     assert batch_stats([after], 3) == batch_stats([before], 3)
     assert after.missing == ()
-    assert kept.event(2) == {"trajectories": 2, "groups": 1, "whole_groups": 1, "tokens": 25, "generated_tokens": 10, "dropped": {}}
+    assert kept.event(2) == {
+        "trajectories": 2, "groups": 1, "whole_groups": 1, "tokens": 25, "generated_tokens": 10, "unfinished": 0, "unfinished_tokens": 0, "dropped": {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["waiting", "engine", "tool"])
+def test_a_trajectory_in_mid_course_comes_back_as_it_was(place: Place, run: Run) -> None:
+    original = played(4, 1, (1, 2))
+    original.add_signal(Signal("get", "miss", 3, 0.5, exit_code=1, failed=2))
+    if place != "tool":
+        original.add_environment(pack_i32([9] * 3))
+    original.place = place
+    run.start()
+    run.add(original, played(4, 0))
+    kept = run.start(at(2))
+    assert kept.event(2)["unfinished"] == 1
+    assert kept.event(2)["unfinished_tokens"] == 4
+    group = GroupState(4, 2, kept.groups[4])
+    assert (group.missing, group.open, len(group.done)) == ((1,), 1, 1)
+    back = group.begun[1]
+    assert back.place == ("tool" if place == "tool" else "before")
+    assert back.turn == ([7, 1] if place == "tool" else [])
+    for name in ("context", "mask", "logprobs", "turns", "versions", "first_version", "attained", "prompt_tokens", "prompt_id", "episode"):
+        assert getattr(back, name) == getattr(original, name), name
+    if place != "tool":
+        assert (back.signals, back.at_signal) == (original.signals, original.at_signal)
 
 
 def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:

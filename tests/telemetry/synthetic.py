@@ -61,7 +61,8 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
     log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
-    log.write({"t": START + 148, "kind": "experience_kept", "trajectories": 24, "generated_tokens": 2_320, "dropped": {}})
+    kept = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
+    log.write({"t": START + 148, "kind": "experience_kept", **kept})
     log.write({"t": START + 150, "kind": "checkpoint_saved", "step": 50})
     log.write({"t": START + 181, "kind": "job_finished", "state": "completed"})
     log.close()

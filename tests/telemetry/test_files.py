@@ -133,7 +133,7 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     assert 1 / 20 / 1.3 < got.forecast.smoother_error < 1.001 / 18 / 1.3
     assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
     assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
-    assert (got.kept_trajectories, got.kept_tokens) == (24, 2_320)
+    assert (got.kept_trajectories, got.kept_unfinished, got.kept_tokens) == (24, 3, 2_400)
 
 
 def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     facts = " ".join(text.replace("│", " ").split())
     assert "3.0% off at a step's start, scatter alone is 4.3%, 10.0% off a step ahead" in facts
     assert "(medians of 57 steps)" in facts
-    assert "24 trajectories with 2,320 generated tokens" in facts
+    assert "24 trajectories and 3 in mid-course with 2,400 generated tokens" in facts
     assert str(run.path) in text.replace("\n", "")
 
 
