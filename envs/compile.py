@@ -27,17 +27,20 @@ def compile_scheduler() -> Path | None:
     """Make the build of these sources; its folder, or None when it was there.
 
     Raises:
-        CompileError: mypyc or a C compiler is missing, or fails.
+        CompileError: mypyc or a C compiler is missing, or fails, or the environment cannot be written to.
     """
     folder = compiled.build_folder()
     if folder.is_dir():
         return None
     with tempfile.TemporaryDirectory(prefix="libra-hpc-compile-") as scratch:
         made = _build(Path(scratch))
-        compiled.BUILDS.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=".making-", dir=compiled.BUILDS))
-        for module in made.glob("*.so"):
-            shutil.copy2(module, staged)
+        try:
+            compiled.BUILDS.mkdir(parents=True, exist_ok=True)
+            staged = Path(tempfile.mkdtemp(prefix=".making-", dir=compiled.BUILDS))
+            for module in made.glob("*.so"):
+                shutil.copy2(module, staged)
+        except OSError as error:
+            raise CompileError(f"the compiled scheduler cannot be written to {compiled.BUILDS}: {error.strerror}") from None
     for old in compiled.BUILDS.glob("sched-*"):
         if old.name.endswith(folder.name.split("-", 2)[2]):
             shutil.rmtree(old, ignore_errors=True)

@@ -67,6 +67,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
             4 * len(self.mask) == len(self.tokens) == len(self.logprobs)
             and generated == sum(count for _, count in self.versions) == sum(turn.gen_tokens for turn in turns) > 0
             and self.prompt_tokens + sum(turn.new_tokens for turn in turns) == len(self.mask) - generated
+            and min(min(turn.gen_tokens, turn.new_tokens) for turn in turns) >= 0 < self.prompt_tokens
         )
 
     @property

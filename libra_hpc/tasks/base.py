@@ -4,6 +4,10 @@ A `Task` is constructed once per environment host process; `Task.open` starts an
 crosses the border is token ids: the ids the environment returns are appended to the context as they are, so a trajectory is never re-tokenised.
 Tools are module-level functions named in `Task.tools`; they run in sandboxed processes and are called through `Tools`, where every failure is a value
 (`ToolResult`) and never an exception.  `examples/my_task.py` is a complete task.
+
+An episode that answers the same turns with the same tokens outlives the loss of its process and of the whole job: it is opened again and its turns are played
+once more (`libra_hpc.rollout.replay`).  So draw random numbers from a generator seeded by the arguments of `Task.open`.  One that answers otherwise is
+sampled anew.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from libra_hpc.rollout import spool as spools
 from libra_hpc.rollout.batch import GroupState, batch_stats
 from libra_hpc.rollout.kept import Kept, Position, Record, Start, verdict
 from libra_hpc.rollout.spool import STARTS, TRIM_S, Spool, read_segment
-from libra_hpc.rollout.trajectory import Place, Trajectory
+from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 
 ETA = 2
 
@@ -210,7 +210,9 @@ def test_a_list_of_starts_nested_without_end_is_none(run: Run) -> None:
 def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
     record = Record.of(played(0))
-    for wrong in ({"mask": b"\1"}, {"logprobs": b""}, {"versions": ()}, {"versions": ((0, 1),)}):
+    turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
+    wrongs = ({"mask": b"\1"}, {"logprobs": b""}, {"versions": ()}, {"versions": ((0, 1),)}, {"prompt_tokens": 2}, *({"turns": wrong} for wrong in turns))
+    for wrong in wrongs:
         (run.folder / "00000-000001.frames").write_bytes(spools.frame(msgspec.structs.replace(record, **wrong)))
         assert read_segment(run.folder / "00000-000001.frames") == ([], False)
 
