@@ -11,7 +11,7 @@ agentic turns) on: after a tokens, a more are to be expected (the longer it ran,
 From the hazards follow, for every cell c with lower edge e_c and by one pass from the top: G[c] = E[T - e_c | T > e_c], the expected rest; L[c] = E[log T |
 T > e_c]; W[c] = P(T < e_c); V[c], the inverse of the chance that one who ends in c has ended by now (expected over counted share of ends in c); and K[c], the
 share of those who got to c that have ended by now, which says how much of what comes after c has been seen at all.  The pass takes some 20 us; it is done
-after every `REBUILD` = 16 ends, or every 64th part of all.  Counts halve per `HALF_LIFE` weight versions.
+after every `REBUILD` = 16 ends; when there are thousands, a 64th part of them, at most `REBUILD_MOST` = 64.  Counts halve per `HALF_LIFE` weight versions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ CELLS: Final = 64
 PRIOR_RISK: Final = 2.0
 PRIOR_TOKENS: Final = 512.0
 REBUILD: Final = 16
-SHARE_BITS: Final = 6
-"""A table of many ends is made anew when a 64th of them is new."""
+REBUILD_MOST: Final = 64
 MOST_WEIGHT: Final = 8.0
 _PER_LOG: Final = PER_OCTAVE / log(2.0)
 _FIRST_LOG: Final = log(FIRST) * _PER_LOG - 1e-9
@@ -93,7 +92,7 @@ class Survival:
         self._deaths[cell] += 1.0
         self.ends += 1
         self._stale += 1
-        if self._stale >= max(REBUILD, self.ends >> SHARE_BITS) or self.ends < REBUILD:
+        if self._stale >= min(REBUILD_MOST, max(REBUILD, self.ends // REBUILD_MOST)) or self.ends < REBUILD:
             self._rebuild()
 
     def copied(self) -> Survival:
