@@ -41,9 +41,8 @@ def compile_scheduler() -> Path | None:
                 shutil.copy2(module, staged)
         except OSError as error:
             raise CompileError(f"the compiled scheduler cannot be written to {compiled.BUILDS}: {error.strerror}") from None
-    for old in compiled.BUILDS.glob("sched-*"):
-        if old.name.endswith(folder.name.split("-", 2)[2]):
-            shutil.rmtree(old, ignore_errors=True)
+    for old in compiled.BUILDS.glob(f"sched-*-{sysconfig.get_config_var('SOABI')}"):
+        shutil.rmtree(old, ignore_errors=True)
     staged.chmod(0o755)
     try:
         staged.rename(folder)
@@ -62,8 +61,8 @@ def _build(scratch: Path) -> Path:
         raise CompileError(f"the scheduler was not compiled: {error.name} is not installed; make the environment with --extra compile") from None
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if shutil.which(compiler) is None or not header.exists():
-        missing = f"the C compiler {compiler!r}" if shutil.which(compiler) is None else str(header)
+    missing = f"the C compiler {compiler!r}" if shutil.which(compiler) is None else "" if header.exists() else str(header)
+    if missing:
         raise CompileError(f"the scheduler was not compiled: {missing} is not there; on Debian: apt-get install gcc python3-dev")
     # A copy: mypy takes package names from folders, and minds sources that lie in site-packages.
     shutil.copytree(compiled.SOURCES.parent, scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables"))

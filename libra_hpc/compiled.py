@@ -33,12 +33,15 @@ def build_folder() -> Path:
     return BUILDS / f"sched-{digest.hexdigest()[:16]}-{sysconfig.get_config_var('SOABI')}"
 
 
-def in_use() -> bool:
-    """Whether there is a build, and nobody asked for the sources."""
-    return not os.environ.get(INTERPRETED) and build_folder().is_dir()
+def in_use() -> Path | None:
+    """The build that is used; None when there is none, or when somebody asked for the sources."""
+    if os.environ.get(INTERPRETED):
+        return None
+    folder = build_folder()
+    return folder if folder.is_dir() else None
 
 
 def use(path: list[str]) -> None:
     """Put the build, if there is one, before a package's own folder; ``path`` is the ``__path__`` of `libra_hpc.sched`."""
-    if in_use():
-        path.insert(0, str(build_folder()))
+    if (folder := in_use()) is not None:
+        path.insert(0, str(folder))

@@ -140,9 +140,7 @@ class RolloutLead:
     async def stop(self) -> None:
         """End the environment hosts and write what is left."""
         self._stopping = True
-        # Before anything that takes time: whoever ends the job may not wait for it.  What is finished comes first.
-        await self._flush()
-        # They may go on while they are written: records are what they are now.
+        # Before anything that takes time: whoever ends the job may not wait for it.  What is in mid-course comes last, as it is now: it may go on meanwhile.
         self._new += [Record.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await asyncio.gather(*(child.stop() for child in self._hosts if child is not None))

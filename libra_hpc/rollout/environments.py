@@ -48,13 +48,10 @@ class Environments:
         """Whether every host is."""
         return all(self._up)
 
-    def host_of(self, index: int, sample: int) -> int:
-        """Where the episodes of a sample are."""
-        return (index * self._group_size + sample) % len(self._up)
-
     def open(self, trajectory: Trajectory) -> None:
         """Start its episode; one that has come further is brought back."""
         self.episodes[trajectory.episode] = trajectory
+        trajectory.host = (trajectory.index * self._group_size + trajectory.sample) % len(self._up)
         if trajectory.prompt_tokens:
             self._replays[trajectory.episode] = Replay(trajectory)
         self._send(trajectory.host, OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)))

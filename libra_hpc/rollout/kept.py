@@ -21,13 +21,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from libra_hpc.protocol.codec import Codec
-from libra_hpc.protocol.trace import signal_of
+from libra_hpc.protocol.trace import signals_of
 
 from .trajectory import ServedTurn, Trajectory
 
@@ -49,15 +48,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     info: dict[str, float]
     turns: tuple[ServedTurn, ...]
     versions: tuple[tuple[int, int], ...]
-    rest: Literal["", "tool", "turn"] = ""
-    """What is missing: nothing, the answer to the last turn, or (the rest of) a turn."""
+    place: Literal["done", "tool", "before"] = "done"
+    """Finished, waiting for the answer to its last turn, or for (the rest of) a turn."""
 
     @classmethod
     def of(cls, t: Trajectory) -> Record:
         """The record of a trajectory, as far as it has come."""
         arrays = t.context.tobytes(), bytes(t.mask), t.logprobs.tobytes()
-        rest: Literal["", "tool", "turn"] = "" if t.place == "done" else "tool" if t.place == "tool" else "turn"
-        return cls(t.index, t.sample, t.attempt, t.prompt_id, t.prompt_tokens, *arrays, t.reward, t.info, tuple(t.turns), tuple(t.versions), rest)
+        place = t.place if t.place == "done" or t.place == "tool" else "before"
+        return cls(t.index, t.sample, t.attempt, t.prompt_id, t.prompt_tokens, *arrays, t.reward, t.info, tuple(t.turns), tuple(t.versions), place)
 
     @property
     def sound(self) -> bool:
@@ -86,15 +85,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         t.prompt_id, t.prompt_tokens, t.reward, t.info = self.prompt_id, self.prompt_tokens, self.reward, self.info
         t.context, t.mask, t.logprobs = array("i", self.tokens), bytearray(self.mask), array("f", self.logprobs)
         t.turns, t.versions, t.first_version, t.attained = list(self.turns), list(self.versions), self.oldest, self.mask.count(1)
-        t.place = "before" if self.rest == "turn" else "tool" if self.rest else "done"
-        last = t.turns[-1].gen_tokens
-        t.turn = list(t.context[len(t.context) - last :])
-        attained = 0
-        for turn, following in pairwise(t.turns):
-            attained += turn.gen_tokens
-            if turn.tool is not None:
-                t.signals.append(signal_of(turn, following.new_tokens))
-                t.at_signal.append(attained)
+        t.place = self.place
+        if self.place != "done":
+            t.turn = list(t.context[len(t.context) - t.turns[-1].gen_tokens :])
+            t.signals, t.at_signal = signals_of(t.turns)
         return t
 
 
@@ -145,12 +139,12 @@ class Kept(msgspec.Struct, frozen=True):
 
     def event(self, group_size: int) -> dict[str, int | dict[str, float]]:
         """Fields of the event log's record."""
-        finished = {index: [trajectory for trajectory in group if trajectory.place == "done"] for index, group in self.groups.items()}
-        whole = sum(len(group) == group_size for group in finished.values())
-        kept = [trajectory for group in finished.values() for trajectory in group]
-        begun = [trajectory for group in self.groups.values() for trajectory in group if trajectory.place != "done"]
+        both = [trajectory for group in self.groups.values() for trajectory in group]
+        kept = [trajectory for trajectory in both if trajectory.place == "done"]
+        begun = [trajectory for trajectory in both if trajectory.place != "done"]
+        finished = Counter(trajectory.index for trajectory in kept)
         return {
-            "trajectories": len(kept), "groups": sum(1 for group in finished.values() if group), "whole_groups": whole,
+            "trajectories": len(kept), "groups": len(finished), "whole_groups": sum(count == group_size for count in finished.values()),
             "tokens": sum(len(trajectory.context) for trajectory in kept), "generated_tokens": sum(trajectory.attained for trajectory in kept),
             "unfinished": len(begun), "unfinished_tokens": sum(trajectory.attained for trajectory in begun), "dropped": dict(self.dropped),
         }  # fmt: skip

@@ -106,7 +106,6 @@ class RolloutLeader:
                 self._begin(group.begun.get(sample) or Trajectory(group.index, sample, 0), now)
 
     def _begin(self, trajectory: Trajectory, now: float) -> None:
-        trajectory.host = self._environments.host_of(trajectory.index, trajectory.sample)
         trajectory.started_at = trajectory.ready_at = now
         self._environments.open(trajectory)
 

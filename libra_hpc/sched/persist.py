@@ -12,13 +12,11 @@ evidence leaves a trace of.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
-from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
+from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
 from libra_hpc.sched.protocol import Finished
 from libra_hpc.sched.tree import CausalTree
 
@@ -96,14 +94,7 @@ def _read(line: bytes, task: str) -> Finished | None:
 
 
 def _learned(line: _Line, task: str) -> Finished:
-    signals: list[Signal] = []
-    at: list[int] = []
-    attained = 0
-    for turn, following in pairwise(line.turns):
-        attained += turn.gen_tokens
-        if turn.tool is not None:
-            signals.append(signal_of(turn, following.new_tokens))
-            at.append(attained)
+    signals, at = signals_of(line.turns)
     name = f"{line.prompt_id}/{line.index}-{line.sample}-{line.attempt}"
     version = line.versions[-1][0] if line.versions else 0
     return Finished(

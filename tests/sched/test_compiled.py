@@ -24,7 +24,6 @@ import libra_hpc.sched.tree
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.persist import to_line
 from bench.decisions import record, views
 import random
 
@@ -98,15 +97,12 @@ def test_a_build_serves_the_sources_it_was_made_of_alone(sources: Path, monkeypa
     assert not compiled.in_use(), "a build of other sources"
 
 
-@pytest.mark.parametrize(("variable", "value", "missing"), [("CC", "no-such-compiler", "'no-such-compiler'"), ("", "", "Python.h")])
+@pytest.mark.parametrize(("compiler", "missing"), [("no-such-compiler", "'no-such-compiler'"), ("sh", "Python.h")])
 def test_without_a_compiler_the_sources_stay_in_use(
-    variable: str, value: str, missing: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compiler: str, missing: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if variable:
-        monkeypatch.setenv(variable, value)
-    else:
-        monkeypatch.setenv("CC", "sh")
-        monkeypatch.setattr(building.sysconfig, "get_path", lambda name: "/nowhere")
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(building.sysconfig, "get_path", lambda name: "/nowhere")
     assert building.main() == 1
     told = capsys.readouterr().err
     assert missing in told
@@ -121,7 +117,7 @@ def test_a_build_that_is_there_is_not_made_again(sources: Path, capsys: pytest.C
 
 
 def known(thing: object) -> dict[str, object]:
-    """Every attribute of a learner, those of its parts too; private ones of compiled classes cannot be seen, so it is called on what they lead to as well."""
+    """Every attribute of a learner, those of its parts too."""
     if isinstance(thing, (int, float, str, type(None))):
         return {"": thing}
     if isinstance(thing, dict):
