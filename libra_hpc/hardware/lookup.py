@@ -6,6 +6,7 @@ else the roofline.  `StepTimes.source` says in words which it was.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -52,11 +53,17 @@ def lookup(
     if source != "roofline":
         path = available().get((found.tables, _known(shape)))
         if path is not None and (source == "tables" or tp in load_table(path).degrees):
-            return TableTimes(load_table(path), found, shape, tp, memory_util)
+            return _tabled(path, found, shape, tp, memory_util)
         if source == "tables":
             pairs = [f"{model} on {system}" for system, model in available()]
             raise invalid("source", source, f"there are no operator tables for {shape.name} on {found.name}", pairs)
     return Roofline(found, shape, tp, memory_util)
+
+
+@lru_cache(64)
+def _tabled(path: Path, found: Device, shape: ModelShape, tp: int, memory_util: float) -> TableTimes:
+    """Fitting a table's curves takes as long as a twentieth of a whole search."""
+    return TableTimes(load_table(path), found, shape, tp, memory_util)
 
 
 def _known(shape: ModelShape) -> str:

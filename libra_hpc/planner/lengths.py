@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import NormalDist
 
 import msgspec
 
@@ -103,23 +103,26 @@ def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
                 "generated, prompt and turns >= 1, their sum within the context",
             )
     ordered = sorted(observed, key=lambda o: (o.generated, o.context))
-    total = sum(o.generated for o in ordered)
+    total = sum([o.generated for o in ordered])
     bounds = _bounds(len(ordered), batch)
-    bins = [
-        Bin((high - low) / len(ordered), fmean(o.generated for o in part), fmean(o.context for o in part), max(o.context for o in part))
-        for low, high in pairwise(bounds)
-        for part in [ordered[low:high]]
-    ]
+    bins = []
+    for low, high in pairwise(bounds):
+        contexts = [o.context for o in ordered[low:high]]
+        generated = sum([o.generated for o in ordered[low:high]])
+        count = high - low
+        bins.append(Bin(count / len(ordered), generated / count, sum(contexts) / count, max(contexts)))
+    contexts, prompts = [o.context for o in ordered], [o.prompt for o in ordered]
+    context, prompt = sum(contexts), sum(prompts)
     return Lengths(
         tuple(bins),
-        fmean(o.prompt for o in ordered),
-        sum(o.prompt * o.generated for o in ordered) / total,
-        sum(o.context - o.prompt - o.generated for o in ordered) / total,
-        sum(o.turns for o in ordered) / total,
-        sum(o.tool_s for o in ordered) / total,
-        fmean(o.context for o in ordered),
-        fmean(o.context**2 for o in ordered),
-        max(o.context for o in ordered),
+        prompt / len(ordered),
+        sum([o.prompt * o.generated for o in ordered]) / total,
+        (context - prompt - total) / total,
+        sum([o.turns for o in ordered]) / total,
+        sum([o.tool_s for o in ordered]) / total,
+        context / len(ordered),
+        sum([c * c for c in contexts]) / len(ordered),
+        max(contexts),
         len(ordered),
     )
 

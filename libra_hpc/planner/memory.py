@@ -83,7 +83,7 @@ class TrainMemory(msgspec.Struct, frozen=True):
     @property
     def total(self) -> float:
         """All terms."""
-        return sum(self.terms().values())
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
 
     def terms(self) -> dict[str, float]:
         """Bytes by name."""

@@ -62,8 +62,9 @@ class TrainSearch:
         self._cost = cost
         shards = [(cost.device_seconds(shard), shard) for shard in _shards(cost, devices_per_node, space)]
         self._shards = sorted(shards, key=lambda s: s[0])
+        self._replicas = [shard.replica for _, shard in self._shards]
         self._best: dict[int, TrainChoice | None] = {}
-        self._limits: dict[tuple[TrainLayout, int], Limit | None] = {}
+        self._limits: dict[tuple[int, int, int], Limit | None] = {}
 
     def best(self, devices: int) -> TrainChoice | None:
         """The fastest layout of exactly ``devices`` devices that fits; None when there is none."""
@@ -78,17 +79,15 @@ class TrainSearch:
 
     def candidates(self, devices: int) -> Iterator[TrainLayout]:
         """Every layout of exactly ``devices`` devices, whether it fits or not."""
-        for _, shard in self._shards:
-            layout = _spread(shard, devices)
-            if layout is not None:
-                yield layout
+        for _, layout in self._spread(devices):
+            yield layout
 
     def excluded(self, devices: int) -> list[Excluded]:
         """For each (TP, PP, CP, EP) of which no variant fits: the variant that comes nearest to fitting, and what it lacks; nearest first."""
         nearest: dict[tuple[int, int, int, int], tuple[TrainLayout, Limit] | None] = {}
-        for layout in self.candidates(devices):
+        for index, layout in self._spread(devices):
             key = (layout.tp, layout.pp, layout.cp, layout.ep)
-            limit = self._limit(layout)
+            limit = self._limit(index, layout)
             seen = nearest.get(key)
             if limit is None:
                 nearest[key] = None
@@ -104,21 +103,26 @@ class TrainSearch:
 
     def _search(self, devices: int) -> TrainChoice | None:
         best: tuple[float, TrainLayout, TrainTime] | None = None
-        for bound, shard in self._shards:
-            if best is not None and bound / devices >= best[0]:
+        for index, layout in self._spread(devices):
+            if best is not None and self._shards[index][0] / devices >= best[0]:
                 break
-            layout = _spread(shard, devices)
-            if layout is None:
-                continue
-            time = self._cost.time(layout)
-            if (best is None or time.total < best[0]) and self._limit(layout) is None:
-                best = (time.total, layout, time)
+            if self._limit(index, layout) is None:
+                time = self._cost.time(layout)
+                if best is None or time.total < best[0]:
+                    best = (time.total, layout, time)
         return None if best is None else TrainChoice(best[1], best[2], self._cost.memory(best[1]))
 
-    def _limit(self, layout: TrainLayout) -> Limit | None:
+    def _spread(self, devices: int) -> Iterator[tuple[int, TrainLayout]]:
+        """Layouts of exactly ``devices`` devices, with the index of their shard, in the order of the bound."""
+        for index, (_, shard) in enumerate(self._shards):
+            dp, rest = divmod(devices, self._replicas[index])
+            if dp and not rest and not dp % shard.ep:
+                yield index, TrainLayout(shard.tp, shard.pp, shard.cp, shard.ep, dp, shard.micro_tokens, shard.recompute, shard.distributed)
+
+    def _limit(self, index: int, layout: TrainLayout) -> Limit | None:
         # Without a distributed optimizer memory depends on dp only through the micro-batches in flight.
         in_flight = min(layout.pp, self._cost.micro_batches(layout))
-        key = (layout if layout.distributed else msgspec.structs.replace(layout, dp=layout.ep), in_flight)
+        key = (index, in_flight, layout.dp if layout.distributed else 0)
         if key not in self._limits:
             self._limits[key] = self._cost.limit(layout)
         return self._limits[key]
@@ -144,13 +148,6 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
 def trains(shape: ModelShape, tp: int) -> bool:
     """Whether Megatron can shard the model so: heads, key/value heads, widths and vocabulary evenly."""
     return not any(size % tp for size in (shape.heads, shape.kv_heads, shape.intermediate, shape.moe_intermediate, shape.vocab))
-
-
-def _spread(shard: TrainLayout, devices: int) -> TrainLayout | None:
-    dp, rest = divmod(devices, shard.replica)
-    if rest or dp == 0 or dp % shard.ep:
-        return None
-    return TrainLayout(shard.tp, shard.pp, shard.cp, shard.ep, dp, shard.micro_tokens, shard.recompute, shard.distributed)
 
 
 def _micro_tokens(cost: TrainCost) -> list[int]:

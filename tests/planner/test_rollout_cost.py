@@ -170,7 +170,7 @@ def test_fewest_replicas_whatever_was_asked_before(generated: list[int], eta: in
     last = len(replica._batch.lengths.bins) - 1
     for seconds in questions:
         able = [n for n in range(1, most + 1) if replica.time(0, last, n) <= seconds]
-        assert replica.fewest(0, last, seconds, most) == (able[0] if able else None)
+        assert list(replica.fewest(range(1), last, seconds, most)) == ([(0, able[0])] if able else [])
 
 
 def test_each_factor_scales_its_own_term() -> None:

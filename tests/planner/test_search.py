@@ -123,6 +123,25 @@ def test_more_devices_never_roll_out_slower(lengths: list[int], eta: int, term: 
     assert more.seconds <= few.seconds * (1 + 1e-9)
 
 
+@settings(max_examples=30)
+@given(generated, st.integers(0, 2), terms, st.integers(1, 24))
+def test_no_layout_beats_the_straggler(lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    layouts = Layouts(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
+    best = layouts.best([devices])
+    assert best is not None
+    assert layouts.straggler() <= best.seconds * (1 + 1e-9)
+
+
+def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
+    """Short trajectories beside the longest make the mean context of its steps shorter: with many nodes that once was faster than the bound."""
+    batch = batch_of(*([2_000] * 63), 20_000, eta=1)
+    layouts = Layouts(costs(batch, FakeSteps(1, 10**9, 0.01, 0.0, 1e-5)), len(batch.lengths.bins))
+    best = layouts.best([10_000])
+    assert best is not None
+    assert layouts.straggler() <= best.seconds
+
+
 def test_long_trajectories_go_to_large_tp() -> None:
     batch = agentic(512)
     found = Layouts([Cost(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)).best([32])
