@@ -1,10 +1,10 @@
 """Every scheduling policy on the same simulated engines and the same work: makespan against the clairvoyant oracle and against C-MLFQ.
 
-Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not), in one batch of 512 trajectories from a clean start;
-the same in the third epoch, every policy having played two batches of other trajectories of the same prompts before; and any trace file given with
-``--trace`` (a sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4.  Per seed, all policies play the
-same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval (Student's t over seeds).  Step times are operator
-tables; queueing, batching, caching and preemption are the simulator's.
+Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not) and questions about long documents, in one batch
+of 512 trajectories from a clean start; the same in the third epoch, every policy having played two batches of other trajectories of the same prompts
+before; and any trace file given with ``--trace`` (a sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4.
+Per seed, all policies play the same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval (Student's t over
+seeds).  Step times are operator tables; queueing, batching, caching and preemption are the simulator's.
 
     python -m bench.policies [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...] [--jobs 2]
 """
@@ -25,14 +25,16 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.compare import compare, parse_policies
 from libra_hpc.sim.fleet import build_fleet
+from libra_hpc.sim.replan_work import DOCUMENTS
 from libra_hpc.sim.settings import SimSettings
 from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.sim.traces.profiles import Profile
 from libra_hpc.sim.traces.read import read_trace
 
 GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
 MAX_CONTEXT = Dials().max_context
 """Where the generator cuts trajectories, as a run file would; nothing is known of where a recorded trace was cut."""
-WORK: dict[str, tuple[str, dict[str, Any]]] = {
+WORK: dict[str, tuple[str | Profile, dict[str, Any]]] = {
     "r2e, outcomes tell": ("r2e", {"outcome": 1.0}),
     "r2e, siblings alone tell": ("r2e", {"outcome": 0.0}),
     "r2e, nothing tells": ("r2e", {"outcome": 0.0, "sibling": 0.0}),
@@ -40,6 +42,7 @@ WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "search, nothing tells": ("search", {"outcome": 0.0, "sibling": 0.0}),
     "math, siblings tell": ("math", {}),
     "math, nothing tells": ("math", {"sibling": 0.0}),
+    "documents, siblings tell": (DOCUMENTS, {}),
     "r2e, outcomes tell, third epoch": ("r2e", {"outcome": 1.0, "epochs": 3}),
     "r2e, siblings alone tell, third epoch": ("r2e", {"outcome": 0.0, "epochs": 3}),
     "search, outcomes tell, third epoch": ("search", {"outcome": 1.0, "epochs": 3}),

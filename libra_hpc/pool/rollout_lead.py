@@ -144,6 +144,8 @@ class RolloutLead:
         self._new += [Record.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await asyncio.gather(*(child.stop() for child in self._hosts if child is not None))
+        # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.
+        await self._flush()
         await self._trajectories.close()
         await self._decisions.close()
         if self._spool is not None:

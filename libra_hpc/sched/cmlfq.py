@@ -20,6 +20,10 @@ estimate.  On simulated batches of 512 trajectories (48 A800, three kinds of wor
 the latter with a third fewer moves; 6 was slower by 2, 2 and 6 %.  When the engine of the last turn is full but would win by the same margin, the turn
 waits for a slot there, a matter of seconds, rather than prefill elsewhere.
 
+**Starting beside a sibling.**  The samples of a prompt share it, and an engine that has computed it for one of them finds it cached for the next.  So the
+engine of the sibling that started last is asked too, without the price of the prompt.  Siblings are long together, which the sum above does not know, so
+it must add `NEAR_MARGIN` = 0.8 times as much as any other at most.
+
 A turn so long that no gap comes may be moved while it runs (`midturn`); where it goes on was then decided before it was interrupted.
 
 **Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.  The credit is `AGEING_S` = 300 s for the
@@ -48,6 +52,7 @@ from libra_hpc.sched.ttl import KeepTimes
 
 MOVE_MARGIN: Final = 3.0
 OWN: Final = 0.02
+NEAR_MARGIN: Final = 0.8
 AGEING_S: Final = 300.0
 WARM: Final = 0.5
 """Part of `AGEING_S` that turns after the first have for certain."""
@@ -59,6 +64,7 @@ TOOLS_LEARNED: Final = 4
 """Tool durations learned from a finished trajectory, its last ones."""
 
 STARTS: Final = "start: {engine} then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
+NEAR: Final = "start: {engine} has the prompt cached for a sibling and then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
 STAYS: Final = "stay: with it {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected of this one"
 MOVES: Final = (
     "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again; {remaining:.0f} tokens expected"
@@ -75,11 +81,11 @@ _Fields = tuple[str, str, int, str, int, int, int, float, str, tuple[Signal, ...
 class _Tracked(Resident):
     """A running trajectory."""
 
-    __slots__ = ("cursor", "going", "priority", "version")
+    __slots__ = ("cursor", "going", "priority", "prompt_id", "version")
 
-    def __init__(self, cursor: Cursor) -> None:
+    def __init__(self, cursor: Cursor, prompt_id: str) -> None:
         super().__init__()
-        self.cursor = cursor
+        self.cursor, self.prompt_id = cursor, prompt_id
         self.priority = 0
         """Of its next turn."""
         self.version = -1
@@ -99,6 +105,8 @@ class CausalMlfq:
         self._seats = Seats()
         self._tracked: dict[str, _Tracked] = {}
         """Oldest first."""
+        self._started: dict[str, _Tracked] = {}
+        """By prompt, the sibling that started last."""
 
     def key(self, turn: TurnView, now: float) -> float:
         """Virtual time: when it became ready, less its credit."""
@@ -159,12 +167,20 @@ class CausalMlfq:
                 add = _added(alone, finish) + OWN * (finish - alone)
                 if add < best_add:
                     best, best_add, best_finish = seat, add, finish
+        shared = False
+        if not turn.attained_tokens and (near := self._near(turn.prompt_id)) is not None:
+            finish = near.finish_with(reach, work, cursor.future)
+            add = _added(near.finish, finish) + OWN * (finish - near.finish)
+            if add < best_add * NEAR_MARGIN:
+                best, best_add, best_finish, shared = near, add, finish, True
         if crowded and best_add >= limit and now - turn.ready_at < AGEING_S:
             return self._wait(tracked, before, home)
         numbers: dict[str, float | str] = {"remaining": cursor.left, "own": cursor.prompt.finished}
         if best is not None:
             seat, finish, prefill, template = best, best_finish, fresh, MOVES
-            if home is None or crowded:
+            if shared:
+                prefill, template = cursor.future, NEAR
+            elif home is None or crowded:
                 template = LEAVES if last else STARTS
             else:
                 numbers["ratio"] = limit * MOVE_MARGIN / best_add
@@ -175,6 +191,8 @@ class CausalMlfq:
         seat.sit(tracked, reach, work, prefill, finish)
         if before is not None:
             seats.changed(before)
+        if not turn.attained_tokens:
+            self._started[turn.prompt_id] = tracked
         view = seat.view
         numbers["finish_s"], numbers["engine"] = finish, view.engine
         return self._send(tracked, view, template, numbers)
@@ -217,7 +235,7 @@ class CausalMlfq:
         if tracked is None:
             self.tree.insert(record)
         else:
-            self._stand_up(tracked)
+            self._end(tracked)
             self.tree.finish(tracked.cursor, record)
         for signal in record.signals[-TOOLS_LEARNED:]:
             self.keep.learn(signal.tool, signal.seconds)
@@ -226,14 +244,19 @@ class CausalMlfq:
         """A trajectory was given up: its place is free."""
         tracked = self._tracked.pop(trajectory, None)
         if tracked is not None:
-            self._stand_up(tracked)
+            self._end(tracked)
             self.tree.drop(tracked.cursor)
 
     def _track(self, turn: TurnView) -> _Tracked:
-        tracked = self._tracked[turn.trajectory] = _Tracked(self.tree.cursor(turn.prompt_id, turn.task))
+        tracked = self._tracked[turn.trajectory] = _Tracked(self.tree.cursor(turn.prompt_id, turn.task), turn.prompt_id)
         if len(self._tracked) > MAX_TRACKED:
             self.forget(next(iter(self._tracked)))
         return tracked
+
+    def _end(self, tracked: _Tracked) -> None:
+        self._stand_up(tracked)
+        if self._started.get(tracked.prompt_id) is tracked:
+            del self._started[tracked.prompt_id]
 
     def _stand_up(self, tracked: _Tracked) -> None:
         seat = tracked.seat
@@ -248,6 +271,14 @@ class CausalMlfq:
         if turn.turns != move.turns or view is None or not view.free or tracked.seat is None or tracked.seat.view is not view:
             return None
         return self._send(tracked, view, INTERRUPTS, move.numbers)
+
+    def _near(self, prompt_id: str) -> Seat | None:
+        """The engine that has a prompt cached because the sibling that started last sits there, if it has a free slot."""
+        sibling = self._started.get(prompt_id)
+        seat = sibling.seat if sibling is not None else None
+        if sibling is None or seat is None or not seat.view.free or seat.view.version != sibling.version:
+            return None
+        return seat if self._seats.get(seat.view.engine) is seat else None
 
     def _send(self, tracked: _Tracked, view: EngineView, template: str, numbers: Mapping[str, float | str]) -> Decision:
         tracked.version = view.version

@@ -234,6 +234,19 @@ def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
     assert priorities == sorted(priorities)
 
 
+def test_the_oracle_computes_a_long_prompt_once() -> None:
+    truth = Told([100, 100, 100, 100])
+    truth.left = {name: Work(100, 50_000, 0, 0.0) for name in truth.left}
+    policy, board = told(truth), board_of(("a", 1), ("b", 1))
+    dispatcher = Dispatcher(policy, board)
+    for i, name in enumerate(truth.left):
+        dispatcher.ready(turn_of(name, prompt="even" if i % 2 == 0 else "odd", context=50_000), 0.0)
+    sent = dispatcher.dispatch(0.0)
+    where = {turn.trajectory: d.engine for turn, d in sent}
+    assert where["t0"] == where["t2"] != where["t1"] == where["t3"]
+    assert "prompt cached" in sent[-1][1].reason
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(50, 9_000), min_size=1, max_size=6))
 def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]) -> None:

@@ -67,6 +67,39 @@ def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> 
     assert decision.reason.startswith("move: fast adds ")
 
 
+def test_samples_of_a_long_prompt_start_where_it_is_cached() -> None:
+    policy, made = knowing(p=50), board(("a", 1), ("b", 1))
+    others = {send(policy, made, f"{prompt}{i}", prompt, context=20_000) for prompt in ("q", "r") for i in range(4)}
+    assert others == {"a", "b"}
+    first = send(policy, made, "p0", "p", sample=0, context=20_000)
+    view = turn("p1", "p", context=20_000)
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert decision.engine == first
+    assert decision.reason.startswith(f"start: {first} has the prompt cached for a sibling")
+
+
+def test_samples_of_a_short_prompt_spread() -> None:
+    policy, made = knowing(p=3000), board(("a", 1), ("b", 1), ("c", 1))
+    assert {send(policy, made, f"t{i}", "p", context=100) for i in range(3)} == {"a", "b", "c"}
+
+
+def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() -> None:
+    for change in ("nothing", "weights", "gone", "full", "ended"):
+        policy, made = knowing(p=50, q=3000), board(("a", 1), ("b", 1), cap=2 if change == "full" else 64)
+        assert {send(policy, made, f"q{i}", "q") for i in range(2)} == {"a", "b"}
+        first = send(policy, made, "t0", "p", context=20_000)
+        if change == "weights":
+            made.applied(first, 1)
+        elif change == "gone":
+            made.down(first)
+        elif change == "ended":
+            policy.finished(finished(200, "p", "t0"), 0.0)
+        view = turn("t1", "p", context=20_000)
+        policy.key(view, 0.0)
+        assert ("sibling" in policy.route(view, made, 0.0).reason) == (change == "nothing"), change
+
+
 def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound() -> None:
     policy, made = knowing(p=500), board(("a", 1), ("b", 1), cap=1)
     first = send(policy, made, "t", "p", context=60_000)

@@ -7,6 +7,7 @@ It is told, for every trajectory, what remains to decode, to prefill and to wait
   engines' priority.
 * Where it starts: the engine that then ends first.  Because step times grow slowly with the batch, long trajectories fill the large TP degrees until these
   end no earlier than a smaller degree would, and the short ones fill the rest.
+  The engine at which a sibling started last has the prompt cached, and is priced without it.
 * In a tool gap it may move: from engine h to the engine e for which the later end of the two, max(end h, end e), falls most.  It prices the context it would
   compute again, and moves only when that end falls by more than `MARGIN` = 5 %: the plan is slightly out of date between two turns of the others, and on
   simulated workloads margins of 2 % and less paid for more moves than they won.  Otherwise it stays, with its prefix.
@@ -76,6 +77,8 @@ class Oracle(Baseline):
         self._waits: dict[str, tuple[str, int]] = {}
         """Waiting turns: engine, and the number of ends when it was chosen."""
         self._ends = 0
+        self._siblings: dict[str, str] = {}
+        """By prompt, the trajectory that started last."""
 
     def key(self, turn: TurnView, now: float) -> float:
         """See `Policy.key`: longest remaining time, at the pace of a lone sequence on the largest TP degree, first."""
@@ -101,15 +104,20 @@ class Oracle(Baseline):
         # A weight swap empties the cache of the engine that has the prefix.
         cached = home is not None and placed is not None and placed.version == home.version
         self.forget(turn.trajectory)
-        best, load, gain = self._best(turn, work, home, cached, options)
+        near = None if turn.attained_tokens else self._near(turn.prompt_id, board)
+        best, load, gain = self._best(turn, work, home, cached, near, options)
         plan = self._plans[best.engine]
         plan.add(load)
+        if not turn.attained_tokens:
+            self._siblings[turn.prompt_id] = turn.trajectory
         self._placed[turn.trajectory] = _Placed(best.engine, best.version, load)
         numbers: dict[str, float | str] = {"engine": best.engine, "end_s": plan.end_s, "left": float(work.decode_tokens), "gain_s": gain}
         if _full(best):
             self._waits[turn.trajectory] = best.engine, self._ends
             return Decision("", priority, best.level, "wait: {engine} is full and still the best: all there ends in {end_s:.2f} s", numbers)
-        if home is None:
+        if best is near:
+            reason = "with {left:.0f} tokens left, {engine} ends first, for it has the prompt cached: {end_s:.2f} s"
+        elif home is None:
             reason = "with {left:.0f} tokens left, {engine} ends first: {end_s:.2f} s"
         elif best is home:
             reason = "stays on {engine}, which ends in {end_s:.2f} s: no move ends sooner"
@@ -129,17 +137,20 @@ class Oracle(Baseline):
         if placed is not None and placed.engine in self._plans:
             self._plans[placed.engine].remove(placed.load)
 
-    def _best(self, turn: TurnView, work: Work, home: EngineView | None, cached: bool, options: list[EngineView]) -> tuple[EngineView, Load, float]:
+    def _best(
+        self, turn: TurnView, work: Work, home: EngineView | None, cached: bool, near: EngineView | None, options: list[EngineView]
+    ) -> tuple[EngineView, Load, float]:
         """The engine to be at, the load there, and the seconds the end falls by going there."""
         best, best_load, gain, stay_s = home, None, 0.0, 0.0
         if home is not None:
             best_load = self._load(turn, work, home, cached)
             stay_s = self._plans[home.engine].end_with(best_load)
         free = [e for e in options if not _full(e)]
-        for engine in (*self._first_of_each_class(free), *self._first_of_each_class(options)):
+        nearest = [near] if near in free else []
+        for engine in (*nearest, *self._first_of_each_class(free), *self._first_of_each_class(options)):
             if engine is home or engine is best:
                 continue
-            plan, load = self._plans[engine.engine], self._load(turn, work, engine, False)
+            plan, load = self._plans[engine.engine], self._load(turn, work, engine, engine is near)
             end = plan.end_with(load)
             if home is not None:
                 saved = max(stay_s, plan.end_s) - max(self._plans[home.engine].end_s, end)
@@ -152,6 +163,12 @@ class Oracle(Baseline):
         assert best is not None
         assert best_load is not None
         return best, best_load, gain
+
+    def _near(self, prompt_id: str, board: Board) -> EngineView | None:
+        """The engine that has the prompt cached because a sibling is placed there."""
+        placed = self._placed.get(self._siblings.get(prompt_id, ""))
+        engine = None if placed is None else board.engines.get(placed.engine)
+        return engine if placed is not None and engine is not None and engine.version == placed.version else None
 
     def _follow(self, board: Board) -> None:
         for name in [name for name in self._plans if name not in board.engines]:
@@ -176,7 +193,9 @@ class Oracle(Baseline):
 
     def _load(self, turn: TurnView, work: Work, engine: EngineView, cached: bool) -> Load:
         steps = self._steps[engine.tp]
-        fresh = min(turn.context_tokens, work.fresh_tokens) if cached else turn.context_tokens
+        # At admission a cached context is a sibling's prompt.
+        new = work.fresh_tokens if turn.attained_tokens else 0
+        fresh = min(turn.context_tokens, new) if cached else turn.context_tokens
         later = turn.context_tokens + work.decode_tokens
         prefill = prefill_s(steps, fresh, turn.context_tokens - fresh) + prefill_s(steps, work.new_tokens, later)
         mean = turn.context_tokens + (work.decode_tokens + work.new_tokens) // 2
