@@ -16,7 +16,7 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.measured import load
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planner.initial import initial_plan
+from libra_hpc.planner.initial import as_planned, initial_plan
 from libra_hpc.planner.request import Assumed, Request, check_gpus, request
 from libra_hpc.planner.search import Result, Search, Steps
 from libra_hpc.planner.sweep import Point, knee, steps, sweep
@@ -78,7 +78,7 @@ def plan(
     low, high = gpu_range(gpus)
     config = load_run_file(run_file, override)
     asked = request(
-        config,
+        as_planned(config),
         model=model,
         device_name=device,
         devices_file=devices,
