@@ -25,16 +25,14 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.compare import compare, parse_policies
 from libra_hpc.sim.fleet import build_fleet
-from libra_hpc.sim.replan_work import DOCUMENTS
 from libra_hpc.sim.settings import SimSettings
 from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.profiles import Profile
 from libra_hpc.sim.traces.read import read_trace
 
 GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
 MAX_CONTEXT = Dials().max_context
 """Where the generator cuts trajectories, as a run file would; nothing is known of where a recorded trace was cut."""
-WORK: dict[str, tuple[str | Profile, dict[str, Any]]] = {
+WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "r2e, outcomes tell": ("r2e", {"outcome": 1.0}),
     "r2e, siblings alone tell": ("r2e", {"outcome": 0.0}),
     "r2e, nothing tells": ("r2e", {"outcome": 0.0, "sibling": 0.0}),
@@ -42,7 +40,7 @@ WORK: dict[str, tuple[str | Profile, dict[str, Any]]] = {
     "search, nothing tells": ("search", {"outcome": 0.0, "sibling": 0.0}),
     "math, siblings tell": ("math", {}),
     "math, nothing tells": ("math", {"sibling": 0.0}),
-    "documents, siblings tell": (DOCUMENTS, {}),
+    "documents, siblings tell": ("documents", {}),
     "r2e, outcomes tell, third epoch": ("r2e", {"outcome": 1.0, "epochs": 3}),
     "r2e, siblings alone tell, third epoch": ("r2e", {"outcome": 0.0, "epochs": 3}),
     "search, outcomes tell, third epoch": ("search", {"outcome": 1.0, "epochs": 3}),

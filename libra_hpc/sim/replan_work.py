@@ -23,7 +23,7 @@ import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.profiles import MATH, Lognormal, Profile
+from libra_hpc.sim.traces.profiles import DOCUMENTS, MATH, Profile
 
 SEGMENT = 8
 MAX_CONTEXT = 32_768
@@ -33,7 +33,6 @@ SIGMA = 0.8
 DOUBLING, PHASE, PERIOD = 30, 40, 80
 """Steps."""
 
-DOCUMENTS = Profile("documents", 200, SIGMA, 1, 0.0, Lognormal(12_000, 0.4, 28_000), ())
 REASONING = msgspec.structs.replace(MATH, sigma=SIGMA, generated=6000)
 
 Law = Callable[[float], list[tuple[Profile, float]]]

@@ -86,7 +86,7 @@ def test_a_trace_that_says_little_is_said_to(tmp_path: Path, cli: Cli) -> None:
         (["inspect", "empty.jsonl"], "empty.jsonl: the trace is empty."),
         (["inspect", "good.jsonl", "--format", "moncake"], "format = 'moncake': unknown format"),
         (["convert", "good.jsonl", "nowhere/b.jsonl"], "nowhere/b.jsonl cannot be written (No such file or directory)."),
-        (["generate", "c.jsonl", "--preset", "r2x"], "preset = 'r2x': unknown preset; valid: r2e, search, math (did you mean 'r2e'?)."),
+        (["generate", "c.jsonl", "--preset", "r2x"], "preset = 'r2x': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?)."),
         (["generate", "c.jsonl", "--outcome", "2"], "outcome = 2.0: out of range; valid: a number from 0 to 1."),
         (["generate", "c.jsonl", "--trajectories", "9"], "trajectories = 9: not a whole number of groups"),
     ],

@@ -145,7 +145,7 @@ def test_turns_can_be_chosen() -> None:
 
 
 MISTAKES: dict[str, tuple[str, Dials, str]] = {
-    "preset": ("r2d", Dials(), "preset = 'r2d': unknown preset; valid: r2e, search, math (did you mean 'r2e'?)."),
+    "preset": ("r2d", Dials(), "preset = 'r2d': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?)."),
     "groups": ("r2e", Dials(trajectories=100), "trajectories = 100: not a whole number of groups; valid: a multiple of group * epochs = 8."),
     "epochs": ("r2e", Dials(epochs=3), "a multiple of group * epochs = 24"),
     "none": ("r2e", Dials(trajectories=0), "trajectories = 0: out of range"),
