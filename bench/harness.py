@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,8 @@ RESULTS = ROOT / "bench" / "results"
 POLICIES = ROOT / "models"
 
 
+Job = TypeVar("Job", bound=tuple[Any, ...])
+Row = TypeVar("Row")
 Rates = list[tuple[float, int]]
 """(time in seconds, tokens so far)"""
 
@@ -93,6 +96,15 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
     at = time.strftime("%Y-%m-%dT%H:%M:%S")
     stamp = {"benchmark": name, "machine": where, "at": at, "columns": list(columns), "rows": [list(r) for r in rows], "raw": raw}
     (RESULTS / f"{name}.json").write_text(json.dumps(stamp, indent=1) + "\n")
+
+
+def by_work(pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Play ``jobs``, (work, seed, ...), in order, and say each row as it comes; rows by work."""
+    found: dict[str, list[Row]] = {job[0]: [] for job in jobs}
+    for job, row in zip(jobs, pool.map(play, jobs), strict=True):
+        found[job[0]].append(row)
+        print(f"{job[0]}, seed {job[1]}: {words(row)}", file=sys.stderr, flush=True)
+    return found
 
 
 def median(values: Sequence[float]) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from math import exp, inf, log, sqrt
@@ -25,7 +24,7 @@ from libra_hpc import compiled
 # Before the scheduler is imported: nobody can inherit from compiled classes.
 os.environ[compiled.INTERPRETED] = "1"
 
-from bench.harness import report
+from bench.harness import by_work, report
 from bench.policies import BUCKETS, DEVICE, GPUS, MAX_CONTEXT, MODEL, WORK, interval, work_of
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -37,9 +36,9 @@ from libra_hpc.sim.fleet import build_fleet
 from libra_hpc.sim.settings import SimSettings, trajectory_ids
 from libra_hpc.sim.simulate import simulate
 
-FROM: dict[str, float] = {"0": 0, "1": 1, "4": 4, "10": 10, "its prompt": inf, "never": inf}
-"""Turns done when the truth is told."""
 PROMPT = "its prompt"
+FROM: dict[str, float] = {"0": 0, "1": 1, "4": 4, "10": 10, PROMPT: inf, "never": inf}
+"""Turns done when the truth is told."""
 NORMAL = NormalDist()
 SHOWN = "r2e, outcomes tell|r2e, siblings alone tell|search, outcomes tell|math, siblings tell"
 
@@ -75,18 +74,18 @@ class ToldTree(CausalTree):
     def __init__(self, truth: Mapping[str, TrajectoryRecord], turns: float, laws: Mapping[str, Law]) -> None:
         super().__init__()
         self._truth, self._turns, self._laws = truth, turns, laws
-        self.names: dict[int, str] = {}
-        """Trajectories by the identity of their cursor."""
+        self.names: dict[Cursor, str] = {}
+        """The trajectory of each cursor."""
 
     def advance(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> float:
         """See `CausalTree.advance`."""
         super().advance(cursor, signals, attained, room)
-        return self._tell(cursor, self.names.get(id(cursor), ""), signals, attained, room)
+        return self._tell(cursor, self.names.get(cursor, ""), signals, attained, room)
 
     def ahead(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
         """See `CausalTree.ahead`."""
         middle = super().ahead(cursor, signals, attained, room)
-        self._tell(middle, self.names.get(id(cursor), ""), signals, attained, room)
+        self._tell(middle, self.names.get(cursor, ""), signals, attained, room)
         return middle
 
     def _tell(self, cursor: Cursor, name: str, signals: tuple[Signal, ...], attained: int, room: float) -> float:
@@ -105,16 +104,12 @@ class Told(CausalMlfq):
 
     def __init__(self, tree: ToldTree) -> None:
         super().__init__(tree)
-        self._told = tree
-        self._cursors: list[Cursor] = []
+        self._names = tree.names
 
     def key(self, turn: TurnView, now: float) -> float:
         """See `CausalMlfq.key`."""
         if turn.trajectory not in self._tracked:
-            cursor = self._track(turn).cursor
-            # Kept, so that no other cursor gets its identity.
-            self._cursors.append(cursor)
-            self._told.names[id(cursor)] = turn.trajectory
+            self._names[self._track(turn).cursor] = turn.trajectory
         return super().key(turn, now)
 
 
@@ -138,11 +133,8 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in options.work.split("|") if name]
     jobs = [(name, seed) for name in names for seed in range(options.seeds)]
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with ProcessPoolExecutor(options.jobs) as pool:
-        for job, row in zip(jobs, pool.map(play, jobs), strict=True):
-            rows[job[0]].append(row)
-            print(f"{job[0]}, seed {job[1]}: " + ", ".join(f"{label} {ratio:.3f}" for label, ratio in row.items()), file=sys.stderr, flush=True)
+        rows = by_work(pool, play, jobs, lambda row: ", ".join(f"{label} {ratio:.3f}" for label, ratio in row.items()))
     lines = [[name, *(interval([row[label] for row in found]) for label in FROM)] for name, found in rows.items()]
     notes = [f"makespan over the oracle's, told from the k-th turn on; {options.seeds} seeds, 512 trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"]
     report("knowledge", "C-MLFQ that is told the truth", ("work", *FROM), lines, notes, rows)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.harness import report
+from bench.harness import by_work, report
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.compare import compare, parse_policies
@@ -131,10 +130,7 @@ def main() -> None:
     names = [name for name in options.work.split("|") if name] + options.trace
     jobs = [(name, seed, options.trajectories, policies) for name in names for seed in range(options.seeds)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        found: dict[str, list[Row]] = {name: [] for name in names}
-        for job, row in zip(jobs, pool.map(play, jobs), strict=True):
-            found[job[0]].append(row)
-            print(f"{job[0]}, seed {job[1]}: " + ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items()), file=sys.stderr, flush=True)
+        found = by_work(pool, play, jobs, lambda row: ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items()))
     columns = ("policy", "makespan s", "x oracle", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
     for name, rows in found.items():
         label = Path(name).name.split(".")[0] if name in options.trace else name

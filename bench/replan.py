@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from bench.harness import report
+from bench.harness import by_work, report
 from libra_hpc.sim.replan import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
 from libra_hpc.sim.replan_pool import Site
 from libra_hpc.sim.replan_verl import VerlLike
@@ -106,13 +105,9 @@ def play_all(
     names = [name for name in options.work.split("|") if name]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     jobs = [(name, seed, options.steps) for name in names for seed in seeds]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ProcessPoolExecutor(options.jobs) as pool:
         still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
-        for job, row in zip(jobs, pool.map(compare, jobs), strict=True):
-            found[job[0]].append(row)
-            words = ", ".join(f"{k} {row[k]:.3f}" for k in told)
-            print(f"{job[0]}, seed {job[1]}: {words}, {counts.format(**row)}", file=sys.stderr, flush=True)
+        found = by_work(pool, compare, jobs, lambda row: ", ".join([*(f"{k} {row[k]:.3f}" for k in told), counts.format(**row)]))
         return found, still.result() if still else None
 
 

@@ -167,8 +167,8 @@ class CausalMlfq:
                 add = _added(alone, finish) + OWN * (finish - alone)
                 if add < best_add:
                     best, best_add, best_finish = seat, add, finish
-        shared = False
-        if not turn.attained_tokens and (near := self._near(turn.prompt_id)) is not None:
+        starts, shared = not turn.attained_tokens, False
+        if starts and (near := self._near(turn.prompt_id)) is not None:
             finish = near.finish_with(reach, work, cursor.future)
             add = _added(near.finish, finish) + OWN * (finish - near.finish)
             if add < best_add * NEAR_MARGIN:
@@ -191,7 +191,7 @@ class CausalMlfq:
         seat.sit(tracked, reach, work, prefill, finish)
         if before is not None:
             seats.changed(before)
-        if not turn.attained_tokens:
+        if starts:
             self._started[turn.prompt_id] = tracked
         view = seat.view
         numbers["finish_s"], numbers["engine"] = finish, view.engine
@@ -275,10 +275,10 @@ class CausalMlfq:
     def _near(self, prompt_id: str) -> Seat | None:
         """The engine that has a prompt cached because the sibling that started last sits there, if it has a free slot."""
         sibling = self._started.get(prompt_id)
-        seat = sibling.seat if sibling is not None else None
-        if sibling is None or seat is None or not seat.view.free or seat.view.version != sibling.version:
+        if sibling is None or sibling.seat is None:
             return None
-        return seat if self._seats.get(seat.view.engine) is seat else None
+        seat, view = sibling.seat, sibling.seat.view
+        return seat if view.free and view.version == sibling.version and self._seats.get(view.engine) is seat else None
 
     def _send(self, tracked: _Tracked, view: EngineView, template: str, numbers: Mapping[str, float | str]) -> Decision:
         tracked.version = view.version

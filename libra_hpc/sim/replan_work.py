@@ -28,12 +28,10 @@ from libra_hpc.sim.traces.profiles import DOCUMENTS, MATH, Profile
 SEGMENT = 8
 MAX_CONTEXT = 32_768
 """Tokens at which trajectories end."""
-SIGMA = 0.8
-"""Of log lengths: the longest tenth then has 32 % of the tokens, the lower end of what is measured (31 to 47 %)."""
 DOUBLING, PHASE, PERIOD = 30, 40, 80
 """Steps."""
 
-REASONING = msgspec.structs.replace(MATH, sigma=SIGMA, generated=6000)
+REASONING = msgspec.structs.replace(MATH, sigma=DOCUMENTS.sigma, generated=6000)
 
 Law = Callable[[float], list[tuple[Profile, float]]]
 """Number of a step, from 0 -> profiles and their shares of the groups."""

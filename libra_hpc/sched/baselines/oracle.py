@@ -167,8 +167,10 @@ class Oracle(Baseline):
     def _near(self, prompt_id: str, board: Board) -> EngineView | None:
         """The engine that has the prompt cached because a sibling is placed there."""
         placed = self._placed.get(self._siblings.get(prompt_id, ""))
-        engine = None if placed is None else board.engines.get(placed.engine)
-        return engine if placed is not None and engine is not None and engine.version == placed.version else None
+        if placed is None:
+            return None
+        engine = board.engines.get(placed.engine)
+        return engine if engine is not None and engine.version == placed.version else None
 
     def _follow(self, board: Board) -> None:
         for name in [name for name in self._plans if name not in board.engines]:
@@ -193,9 +195,10 @@ class Oracle(Baseline):
 
     def _load(self, turn: TurnView, work: Work, engine: EngineView, cached: bool) -> Load:
         steps = self._steps[engine.tp]
-        # At admission a cached context is a sibling's prompt.
-        new = work.fresh_tokens if turn.attained_tokens else 0
-        fresh = min(turn.context_tokens, new) if cached else turn.context_tokens
+        fresh = turn.context_tokens
+        if cached:
+            # At admission it is a sibling's prompt, and nothing of it is new.
+            fresh = min(fresh, work.fresh_tokens) if turn.attained_tokens else 0
         later = turn.context_tokens + work.decode_tokens
         prefill = prefill_s(steps, fresh, turn.context_tokens - fresh) + prefill_s(steps, work.new_tokens, later)
         mean = turn.context_tokens + (work.decode_tokens + work.new_tokens) // 2

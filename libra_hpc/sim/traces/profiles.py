@@ -4,8 +4,8 @@ Lognormals are given as median and sigma (standard deviation of the natural loga
 0.05 s in the median and 10 s at p95 (measured: 0.04 and 11), a tool returns 420 tokens in the median and 1,480 at p90 (409 and 1,468), one call in
 six fails (14 %).  Cutting at 128 K tokens of context shortens 1 % of its trajectories and leaves the longest tenth 52 to 58 % of the tokens, and as
 much of the time at 50 tokens/s; a trajectory then has 19 turns on average.  ``search`` has fewer turns, larger answers and a lighter tail (41 %),
-``math`` one long-tailed turn without tools (50 %), ``documents`` short answers (the longest tenth has 32 % of the tokens, the lower end of what is measured)
-to prompts of thousands of tokens.
+``math`` one long-tailed turn without tools (50 %), ``documents`` short answers (the longest tenth has 32 % of the tokens, the lower end of the 31 to 47 %
+that are measured) to prompts of thousands of tokens.
 """
 
 from __future__ import annotations
