@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from libra_hpc.process.deadlines import DeadlineSettings
+
 from .base import Section
 
 
@@ -68,3 +70,19 @@ class ComponentsSection(Section):
     train: Component = Component()
     hybrid: Component = Component()
     rollout: Component = Component()
+
+
+class DeadlinesSection(Section):
+    """``[deadlines]``: how long a part of a run may make no progress before it is ended and started again (`libra_hpc.process.deadlines`)."""
+
+    floor_s: float = Field(60.0, gt=0)
+    """No deadline is shorter, in seconds."""
+    first_s: float = Field(900.0, gt=0)
+    """The deadline of an operation that was not measured yet, in seconds: a first step compiles, a first start loads from a cold file system."""
+    factor: float = Field(10.0, gt=1)
+    """A measured operation may take this many times the longest of its last durations."""
+
+    @property
+    def settings(self) -> DeadlineSettings:
+        """As the runtime takes them."""
+        return DeadlineSettings(self.floor_s, self.first_s, self.factor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Section
-from .job import ComponentsSection, RunSection, SlurmSection
+from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
 from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
 from .rollout import PlannerSection, RolloutSection
 from .twin import TwinSection
@@ -23,6 +23,7 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     planner: PlannerSection = PlannerSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    deadlines: DeadlinesSection = DeadlinesSection()
     twin: TwinSection = TwinSection()
 
     @property

@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 
 READ_BYTES = 1 << 20
+DUMP_S = 0.5
+"""From the request for stacks to SIGKILL: writing them takes milliseconds, and a stopped process writes none."""
 LEAVE_S = 5.0
 """From the closed socket to SIGKILL, when a child does not leave on its own."""
 
@@ -87,6 +90,14 @@ class Child:
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end_hung(self) -> None:
+        """End a child that makes no progress: its threads' stacks go to its log (`dump_on_request`), then SIGKILL; `on_exit` follows."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, DUMP_SIGNAL)
+            await asyncio.sleep(DUMP_S)
+            self.kill()
 
     async def stop(self, leave_s: float = LEAVE_S) -> None:
         """Close the socket, which tells the child to leave, and SIGKILL it when it does not; returns when the process is gone."""

@@ -1,0 +1,1 @@
+"""What the agent's dealings with processes share: deadlines on progress, and budgets of restarts."""

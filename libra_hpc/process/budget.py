@@ -1,0 +1,39 @@
+"""A budget of restarts per time: a part that ends now and then is rebuilt for ever, one that keeps ending is not.
+
+A budget that resets when the part answers once is none: a process that comes up, works for a second and ends again would be rebuilt without end.
+
+Pure: times are seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+RESTARTS = 5
+WINDOW_S = 300.0
+"""Five ends in five minutes: single accidents are hours apart, a broken configuration or a full disk ends a process every few seconds."""
+
+
+class RestartBudget:
+    """At most ``restarts`` in any ``window_s`` seconds."""
+
+    def __init__(self, restarts: int = RESTARTS, window_s: float = WINDOW_S) -> None:
+        self._restarts, self._window_s = restarts, window_s
+        self._at: deque[float] = deque()
+
+    def spend(self, now: float) -> bool:
+        """Note one restart; False when that is one too many."""
+        self._at.append(now)
+        while self._at and now - self._at[0] > self._window_s:
+            self._at.popleft()
+        return len(self._at) <= self._restarts
+
+    @property
+    def spent(self) -> int:
+        """Restarts inside the window at the last `spend`."""
+        return len(self._at)
+
+    @property
+    def window_s(self) -> float:
+        """Length of the window in seconds."""
+        return self._window_s

@@ -1,0 +1,89 @@
+"""Deadlines on progress: how long an operation may take before whoever waits for it must act.
+
+- Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow once.
+- Measured -> ``factor`` times the longest of the last `WINDOW` durations, and never less than ``floor_s``.
+- Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process, start another.
+- The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for nobody.
+
+Pure: times are seconds of any monotonic clock, given as arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
+
+WINDOW = 32
+"""Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after one."""
+
+
+class DeadlineSettings(NamedTuple):
+    """The three numbers of the module docstring."""
+
+    floor_s: float = 60.0
+    first_s: float = 900.0
+    factor: float = 10.0
+
+
+class Pending(NamedTuple):
+    """An operation that has not ended."""
+
+    name: str
+    """What kind of operation it is; durations are compared within a name."""
+    key: Hashable
+    waited_s: float
+    limit_s: float
+
+    @property
+    def sentence(self) -> str:
+        """For the log and the status: what is waited for, how long, and how long it may take."""
+        return f"{self.name} has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
+
+
+class Deadlines:
+    """Operations in flight by key.  A key that begins again starts from zero."""
+
+    def __init__(self, settings: DeadlineSettings = DeadlineSettings()) -> None:  # noqa: B008 (an immutable tuple)
+        self._settings = settings
+        self._began: dict[Hashable, tuple[str, float, float]] = {}
+        self._durations: dict[str, deque[float]] = {}
+
+    def begin(self, name: str, key: Hashable, now: float, limit_s: float = 0.0) -> None:
+        """An operation starts; ``limit_s`` > 0 is a limit of its own, which counts where it is longer."""
+        self._began[key] = (name, now, limit_s)
+
+    def end(self, key: Hashable, now: float) -> None:
+        """It ended, and its duration counts.  An unknown key is ignored: its answer came after it was given up."""
+        found = self._began.pop(key, None)
+        if found is not None:
+            name, began, _ = found
+            self._durations.setdefault(name, deque(maxlen=WINDOW)).append(max(0.0, now - began))
+
+    def forget(self, key: Hashable) -> None:
+        """It is not waited for any more, and its duration says nothing."""
+        self._began.pop(key, None)
+
+    def clear(self) -> None:
+        """Nothing is waited for any more."""
+        self._began.clear()
+
+    def limit(self, name: str) -> float:
+        """Seconds an operation of this name may take."""
+        durations = self._durations.get(name)
+        if not durations:
+            return max(self._settings.floor_s, self._settings.first_s)
+        return max(self._settings.floor_s, self._settings.factor * max(durations))
+
+    def discount(self, seconds: float) -> None:
+        """The waiting process was stopped for so long."""
+        self._began = {key: (name, began + seconds, own) for key, (name, began, own) in self._began.items()}
+
+    def pending(self, now: float, share: float = 1.0) -> list[Pending]:
+        """Operations that have used up this share of their limit, the longest waiting first: 1.0 overdue, 0.5 late."""
+        found = []
+        for key, (name, began, own) in self._began.items():
+            limit = max(self.limit(name), own)
+            if now - began > share * limit:
+                found.append(Pending(name, key, now - began, limit))
+        return sorted(found, key=lambda pending: -pending.waited_s)

@@ -1,0 +1,14 @@
+"""Stacks of all threads on request: how a process that hangs tells where, in its own log, before it is ended."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""SIGTERM and SIGUSR1 are Slurm's; this one is free."""
+
+
+def dump_on_request() -> None:
+    """Write the stacks of all threads to stderr at `DUMP_SIGNAL`.  The C handler needs no Python to run, so a blocked interpreter answers too."""
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
