@@ -39,6 +39,8 @@ class SlurmSection(Section):
     qos: str = ""
     mpi: str = "pmi2"
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
+    restarts: int = Field(3, ge=0)
+    """How often all ranks restart inside the allocation, from the newest checkpoint, after the planner or a leader died."""
     extra: list[str] = []
     """Further sbatch options, verbatim, for every component (``--constraint=nvlink``)."""
 

@@ -34,7 +34,7 @@ def start(launch: Launch) -> str:
     run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
     logs, command = run.logs(attempt), [launch.python, *launch.interpreted]
-    watched = [word for path in (run.met(attempt), run.result) for word in ("--begun", str(path))] + ["--again", str(run.again(attempt))]
+    watched = ["--run", str(run.path), "--attempt", str(attempt), "--restarts", str(launch.config.slurm.restarts)]
     argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(launch.ranks), "--logs", str(logs), *watched, "--", *command]
     env = {**clean_environment(os.environ), **launch.variables}
     actions = [

@@ -8,18 +8,22 @@ value is dropped ("value not properly terminated in client request"), its tail i
 0.00") or wait for ever.  The same in MPICH's issue 6924.
 
 So a process between the two announces `VALUE_BYTES` instead and passes everything else on.  It is a child of the rank, because MPI holds the interpreter's
-lock while it starts; it ends when either side closes, and nothing needs it once the world stands.  Whoever does not speak PMI-1 over ``PMI_FD`` (another
-MPI, another plugin) is started as it is or passed through untouched.
+lock while it starts.  Whoever does not speak PMI-1 over ``PMI_FD`` (another MPI, another plugin) is started as it is or passed through untouched.
+
+The child outlives its rank by a moment and notes that rank's end in the file `RunDir.gone`, so that nobody has to wait for a missing heartbeat.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 REQUEST_BYTES = 1024
@@ -28,6 +32,8 @@ VALUE_BYTES = 896
 """Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, up to 64 for the key (``keylen_max``) and 36 for Slurm's names of key
 value spaces, two 32-bit numbers with a point between them."""
 MAXES = b"cmd=maxes "
+GONE = "LIBRA_HPC_GONE"
+"""Variable of a rank: beginning of the file in which its end is noted."""
 
 
 def capped(reply: bytes) -> bytes:
@@ -61,22 +67,47 @@ def interpose() -> None:
     """Put a relay before ``PMI_FD``, if there is one; only this process returns."""
     number = os.environ.get("PMI_FD", "")
     if not number.isdigit():
+        accompany(lambda: None)
         return
     plugin = socket.socket(fileno=int(number))
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        # Signals to the step are the rank's business: the relay leaves when the rank has.
-        for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-            signal.signal(ignored, signal.SIG_IGN)
+
+    def pass_on() -> None:
         theirs.close()
-        try:
-            relay(plugin, ours)
-        finally:
-            os._exit(0)
+        relay(plugin, ours)
+
+    accompany(pass_on)
     plugin.close()
     ours.close()
     theirs.set_inheritable(True)
     os.environ["PMI_FD"] = str(theirs.detach())
+
+
+def accompany(work: Callable[[], None]) -> None:
+    """Fork a companion that does ``work`` and then notes the end of this process; only this process returns."""
+    rank = os.getpid()
+    if os.fork() != 0:
+        return
+    # Signals to the step are the rank's business: the companion leaves when the rank has.
+    for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    try:
+        # Opened before the work, whose end may be the rank's: afterwards the number could be another process's.
+        handle = os.pidfd_open(rank) if os.getppid() == rank else -1
+        work()
+        note_end(rank, handle)
+    finally:
+        os._exit(0)
+
+
+def note_end(rank: int, handle: int) -> None:
+    """Wait for the end of process ``rank`` by its pidfd ``handle`` (-1: it has ended), then leave its id in the file `GONE` names."""
+    if handle >= 0:
+        select.select([handle], [], [])
+    prefix, number = os.environ.get(GONE, ""), os.environ.get("SLURM_PROCID") or os.environ.get("PMI_RANK", "")
+    if prefix and number:
+        with contextlib.suppress(OSError), open(prefix + number, "w", encoding="ascii") as file:
+            file.write(str(rank))
 
 
 def main() -> NoReturn:

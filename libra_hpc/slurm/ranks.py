@@ -7,13 +7,14 @@ socket pair per rank (``PMI_FD``), text lines ``cmd=... key=value ...``, a key-v
 The ranks stay in the launcher's process group, so a signal to the group reaches them all; the launcher itself ignores all but SIGKILL and
 leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code: rank 0's.
 
-With ``--begun FILE`` (any number), files of which the ranks make one once they are one world, a start that ended without any is repeated
-(`START_TRIES`), unless the launcher was told to leave meanwhile.  When they leave the file behind that ``--again`` names, they are started again.
+With ``--run DIR`` the ranks are those of a run: their ends are noted in `RunDir.gone`, what follows is `libra_hpc.slurm.outcome`'s decision, and ranks that
+outlive rank 0 by `STRAGGLERS_S` are killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import selectors
@@ -25,12 +26,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from libra_hpc.telemetry.rundir import RunDir
+
+from .outcome import REASON, RECOVERIES, decide, finish, look
+
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Between two looks for ended ranks: once started up, ranks rarely say anything."""
-START_TRIES = 3
-"""Starts of an attempt's agents, while they do not even meet.  The one known cause of such a start is dealt with in `libra_hpc.slurm.pmi`; for causes not
-yet met (a node slow to load Python, a network that hiccups), repeating costs seconds, giving up a place in the queue."""
+STRAGGLERS_S = 45.0
+"""From rank 0's end to SIGKILL for ranks that are left: an agent needs up to 15 s to end its engines and to drain its messages."""
 MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
 """Limits the ranks' libraries respect when they split long values over several keys; those of MPICH's own launcher."""
 
@@ -103,10 +107,11 @@ def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[s
     return process, ours
 
 
-def serve(size: int, logs: Path, argv: Sequence[str]) -> int:
-    """Start ``size`` ranks of ``argv``, serve their start-up, wait for all; returns rank 0's exit code."""
+def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int:
+    """Start ``size`` ranks of ``argv``, serve their start-up, wait for all; returns rank 0's exit code.  ``note``: leave ``gone-<rank>`` files."""
     space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}")
     processes, connections, unread = [], {}, {}
+    watch = Watch(logs if note else None)
     with selectors.DefaultSelector() as selector:
         for rank in range(size):
             process, connection = start_rank(rank, size, logs, argv)
@@ -114,7 +119,7 @@ def serve(size: int, logs: Path, argv: Sequence[str]) -> int:
             connections[rank], unread[rank] = connection, b""
             selector.register(connection, selectors.EVENT_READ, rank)
         # Until the processes are gone, not until the connections are: a rank's child may hold its connection open.
-        while any(process.poll() is None for process in processes):
+        while watch.alive(processes):
             for key, _ in selector.select(POLL_S):
                 rank = key.data
                 try:
@@ -132,6 +137,34 @@ def serve(size: int, logs: Path, argv: Sequence[str]) -> int:
     return codes[0] if codes[0] >= 0 else 128 - codes[0]
 
 
+class Watch:
+    """Notes the ends of ranks, and ends those that outlive rank 0 for too long: a stopped process never leaves by itself."""
+
+    def __init__(self, logs: Path | None) -> None:
+        self._logs = logs
+        self._gone: set[int] = set()
+        self._leader_gone_at = 0.0
+
+    def alive(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+        """Whether any rank lives."""
+        for rank, process in enumerate(processes):
+            if rank not in self._gone and process.poll() is not None:
+                self._gone.add(rank)
+                self._note(rank, process.pid)
+        alive = len(self._gone) < len(processes)
+        if alive and 0 in self._gone and self._logs is not None and time.monotonic() - self._leader_gone_at > STRAGGLERS_S:
+            for process in processes:
+                process.kill()
+        return alive
+
+    def _note(self, rank: int, pid: int) -> None:
+        if rank == 0:
+            self._leader_gone_at = time.monotonic()
+        if self._logs is not None:
+            with contextlib.suppress(OSError):
+                (self._logs / f"gone-{rank}").write_text(str(pid))
+
+
 def send(connection: socket.socket, reply: str) -> None:
     """Answer a rank that may just have died."""
     try:
@@ -145,31 +178,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start the ranks of one MPI world on this machine.")
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("--begun", type=Path, action="append", default=[])
-    parser.add_argument("--again", type=Path)
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
     told: list[int] = []
     # The group's signals are the ranks' business; leaving before them would make a stopping run look dead.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: told.append(number))
+    if options.run is None:
+        raise SystemExit(serve(options.size, options.logs, options.argv))
+    raise SystemExit(carry(RunDir(options.run), options, told))
+
+
+def carry(run: RunDir, options: argparse.Namespace, told: Sequence[int]) -> int:
+    """Start the ranks of a run as often as `libra_hpc.slurm.outcome` decides; returns the exit code."""
+    tries, recoveries = 1, 0
     while True:
-        for path in (options.again, *options.begun) if options.again else ():
+        for path in (run.again(options.attempt), run.met(options.attempt), *run.logs(options.attempt).glob("gone-*")):
             path.unlink(missing_ok=True)
-        code = start(options.size, options.logs, options.argv, options.begun, told)
-        if told or not (options.again and options.again.exists()):
-            raise SystemExit(code)
-        print("the ranks start again", flush=True)
-
-
-def start(size: int, logs: Path, argv: Sequence[str], begun: Sequence[Path], told: Sequence[int]) -> int:
-    """`serve`, again while the ranks never met; returns rank 0's exit code."""
-    for count in range(1, START_TRIES + 1):
-        code = serve(size, logs, argv)
-        if told or not begun or any(path.exists() for path in begun):
-            break
-        print(f"start {count}: the ranks did not meet", flush=True)
-    return code
+        os.environ[RECOVERIES] = str(recoveries)
+        serve(options.size, options.logs, options.argv, note=True)
+        counts = {"tries": tries, "recoveries": recoveries, "restarts": options.restarts}
+        decision = decide(look(run, options.attempt, told=bool(told), **counts))
+        if decision.word == "stop":
+            return finish(run, options.attempt, decision, told=bool(told))
+        print(f"{decision.word}: {decision.reason}", flush=True)
+        os.environ[REASON] = decision.reason
+        tries = tries + 1 if decision.word == "repeat" else 1
+        recoveries += decision.word == "recover"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 One heterogeneous job, one component per kind of node, one task per node; `srun` starts the node agents of all components as one MPI world.  The template
 is ``sbatch/run.sbatch.j2``; every value that reaches it is checked here (one line, no spaces) or quoted for the shell.
 
-What the script promises the agents: they are started again when they leave `RunDir.again` behind, SIGUSR1 means that the time limit is `WARNING_S` away,
-SIGTERM that the job is being cancelled or preempted, and each rank's output goes to ``agent-<rank>.log``.
+What the script promises the agents: SIGUSR1 means that the time limit is `WARNING_S` away, SIGTERM that the job is being cancelled or preempted, each
+rank's output goes to ``agent-<rank>.log``, descriptor 3 is Slurm's own output, and what follows their end is `libra_hpc.slurm.outcome`'s decision.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
 from .launch import Launch
-from .ranks import START_TRIES
+from .outcome import REASON, RECOVERIES
+from .pmi import GONE
 
 WARNING_S = 60
 """Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
+STRAGGLERS_S = 45
+"""From rank 0's end to SIGKILL for ranks that are left: an agent needs up to 15 s to end its engines and to drain its messages."""
 RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 """What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
 
@@ -43,7 +46,7 @@ def het_script(launch: Launch) -> str:
             "--open-mode=append",
             f"--signal=B:USR1@{WARNING_S}",
         ],
-        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted(launch.variables.items())],
+        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted({**launch.variables, GONE: str(run.gone(launch.attempt))}.items())],
         groups=",".join(str(index) for index in range(len(components))) if len(components) > 1 else "",
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
         log_prefix=shlex.quote(str(logs / "agent-")),
@@ -51,8 +54,12 @@ def het_script(launch: Launch) -> str:
         result=shlex.quote(str(run.result)),
         met=shlex.quote(str(run.met(launch.attempt))),
         again=shlex.quote(str(run.again(launch.attempt))),
-        tries=START_TRIES,
-        python=shlex.quote(launch.python),
+        gone=shlex.quote(str(run.gone(launch.attempt))),
+        grace=STRAGGLERS_S,
+        recoveries=RECOVERIES,
+        reason=REASON,
+        restarts=config.slurm.restarts,
+        outcome=shlex.join([launch.python, "-m", "libra_hpc.slurm.outcome", str(run.path), str(launch.attempt)]),
     )
 
 

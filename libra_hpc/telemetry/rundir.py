@@ -196,8 +196,12 @@ class RunDir:
         return self.logs(attempt) / "met"
 
     def again(self, attempt: int) -> Path:
-        """Exists once the ranks of an attempt are to be started again, in the layout that the configuration has now."""
+        """Exists once the ranks of an attempt are to restart; why is its content (`libra_hpc.slurm.outcome`)."""
         return self.logs(attempt) / "again"
+
+    def gone(self, attempt: int) -> Path:
+        """Beginning of the files ``gone-<rank>``: the launcher saw that rank's agent end; the content is its process id."""
+        return self.logs(attempt) / "gone-"
 
     @property
     def checkpoints(self) -> Path:

@@ -16,6 +16,7 @@ from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.job import read_job, write_job
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import JobState
+from libra_hpc.slurm.outcome import Decision, Ended, decide
 from libra_hpc.slurm.ranks import KeyValueSpace
 from libra_hpc.telemetry.rundir import RunDir
 
@@ -57,6 +58,16 @@ if sys.argv[2] == "again":
             (folder / "logs" / "attempt-1" / "again").touch()
         if starts.tell() == int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "leaderless":
+    with (folder / f"starts-{comm.rank}").open("a") as starts:
+        starts.write("x")
+    comm.barrier()
+    if comm.rank == 0:
+        (folder / "logs" / "attempt-1" / "met").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not (folder / "logs" / "attempt-1" / "gone-0").exists():
+        time.sleep(0.05)
+    os._exit(1)
 if sys.argv[2] in ("stumble", "again"):
     if comm.rank == 0:
         (folder / "logs" / "attempt-1" / "met").touch()
@@ -71,10 +82,11 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, "run")
 
 
-def start(run: RunDir, *how: str) -> None:
+def start(run: RunDir, *how: str, restarts: int = 0) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    local.start(Launch(RunConfig(), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
+    config = RunConfig.model_validate({"slurm": {"restarts": restarts}})
+    local.start(Launch(config, run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 
 def wait_for(run: RunDir, pattern: str, count: int) -> None:
@@ -112,7 +124,8 @@ def test_a_lost_rank_ends_no_other(run: RunDir) -> None:
     assert wait_end(run) is JobState.COMPLETED
     assert sorted(path.name for path in run.path.glob("survivor-*")) == ["survivor-0", "survivor-1", "survivor-3"]
     assert (run.path / "rank-0").read_text().split()[0::2] == ["4"]
-    assert (run.logs(1) / "launcher.log").read_text() == "exit codes by rank: 0 0 -9 0\n"
+    assert (run.logs(1) / "launcher.log").read_text().startswith("exit codes by rank: 0 0 -9 0\n")
+    assert (run.logs(1) / "gone-2").read_text() == (run.path / "rank-2").read_text().split()[1]
 
 
 @pytest.mark.parametrize(("meets_at", "starts"), [(2, 2), (9, 3)])
@@ -120,7 +133,8 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
     start(run, "stumble", str(meets_at))
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
-    assert (run.logs(1) / "launcher.log").read_text().count("did not meet") == starts - (meets_at <= starts)
+    assert (run.logs(1) / "launcher.log").read_text().count("repeat: start") == starts - 1
+    assert ("did not meet" in run.read_json(run.result)["message"]) is (meets_at > starts)
 
 
 @pytest.mark.parametrize(("killed_at", "starts"), [(0, 2), (2, 3)])
@@ -129,7 +143,28 @@ def test_ranks_that_say_so_are_started_again_also_when_that_start_is_killed(run:
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
     said = (run.logs(1) / "launcher.log").read_text()
-    assert (said.count("the ranks start again"), said.count("did not meet")) == (1, starts - 2)
+    assert (said.count("again: "), said.count("repeat: ")) == (1, starts - 2)
+
+
+def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunDir) -> None:
+    start(run, "leaderless", restarts=2)
+    assert wait_end(run) is JobState.FAILED
+    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * 3] * 4
+    assert (run.logs(1) / "launcher.log").read_text().count("recover: the planner's agent (rank 0) was lost") == 2
+    assert "all 2 restarts of slurm.restarts are used" in run.read_json(run.result)["message"]
+
+
+def test_what_follows_the_end_of_all_ranks() -> None:
+    lost = Ended(told=False, met=True, again=None, verdict=False, tries=1, recoveries=0, restarts=1)
+    assert decide(lost).word == "recover"
+    assert decide(lost._replace(recoveries=1)).word == "stop"
+    assert decide(lost._replace(told=True)).word == "stop"
+    assert decide(lost._replace(verdict=True)).word == "stop"
+    assert decide(lost._replace(again="")).word == "again"
+    assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
+    assert decide(lost._replace(again="recover: node 1 was lost\n", verdict=True)) == Decision("recover", "node 1 was lost")
+    assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
+    assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]
 
 
 def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:
@@ -139,7 +174,7 @@ def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:
     assert submit.cancel(run) is True
     assert submit.cancel(run) is False
     assert submit.state(run).state is JobState.CANCELLED
-    assert (run.logs(1) / "launcher.log").read_text() == "exit codes by rank: -15 -15 -15 -15\n"
+    assert (run.logs(1) / "launcher.log").read_text().startswith("exit codes by rank: -15 -15 -15 -15\n")
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(run: RunDir) -> None:

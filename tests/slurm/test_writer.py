@@ -58,7 +58,7 @@ echo x >>"$RUN/starts"
 case $(wc -l <"$RUN/starts") in
   1) touch "$logs/met" "$logs/again"; exit 0 ;;
   2) kill -KILL $$ ;;
-  *) touch "$logs/met"; echo '{"state": "completed"}' >"$RUN/result.json"; exit 1 ;;
+  *) touch "$logs/met"; echo '{"state": "completed", "message": "step 9 is saved"}' >"$RUN/result.json"; exit 1 ;;
 esac
 """
 """The ranks ask for another start; that one is killed before they meet; the third completes the run although a rank dies."""
@@ -74,8 +74,32 @@ def test_the_script_starts_ranks_again_that_say_so_and_repeats_that_start_when_i
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert (run.path / "starts").read_text() == "x\n" * 3
-    assert done.stdout.splitlines() == ["the ranks are laid out anew", "start 1: the agents did not meet"]
+    assert done.stdout.splitlines() == [
+        "again: the ranks start in another layout", "repeat: start 1: the agents did not meet", "the run completed: step 9 is saved"
+    ]  # fmt: skip
     assert not run.again(1).exists()
+
+
+LOSES_RANK_0 = """#!/bin/bash
+echo "$LIBRA_HPC_RECOVERIES $LIBRA_HPC_RESTART_REASON" >>"$RUN/starts"
+touch "$RUN/logs/attempt-1/met"
+exit 137
+"""
+
+
+def test_the_script_restarts_ranks_whose_planner_was_lost_and_gives_the_run_a_verdict_when_that_is_no_use(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a run")
+    run.logs(1).mkdir(parents=True)
+    (tmp_path / "srun").write_text(LOSES_RANK_0)
+    (tmp_path / "srun").chmod(0o755)
+    text = het_script(Launch(RunConfig.model_validate({**FULL, "slurm": {"restarts": 2}}), run, 1))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    reason = "the planner's agent (rank 0) was lost"
+    assert (run.path / "starts").read_text().splitlines() == ["0 ", f"1 {reason}", f"2 {reason}"]
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == f"the run failed: {reason}, and all 2 restarts of slurm.restarts are used"
+    assert run.read_json(run.result)["state"] == "failed"
 
 
 @pytest.mark.parametrize(
