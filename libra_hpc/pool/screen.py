@@ -23,6 +23,8 @@ class NodeFacts:
     def __init__(self, now: float) -> None:
         self.host = ""
         """Empty until its agent said hello."""
+        self.pid = 0
+        """Of its agent; 0 until then."""
         self.beat: Heartbeat | None = None
         self.seen = now
         """When its last message came."""

@@ -79,6 +79,18 @@ class Roles(msgspec.Struct, tag=True, frozen=True):
 
     states: dict[int, str]
     receivers: tuple[int, ...]
+    recorded: int = 0
+    """Highest step whose line is in `metrics.jsonl`."""
+
+
+class Reset(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agent of a node that was declared lost and is heard again: end all engines and say `Hello` once more."""
+
+
+class RankBack(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> all: a lost rank is taken back; it holds nothing of before."""
+
+    rank: int
 
 
 class RankLost(msgspec.Struct, tag=True, frozen=True):
@@ -340,7 +352,7 @@ class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
 
 
 MeshMessage = Union[
-    Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, Log, Stop, Fatal,
+    Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, RankBack, Reset, Log, Stop, Fatal,
     ToReplica, FromReplica, FormGeneration, MemberJoined, StopTraining, TrainingFinished, StepReport,
     Batch, BatchReady, Committed,
     EngineUp, EngineDown, DrainTurns, TurnsDrained, Turns, TurnsDone, EngineLoad, EngineVersion, RolloutReport,

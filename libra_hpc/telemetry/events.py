@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,21 @@ class LineLog:
             self._handle.write(b"\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
-        self._handle.write(self._encoder.encode(record) + b"\n")
+        """Append one record; raises as `write_all`."""
+        self.write_all([record])
 
     def write_all(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append several records in one `write`."""
-        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
-        if lines:
-            self._handle.write(lines)
+        """Append several records, all or none: after a failed or short write the file ends where it ended before.  Raises `OSError`."""
+        lines = memoryview(b"".join(self._encoder.encode(record) + b"\n" for record in records))
+        before = os.fstat(self._handle.fileno()).st_size
+        try:
+            while lines:
+                lines = lines[self._handle.write(lines) :]
+        except OSError:
+            # A full disk refuses bytes, not the return of some.
+            with contextlib.suppress(OSError):
+                self._handle.truncate(before)
+            raise
 
     def close(self) -> None:
         """Close the file."""

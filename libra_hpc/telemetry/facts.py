@@ -1,0 +1,209 @@
+"""What rank 0 writes, in a thread of its own: events, metrics, and the newest status snapshot.  The loop of rank 0 never waits for a file system.
+
+- A write fails (disk full, quota, I/O error) -> storage fault: lines wait in memory, the write is tried again after `RETRY_S`, doubling to `RETRY_MOST_S`.
+- More than `MOST_EVENTS` events wait -> the oldest are dropped and counted; metrics lines are never dropped, there is one a step.
+- A status or a verdict cannot be written -> it goes into a *reserve*, a file whose blocks were taken when there was room, which is then renamed.
+- A write takes long -> `slow_s` says for how long the one in progress has taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from .events import LineLog
+from .rundir import RunDir, write_atomic
+
+RETRY_S, RETRY_MOST_S = 1.0, 10.0
+MOST_EVENTS = 20_000
+"""About 10 MB; a run writes some thousand events an hour."""
+RESERVE_BYTES = 128 << 10
+"""Of the status reserve: a status of 1,024 nodes has some 100 kB."""
+
+
+class Reserve:
+    """A file that can be replaced on a full disk, as long as its content is not longer than what was reserved."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._size = path, size
+        self._spare = path.with_name(f".{path.name}.reserve")
+        self._make()
+
+    def write(self, data: bytes) -> None:
+        """Replace the file atomically; raises `OSError` when neither the disk nor the reserve takes it."""
+        try:
+            write_atomic(self._path, data)
+        except OSError:
+            if len(data) > self._size or not self._spare.exists():
+                raise
+            with self._spare.open("r+b") as spare:
+                spare.write(data)
+                spare.truncate(len(data))
+                os.fsync(spare.fileno())
+            self._spare.replace(self._path)
+        if not self._spare.exists():
+            self._make()
+
+    def _make(self) -> None:
+        # Written, not only allocated: on some file systems allocation alone promises nothing.
+        with contextlib.suppress(OSError):
+            try:
+                write_atomic(self._spare, bytes(self._size))
+            except OSError:
+                self._spare.unlink(missing_ok=True)
+                raise
+
+    def close(self) -> None:
+        """Give the reserve back."""
+        with contextlib.suppress(OSError):
+            self._spare.unlink(missing_ok=True)
+
+
+class FactsWriter:
+    """See the module docstring.  Every method may be called from any thread and returns at once, except `close`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._events, self._metrics = LineLog(run.events), LineLog(run.metrics)
+        self._status, self._result = Reserve(run.status, RESERVE_BYTES), Reserve(run.result, 4096)
+        self._waiting_events: deque[dict[str, Any]] = deque()
+        self._waiting_metrics: deque[dict[str, Any]] = deque()
+        self._waiting_status: bytes | None = None
+        self._waiting_result: bytes | None = None
+        self._changed = threading.Condition()
+        self._closing = False
+        self._busy_since: float | None = None
+        self.recorded = 0
+        """Highest step whose metrics line is in the file."""
+        self.dropped = 0
+        """Events that were dropped because too many waited."""
+        self.fault = ""
+        """Why the last write failed; empty while writes succeed."""
+        self.fault_since = 0.0
+        """Monotonic seconds of the first failure in a row."""
+        self._thread = threading.Thread(target=self._run, name="facts", daemon=True)
+        self._thread.start()
+
+    def event(self, record: dict[str, Any]) -> None:
+        """Append a line to the event log."""
+        with self._changed:
+            self._waiting_events.append(record)
+            if len(self._waiting_events) > MOST_EVENTS:
+                self._waiting_events.popleft()
+                self.dropped += 1
+            self._changed.notify()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Append a line to the metrics; it has a ``step``."""
+        with self._changed:
+            self._waiting_metrics.append(record)
+            self._changed.notify()
+
+    def status(self, snapshot: bytes) -> None:
+        """Replace the status snapshot; only the newest is written."""
+        with self._changed:
+            self._waiting_status = snapshot
+            self._changed.notify()
+
+    def result(self, verdict: bytes) -> None:
+        """Write the run's verdict."""
+        with self._changed:
+            self._waiting_result = verdict
+            self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Lines that are not written yet."""
+        return len(self._waiting_events) + len(self._waiting_metrics)
+
+    def slow_s(self, now: float) -> float:
+        """Seconds the write in progress has taken at monotonic time ``now``; 0.0 between writes."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, now - since)
+
+    def close(self, patience_s: float) -> str:
+        """Write what waits, for at most ``patience_s``; returns why something could not be written, or nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            return self.fault or f"the file system has not answered for {self.slow_s(time.monotonic()):.0f} s"
+        return self.fault
+
+    def _run(self) -> None:
+        pause = RETRY_S
+        while True:
+            with self._changed:
+                while not (self._closing or self._any()):
+                    self._changed.wait()
+                last = self._closing
+            self._busy_since = time.monotonic()
+            try:
+                self._write()
+            except OSError as error:
+                self.fault_since = self.fault_since if self.fault else time.monotonic()
+                self.fault = f"{error.strerror or error} ({error.filename or 'run directory'})"
+            else:
+                self.fault, pause = "", RETRY_S
+            self._busy_since = None
+            if last:
+                self._status.close()
+                self._result.close()
+                return
+            if self.fault:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, pause)
+                pause = min(2 * pause, RETRY_MOST_S)
+
+    def _any(self) -> bool:
+        waiting = (self._waiting_events, self._waiting_metrics, self._waiting_status, self._waiting_result)
+        return any(bool(part) for part in waiting)
+
+    def _write(self) -> None:
+        """The verdict and the status first: they fit into their reserves also when no line does."""
+        failure: OSError | None = None
+        for part in (self._write_result, self._write_status, self._write_metrics, self._write_events):
+            try:
+                part()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _write_result(self) -> None:
+        if (verdict := self._waiting_result) is not None:
+            self._result.write(verdict)
+            self._waiting_result = None
+
+    def _write_status(self) -> None:
+        with self._changed:
+            snapshot, self._waiting_status = self._waiting_status, None
+        if snapshot is not None:
+            self._status.write(snapshot)
+
+    def _write_metrics(self) -> None:
+        lines = list(self._waiting_metrics)
+        if lines:
+            self._metrics.write_all(lines)
+            with self._changed:
+                for _ in lines:
+                    self._waiting_metrics.popleft()
+            self.recorded = max(self.recorded, *(int(line.get("step", 0)) for line in lines))
+
+    def _write_events(self) -> None:
+        with self._changed:
+            lines = list(self._waiting_events)
+            self._waiting_events.clear()
+        if not lines:
+            return
+        try:
+            self._events.write_all(lines)
+        except OSError:
+            with self._changed:
+                self._waiting_events.extendleft(reversed(lines))
+            raise
