@@ -35,6 +35,7 @@ from .attempt import start_state
 from .context import Context, make_folders
 from .coordinator import Coordinator
 from .layout import Layout, check_world
+from .liveness import read_gone
 from .mesh import MPI, Mesh, meet
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
@@ -42,8 +43,14 @@ from .routes import Routes, add_engines, add_rollout_lead, add_train_leader
 from .train_node import TrainNode
 
 HEARTBEAT_S = 1.0
-ORPHAN_S = 60.0
-"""The coordinator repeats the roles every 5 s; an agent that hears nothing for a minute is alone and leaves."""
+ORPHAN_S = 90.0
+"""The coordinator repeats the roles every 2 s; an agent that hears nothing for so long is alone and leaves, whatever the launcher saw."""
+QUIET_S = 5.0
+"""Silence of the coordinator after which an agent asks what the launcher saw: a file look-up, so not every second."""
+SAVE_S = 60.0
+"""How long training may take to save once the coordinator is gone; the other agents stay for it."""
+STALL_S = 2.0
+"""A loop that wakes this much later than planned was stopped; that time is no silence of others."""
 GOODBYE_S = 5.0
 
 log = logging.getLogger("libra_hpc.agent")
@@ -67,10 +74,13 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self._heard = time.monotonic()
+        self._training: asyncio.Task[Any] | None = None
         self._routes = Routes()
         self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.Roles, self._on_roles)
         self._routes.add(wire.RankLost, self._on_rank_lost)
+        self._routes.add(wire.RankBack, lambda back: self.mesh.remember(back.rank))
+        self._routes.add(wire.Reset, lambda order: self._spawn(self._reset()))
         self._routes.add(wire.Stop, self._on_stop)
 
     async def run(self) -> bool:
@@ -84,12 +94,16 @@ class Agent:
             self._enter(start_state(self.run_dir))
             assert self.context is not None
             self.coordinator = Coordinator(self.context)
+            self.mesh.from_lost = self._on_lost_message
             self._spawn(self.coordinator.run(), then=self._stop.set)
-        self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
+        self._hello()
         self._spawn(self._heartbeats())
         await self._stop.wait()
         await self._leave()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
+
+    def _hello(self) -> None:
+        self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
 
     # --- life -------------------------------------------------------------------------------------------------------------------------------
 
@@ -107,7 +121,7 @@ class Agent:
             if self.rank == self.layout.train_leader:
                 self.train_leader = self._make_train_leader(context)
                 add_train_leader(self._routes, self.train_leader, self.train_node, self.rank, self.mesh.send)
-                self._spawn(self.train_leader.run())
+                self._training = self._spawn(self.train_leader.run())
             if self.rank == self.layout.rollout_leader:
                 self.rollout_lead = RolloutLead(context)
                 add_rollout_lead(self._routes, self.rollout_lead)
@@ -161,10 +175,37 @@ class Agent:
             if self.rollout_node is not None and self.train_node is not None:
                 version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
             self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version))
-            if time.monotonic() - self._heard > ORPHAN_S:
-                log.error("no word from the coordinator for %.0f s: leaving", ORPHAN_S)
-                self._stop.set()
+            before = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
+            slept_s = time.monotonic() - before
+            if slept_s > HEARTBEAT_S + STALL_S:
+                self._heard += slept_s - HEARTBEAT_S
+            if await self._orphaned():
+                await self._save()
+                self._stop.set()
+
+    async def _orphaned(self) -> bool:
+        """Whether the coordinator is gone: the launcher saw its end, or it has been silent for `ORPHAN_S`."""
+        silent_s = time.monotonic() - self._heard
+        if silent_s > ORPHAN_S:
+            log.error("no word from the coordinator for %.0f s: leaving", silent_s)
+            return True
+        if silent_s > QUIET_S and 0 in await asyncio.to_thread(read_gone, self.run_dir.gone(self.attempt)):
+            log.error("the coordinator's process ended: leaving")
+            return True
+        return False
+
+    async def _save(self) -> None:
+        """The coordinator is gone, the training is not: save at the next step boundary, so that the restart loses no step."""
+        if self.train_leader is not None and self._training is not None:
+            self.train_leader.on_stop("the coordinator was lost")
+            await asyncio.wait({self._training}, timeout=SAVE_S)
+        elif self.layout.components[self.rank] in ("train", "hybrid"):
+            leader = self.layout.train_leader
+            for _ in range(int(SAVE_S)):
+                if leader in await asyncio.to_thread(read_gone, self.run_dir.gone(self.attempt)):
+                    break
+                await asyncio.sleep(HEARTBEAT_S)
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that no task of ours is waiting for ends the run, with its traceback in this agent's log."""
@@ -179,7 +220,7 @@ class Agent:
         log.error("%s", what, exc_info=error)
         self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
 
-    def _spawn(self, work: Any, then: Any = None) -> None:
+    def _spawn(self, work: Any, then: Any = None) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
 
@@ -194,6 +235,7 @@ class Agent:
                 then()
 
         task.add_done_callback(done)
+        return task
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.coordinator is not None:
@@ -223,6 +265,18 @@ class Agent:
             self.train_leader.on_replica_down(lost.rank, "node lost")
         if self.rollout_lead is not None:
             self.rollout_lead.leader.on_rank_lost(lost.rank)
+
+    def _on_lost_message(self, rank: int, message: Any) -> None:
+        """Rank 0 only: a rank that was declared lost is heard again."""
+        if isinstance(message, wire.Heartbeat) and self.coordinator is not None:
+            self.mesh.remember(rank)
+            self.coordinator.on_back(rank)
+
+    async def _reset(self) -> None:
+        """This node was declared lost and is taken back: its engines end, and it begins as a new one."""
+        log.warning("this node was declared lost: ending its engines and starting again")
+        await asyncio.gather(*(part.reset() for part in (self.rollout_node, self.train_node) if part is not None))
+        self._hello()
 
     def _on_stop(self, stop: wire.Stop) -> None:
         log.info("stop: %s", stop.reason)

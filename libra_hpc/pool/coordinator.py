@@ -2,59 +2,44 @@
 
 It owns the pool (`libra_hpc.pool.states`): every message that tells of an engine or a node is an event, every effect becomes an order to an agent or a leader.
 Every `PlannerSection.interval_s` it shows the planner a snapshot and turns its decision into a move.  It is the only writer of the event log, the
-metrics and the status snapshot, and it decides how the run ends.
+metrics and the status snapshot (in a thread, `libra_hpc.telemetry.facts`), and it decides how the run ends.
+
+- A node is lost (`liveness`) -> the others go on without it; when it led a stage, all ranks restart from the newest checkpoint (`recovery`).
+- A lost node is heard again -> it ends its engines, says hello, and starts as a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Coroutine
 from typing import Any, Literal
 
 from libra_hpc.planner.calibrate import Split, StepForecast
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.snapshot import NodeFact
-from libra_hpc.protocol.mesh import (
-    BatchReady,
-    DrainTurns,
-    EngineDied,
-    EngineIsReady,
-    Fatal,
-    FormGeneration,
-    Heartbeat,
-    Hello,
-    Log,
-    MemberJoined,
-    RankLost,
-    Roles,
-    RolloutReport,
-    StandbyEngine,
-    StartEngine,
-    StepReport,
-    Stop,
-    StopTraining,
-    TrainingFinished,
-    TurnsDrained,
-)
-from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import write_atomic
-from libra_hpc.telemetry.status import encode_status
+from libra_hpc.protocol import mesh as wire
 
 from . import states
 from .attempt import copy_policy, forget_steps_after
 from .context import Context
 from .decisions import DecisionLog, predicted_gain
+from .liveness import discount, read_gone, silent_nodes
 from .observations import Observations
+from .progress import late_step
+from .records import Records
+from .recovery import Recovery
 from .relayout import Relayout
 from .screen import NodeFacts, compose_status
 
-HEARTBEAT_LOST_S = 20.0
-"""A heartbeat comes every second from a process that does nothing long; twenty missing ones are a dead node, not a slow one."""
 HELLO_S = 120.0
 """All agents of one `srun` say hello within seconds of each other."""
 STATUS_S = 1.0
-ROLES_S = 5.0
+ROLES_S = 2.0
 """The roles are repeated this often, which also tells the agents that the coordinator lives."""
+GONE_S = 1.0
+"""Between two looks at what the launcher saw."""
 NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
 """How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use); the notice before the
 time limit comes 60 s early."""
@@ -68,14 +53,15 @@ class Coordinator:
     def __init__(self, context: Context) -> None:
         self._context, self._config, self._run_dir = context, context.config, context.run
         forget_steps_after(context.run, context.start.step)
-        self._events, self._metrics = LineLog(context.run.events), LineLog(context.run.metrics)
+        self._records = Records(context)
+        self._event = self._records.event
         now = time.time()
         self._nodes = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
         self._pool: states.Pool | None = None
         self._observations = Observations()
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
-        self._relayout = Relayout(context, self._event)
+        self._relayout = Relayout(context, self._event, self._records.event_now)
         self._planner.repartition_after = self._relayout.not_before
         self._forecast = forecast(context)
         self._moves: dict[int, tuple[Role, float]] = {}
@@ -85,6 +71,11 @@ class Coordinator:
         self._finished = asyncio.Event()
         self.state, self._message = "starting", "waiting for the nodes"
         self._stop_deadline: float | None = None
+        self._recovery = Recovery(self._config.slurm.restarts)
+        self._stepped_at = now
+        self._gone: dict[int, int] = {}
+        self._job_id = ""
+        self._polls: set[asyncio.Task[None]] = set()
 
     # --- messages ---------------------------------------------------------------------------------------------------------------------------
 
@@ -93,40 +84,41 @@ class Coordinator:
         node = self._nodes[source]
         node.seen = time.time()
         match message:
-            case Heartbeat():
+            case wire.Heartbeat():
                 node.beat = message
-            case Log(kind=kind, t=t, fields=fields):
-                self._events.write({"t": t, "kind": kind, **fields})
-            case StepReport():
+            case wire.Log(kind=kind, t=t, fields=fields):
+                self._records.record(kind, t, fields)
+            case wire.StepReport():
                 self._on_step(message)
-            case BatchReady(step=step, tokens=tokens, signal_tokens=signal):
+            case wire.BatchReady(step=step, tokens=tokens, signal_tokens=signal):
                 trained = signal if self._config.algorithm.skip_zero_advantage else tokens
                 self._forecast.batch_ready(step, trained, self._split().rollout_nodes, time.time())
-            case RolloutReport():
+            case wire.RolloutReport():
                 receivers = states.rollout_nodes(self._pool) if self._pool else ()
                 self._observations.on_rollout(message, receivers, time.time())
-            case Hello(rank=rank, host=host, pid=pid, component=component):
-                node.host = host
+            case wire.Hello(rank=rank, host=host, pid=pid, component=component):
+                node.host, node.pid = host, pid
                 self._context.send(rank, self._context.start)
                 self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
+                self._take_back(rank)
                 self._maybe_start()
-            case EngineIsReady(rank=rank, kind=kind, seconds=seconds):
+            case wire.EngineIsReady(rank=rank, kind=kind, seconds=seconds):
                 self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
                 self._apply(states.EngineReady(rank, _role(kind)))
-            case EngineDied(rank=rank, kind=kind, reason=reason):
+            case wire.EngineDied(rank=rank, kind=kind, reason=reason):
                 self._apply(states.EngineDied(rank, _role(kind)))
                 self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
-            case TurnsDrained(rank=rank):
+            case wire.TurnsDrained(rank=rank):
                 self._apply(states.Drained(rank))
-            case MemberJoined(rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds):
+            case wire.MemberJoined(rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds):
                 self._event("member_joined", rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds)
                 self._apply(states.StateArrived(rank))
                 self._apply(states.MemberOf(rank, generation))
-            case TrainingFinished(step=step):
+            case wire.TrainingFinished(step=step):
                 self._step = step
-                again = self._relayout.ordered and step < self._config.run.steps
+                again = (self._relayout.ordered or self._recovery.reason) and step < self._config.run.steps
                 self._end("cancelled" if self._stop_deadline is not None else "restarting" if again else "completed", f"step {step} is saved")
-            case Fatal(rank=rank, reason=reason):
+            case wire.Fatal(rank=rank, reason=reason):
                 self._end("failed", f"node {rank}: {reason}")
 
     def on_signal(self, name: str) -> None:
@@ -135,7 +127,26 @@ class Coordinator:
             self._event("stop_requested", signal=name)
             self._stop_deadline = time.time() + NOTICE_S[name]
             self._message = f"{name}: saving and stopping"
-            self._context.send(self._context.layout.train_leader, StopTraining(name))
+            self._context.send(self._context.layout.train_leader, wire.StopTraining(name))
+
+    def on_back(self, rank: int) -> None:
+        """A node that was declared lost is heard again: it is to begin as a new one."""
+        self._nodes[rank].seen = time.time()
+        assert self._pool is not None
+        for other, node in self._pool.nodes.items():
+            if node.state is states.NodeState.LOST and other != rank:
+                self._context.send(rank, wire.RankLost(other))
+        self._context.send(rank, wire.Reset())
+
+    def _take_back(self, rank: int) -> None:
+        node = self._pool.nodes.get(rank) if self._pool is not None else None
+        if node is None or node.state is not states.NodeState.LOST:
+            return
+        self._event("node_returned", rank=rank)
+        for other in self._nodes:
+            if other != rank:
+                self._context.send(other, wire.RankBack(rank))
+        self._apply(states.Returned(rank))
 
     # --- the pool ---------------------------------------------------------------------------------------------------------------------------
 
@@ -143,6 +154,8 @@ class Coordinator:
         if self._pool is not None or not all(node.host for node in self._nodes.values()):
             return
         self._event("job_started", ranks=len(self._nodes), step=self._step, attempt=self._context.attempt)
+        if self._recovery.used:
+            self._event("recovered", restarts=self._recovery.used, reason=self._recovery.cause, step=self._step)
         self.state, self._message = "running", "starting engines"
         self._pool, effects = states.start(self._context.layout.pool(), self._config.planner.hybrid_start)
         self._roles()
@@ -178,22 +191,22 @@ class Coordinator:
         for effect in effects:
             match effect:
                 case states.StartEngine(rank=rank, kind=kind):
-                    context.send(rank, StartEngine(kind))
+                    context.send(rank, wire.StartEngine(kind))
                 case states.StandbyEngine(rank=rank, kind=kind):
-                    context.send(rank, StandbyEngine(kind))
+                    context.send(rank, wire.StandbyEngine(kind))
                 case states.DrainTurns(rank=rank):
-                    context.send(context.layout.rollout_leader, DrainTurns(rank))
+                    context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
                 case states.OpenTurns() | states.ResubmitTurns():
                     pass  # the rollout leader hears of engines from their own node, and of a lost node with everybody else
                 case states.FormMembership(membership=membership):
                     self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
-                    context.send(context.layout.train_leader, FormGeneration(membership.generation, membership.ranks))
+                    context.send(context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks))
 
     def _roles(self) -> None:
         assert self._pool is not None
         named = {rank: str(node.state) for rank, node in self._pool.nodes.items()}
         # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
-        message = Roles(named, states.rollout_nodes(self._pool))
+        message = wire.Roles(named, states.rollout_nodes(self._pool), self._records.recorded)
         for rank in self._nodes:
             self._context.send(rank, message)
 
@@ -210,7 +223,7 @@ class Coordinator:
             self._forecast.drifted()
         carried_out = decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
         if carried_out and self._relayout.propose(decision):
-            self._context.send(self._context.layout.train_leader, StopTraining("repartition"))
+            self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
         if decision.action not in ("to_train", "to_rollout"):
             return
         role: Role = "train" if decision.action == "to_train" else "rollout"
@@ -231,51 +244,99 @@ class Coordinator:
     async def run(self) -> None:
         """Drive the run to its end."""
         next_status = next_roles = next_plan = 0.0
+        self._poll(self._poll_gone())
+        self._poll(self._poll_orders())
+        slept_s = period = min(STATUS_S, self._config.planner.interval_s)
         while not self._finished.is_set():
             now = time.time()
-            if self._pool is None and now - self._started_at > HELLO_S:
-                missing = [rank for rank, node in self._nodes.items() if not node.host]
-                self._end("failed", f"no sign of life from rank(s) {missing} after {HELLO_S:.0f} s")
+            if stall := discount(self._nodes, slept_s, period, now):
+                self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
+            self._check(now)
             if self._pool is not None:
-                self._check_heartbeats(now)
                 if now >= next_roles:
                     next_roles = now + ROLES_S
                     self._roles()
-                if self._relayout.look(self._hindrance()):
-                    self._context.send(self._context.layout.train_leader, StopTraining("repartition"))
-                if self._config.planner.enabled and now >= next_plan and not (self._moves or self._relayout.ordered or self._stop_deadline):
+                if self._config.planner.enabled and now >= next_plan and not (self._moves or self._stopping):
                     next_plan = now + self._config.planner.interval_s
                     self._plan()
-            if self._stop_deadline is not None and now > self._stop_deadline:
-                self._end("cancelled", "stopped before the last step could be saved; the last checkpoint stands")
             if now >= next_status:
                 next_status = now + STATUS_S
                 self._write_status()
-            try:
-                await asyncio.wait_for(self._finished.wait(), min(STATUS_S, self._config.planner.interval_s))
-            except TimeoutError:
-                continue
+            before = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._finished.wait(), period)
+            slept_s = time.monotonic() - before
         await self._close()
 
-    def _check_heartbeats(self, now: float) -> None:
-        for rank, node in self._nodes.items():
-            if rank == self._context.rank or now - node.seen < HEARTBEAT_LOST_S or self._pool is None:
-                continue
-            if self._pool.nodes[rank].state is states.NodeState.LOST:
-                continue
-            self._event("node_lost", rank=rank, silent_s=now - node.seen)
-            layout = self._context.layout
-            if rank in (layout.train_leader, layout.rollout_leader):
-                self._end("failed", f"node {rank}, which leads a stage, is lost; continue with --resume")
-                return
-            for other in self._nodes:
-                self._context.send(other, RankLost(rank))
-            self._apply(states.HeartbeatLost(rank))
+    @property
+    def _stopping(self) -> bool:
+        return bool(self._relayout.ordered or self._recovery.reason) or self._stop_deadline is not None
 
-    def _on_step(self, report: StepReport) -> None:
+    def _check(self, now: float) -> None:
+        """What time alone brings about."""
+        if self._pool is None and now - self._started_at > HELLO_S:
+            missing = [rank for rank, node in self._nodes.items() if not node.host]
+            self._end("failed", f"no sign of life from rank(s) {missing} after {HELLO_S:.0f} s")
+        if self._pool is not None:
+            self._check_nodes(now)
+        if self._stop_deadline is not None and now > self._stop_deadline:
+            self._end("cancelled", "stopped before the last step could be saved; the last checkpoint stands")
+        if self._recovery.reason and now > self._recovery.deadline:
+            self._end("restarting", f"{self._recovery.reason}; all ranks restart from the newest checkpoint")
+        self._records.check_storage()
+
+    def _poll(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._polls.add(task)
+
+    async def _poll_gone(self) -> None:
+        """Read what the launcher saw, in a thread: the file system may hang."""
+        while not self._finished.is_set():
+            self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
+            if not self._job_id:
+                # The launcher writes it once it knows the id, which may be after this start.
+                self._job_id = str((await asyncio.to_thread(self._run_dir.read_json, self._run_dir.job)).get("job_id", ""))
+            await asyncio.sleep(GONE_S)
+
+    async def _poll_orders(self) -> None:
+        """Look for an operator's order for another layout, in a thread."""
+        while not self._finished.is_set():
+            await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
+            if self._pool is None or self._recovery.reason:
+                continue
+            if await asyncio.to_thread(self._relayout.look, self._hindrance()):
+                self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
+
+    def _check_nodes(self, now: float) -> None:
+        layout = self._context.layout
+        leaders = (layout.train_leader, layout.rollout_leader)
+        for rank, reason, silent_s in silent_nodes(self._nodes, self._context.rank, leaders, self._gone, now):
+            if self._finished.is_set() or self._pool is None or self._pool.nodes[rank].state is states.NodeState.LOST:
+                continue
+            self._event("node_lost", rank=rank, reason=reason, silent_s=silent_s)
+            for other in self._nodes:
+                self._context.send(other, wire.RankLost(rank))
+            self._apply(states.HeartbeatLost(rank))
+            if rank in leaders:
+                self._recover(rank, reason)
+
+    def _recover(self, rank: int, reason: str) -> None:
+        """A leader is lost: all ranks restart, as often as that is allowed."""
+        layout = self._context.layout
+        stage = "training" if rank == layout.train_leader else "rollout"
+        sentence = f"node {rank}, which leads {stage}, was lost ({reason})"
+        if not self._recovery.start(sentence, time.time()):
+            self._end("failed", f"{sentence}, and {self._recovery.exhausted}; continue with --resume")
+        elif rank == layout.train_leader:
+            self._end("restarting", f"{sentence}; all ranks restart from the newest checkpoint")
+        else:
+            self._message = f"{sentence}; saving, then all ranks restart"
+            self._context.send(layout.train_leader, wire.StopTraining("recovery"))
+
+    def _on_step(self, report: wire.StepReport) -> None:
         self._step = report.step
         self._message = ""
-        now = time.time()
+        self._stepped_at = now = time.time()
         self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
         self._observations.on_step(report, now)
         speed = self._observations.rollout_speed(self._gen_tokens)[0]
@@ -283,7 +344,7 @@ class Coordinator:
         split = Split(int(m.get("replicas", split.replicas)), split.rollout_nodes)
         timed = self._forecast.committed(report.step, split, m.get("step_s", 0.0), m.get("wait_s", 0.0), m.get("train_wall_s", 0.0), now)
         self._observations.predictions.append(timed)
-        self._metrics.write(
+        self._records.step(
             {
                 "t": now, "step": report.step, **m, "rollout_nodes": split.rollout_nodes, "rollout_tokens_per_s": speed,
                 "predicted_s": timed.predicted_s, "predicted_start_s": timed.predicted_start_s,
@@ -302,34 +363,54 @@ class Coordinator:
             self._finished.set()
 
     async def _close(self) -> None:
+        for poll in self._polls:
+            poll.cancel()
         newest = self._run_dir.latest_checkpoint()
         if newest is not None and self.state == "completed":
-            await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
+            try:
+                await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
+            except OSError as error:
+                self.state, self._message = "failed", f"the last step is saved in {newest[1]}, but the policy could not be exported: {error}"
         self._decisions.close()
         if self.state == "restarting":
-            self._relayout.carry_out(self._step)
-        else:
-            self._relayout.give_up(f"the run is over: {self.state}, {self._message}.")
-            self._event("job_finished", state=self.state, message=self._message, step=self._step)
-            result = {"state": self.state, "message": self._message, "step": self._step, "attempt": self._context.attempt, "t": time.time()}
-            self._run_dir.write_json(self._run_dir.result, result)
+            await asyncio.to_thread(self._leave_for_restart)
+        if self.state != "restarting":
+            await asyncio.to_thread(self._relayout.give_up, f"the run is over: {self.state}, {self._message}.")
+            self._records.verdict(self.state, self._message, self._step)
         self._write_status()
         for rank in self._nodes:
             if rank != self._context.rank:
-                self._context.send(rank, Stop(self._message))
+                self._context.send(rank, wire.Stop(self._message))
+        await self._records.close(f"the run is {self.state} at step {self._step}: {self._message}")
+
+    def _leave_for_restart(self) -> None:
+        try:
+            if self._recovery.reason:
+                self._event("restart", reason=self._recovery.reason, restarts=self._recovery.used + 1, step=self._step)
+                self._recovery.leave(self._run_dir, self._context.attempt)
+            else:
+                self._relayout.carry_out(self._step)
+        except OSError as error:
+            self.state, self._message = "failed", f"the restart could not be prepared: {error}"
 
     # --- what people read -------------------------------------------------------------------------------------------------------------------
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self._events.write({"t": time.time(), "kind": kind, **fields})
+    def _late(self, now: float, notices: list[str]) -> str:
+        if self._pool is None or self._finished.is_set():
+            return ""
+        report, steps = self._observations.report, [wall for wall, _ in self._observations.walls]
+        return late_step(now - self._stepped_at, steps, self._pool, report, notices)
 
     def _write_status(self) -> None:
-        message = self._message or self._relayout.message
+        now = time.time()
+        notices = self._records.notices(now)
+        message = self._message or self._relayout.message or self._late(now, notices)
         status = compose_status(
-            self._context, self._pool, self._nodes, self._observations, state=self.state, message=message, started_at=self._started_at, step=self._step,
-            gen_tokens=self._gen_tokens, decision=self._decisions.last, forecast=self._forecast, laid_out=self._relayout.last, now=time.time(),
+            self._context, self._pool, self._nodes, self._observations, job_id=self._job_id, state=self.state, message=message, started_at=self._started_at,
+            step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last, forecast=self._forecast, laid_out=self._relayout.last,
+            notices=notices, now=now,
         )  # fmt: skip
-        write_atomic(self._run_dir.status, encode_status(status))
+        self._records.status(status)
 
 
 def forecast(context: Context) -> StepForecast:

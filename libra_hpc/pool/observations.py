@@ -33,7 +33,7 @@ class Observations:
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
         self.predictions: deque[PredictedStep] = deque(maxlen=STEPS)
-        self._walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self.walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
         """(seconds from commit to commit, seconds of it the trainer waited for data)"""
 
     def on_step(self, report: StepReport, now: float) -> None:
@@ -42,7 +42,7 @@ class Observations:
         self.rewards.append(metrics.get("reward", 0.0))
         self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
         self.trained += int(metrics.get("trajectories", 0))
-        self._walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
+        self.walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
         if metrics.get("train_s", 0.0) > 0.0:
             tokens, loss_tokens, replicas = int(metrics["trained_tokens"]), int(metrics["loss_tokens"]), int(metrics["replicas"])
             self.steps.append(TrainStepFact(now, tokens, loss_tokens, replicas, metrics["train_s"]))
@@ -68,7 +68,7 @@ class Observations:
     @property
     def trainer_wait(self) -> float:
         """Share of the trainers' time spent waiting for data, over the last steps."""
-        recent = list(self._walls)[-16:]
+        recent = list(self.walls)[-16:]
         wall = sum(w for w, _ in recent)
         return sum(s for _, s in recent) / wall if wall > 0.0 else 0.0
 
@@ -88,7 +88,7 @@ class Observations:
         """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
         recent = list(self.steps)[-16:]
         seconds, tokens = sum(s.seconds for s in recent), sum(s.tokens for s in recent)
-        wall = sum(w for w, _ in list(self._walls)[-16:])
+        wall = sum(w for w, _ in list(self.walls)[-16:])
         return (tokens / seconds if seconds else 0.0, seconds / len(recent) if recent else 0.0, min(1.0, seconds / wall) if wall else 0.0)
 
     def rollout_speed(self, tokens_per_batch: float) -> tuple[float, float, float]:

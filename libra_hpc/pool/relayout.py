@@ -48,13 +48,13 @@ class _Ordered(NamedTuple):
 class Relayout:
     """What rank 0 knows of it; `propose` when the planner decides for one, `look` for an operator's order, `carry_out` once training has stopped.
 
-    ``event(kind, **fields)`` writes to the event log.
+    ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.
     """
 
-    def __init__(self, context: Context, event: Callable[..., None]) -> None:
+    def __init__(self, context: Context, event: Callable[..., None], answer: Callable[..., None]) -> None:
         self._run, self._attempt, self._layout, self._event = context.run, context.attempt, context.layout, event
         told = [line for line in read_lines(context.run.events) if line.get("kind") in (EVENT, REFUSED)]
-        self._orders = Orders(context.run, event, {str(line.get("order")) for line in told})
+        self._orders = Orders(context.run, answer, {str(line.get("order")) for line in told})
         done = [line for line in told if line["kind"] == EVENT]
         self._ordered: _Ordered | None = None
         self._waits_for = ""

@@ -38,6 +38,7 @@ def compose_status(
     nodes: Mapping[int, NodeFacts],
     seen: Observations,
     *,
+    job_id: str,
     state: str,
     message: str,
     started_at: float,
@@ -46,15 +47,16 @@ def compose_status(
     decision: DecisionStatus | None,
     forecast: StepForecast,
     laid_out: str,
+    notices: list[str],
     now: float,
 ) -> Status:
-    """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch."""
+    """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch, ``notices`` what went wrong lately, newest first."""
     report, rewards = seen.report, seen.rewards
     train, rollout = seen.train_speed(), seen.rollout_speed(gen_tokens)
     membership = pool.membership if pool else states.Membership(0, ())
     fifth = max(1, len(rewards) // 5)
     return Status(
-        run=context.run.name, path=str(context.run.path), job_id=str(context.run.read_json(context.run.job).get("job_id", "")), attempt=context.attempt,
+        run=context.run.name, path=str(context.run.path), job_id=job_id, attempt=context.attempt,
         state=state, started_at=started_at, updated_at=now, step=step, steps=context.config.run.steps, version=step,
         reward=rewards[-1] if rewards else 0.0, reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0,
         generation=membership.generation, replicas=len(membership.ranks), train=StageStatus(*train, nodes=len(membership.ranks)),
@@ -65,7 +67,7 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        forecast=_forecast(seen, forecast), laid_out=laid_out,
+        forecast=_forecast(seen, forecast), laid_out=laid_out, notices=notices,
     )  # fmt: skip
 
 

@@ -95,30 +95,35 @@ class FactsWriter:
             if len(self._waiting_events) > MOST_EVENTS:
                 self._waiting_events.popleft()
                 self.dropped += 1
-            self._changed.notify()
+            self._changed.notify_all()
 
     def step(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics; it has a ``step``."""
         with self._changed:
             self._waiting_metrics.append(record)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def status(self, snapshot: bytes) -> None:
         """Replace the status snapshot; only the newest is written."""
         with self._changed:
             self._waiting_status = snapshot
-            self._changed.notify()
+            self._changed.notify_all()
 
     def result(self, verdict: bytes) -> None:
         """Write the run's verdict."""
         with self._changed:
             self._waiting_result = verdict
-            self._changed.notify()
+            self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
         """Lines that are not written yet."""
         return len(self._waiting_events) + len(self._waiting_metrics)
+
+    def flush(self, patience_s: float) -> bool:
+        """Wait until nothing waits any more; False when that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._any() and self._busy_since is None, patience_s)
 
     def slow_s(self, now: float) -> float:
         """Seconds the write in progress has taken at monotonic time ``now``; 0.0 between writes."""
@@ -129,7 +134,7 @@ class FactsWriter:
         """Write what waits, for at most ``patience_s``; returns why something could not be written, or nothing."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(patience_s)
         if self._thread.is_alive():
             return self.fault or f"the file system has not answered for {self.slow_s(time.monotonic()):.0f} s"
@@ -142,7 +147,7 @@ class FactsWriter:
                 while not (self._closing or self._any()):
                     self._changed.wait()
                 last = self._closing
-            self._busy_since = time.monotonic()
+                self._busy_since = time.monotonic()
             try:
                 self._write()
             except OSError as error:
@@ -150,7 +155,9 @@ class FactsWriter:
                 self.fault = f"{error.strerror or error} ({error.filename or 'run directory'})"
             else:
                 self.fault, pause = "", RETRY_S
-            self._busy_since = None
+            with self._changed:
+                self._busy_since = None
+                self._changed.notify_all()
             if last:
                 self._status.close()
                 self._result.close()

@@ -119,6 +119,8 @@ class Status(msgspec.Struct, frozen=True):
     forecast: ForecastStatus | None = None
     laid_out: str = ""
     """The last new layout of the ranks: after which step, by whom, and what it is."""
+    notices: list[str] = []
+    """What went wrong in the last minutes, as sentences, newest first."""
 
 
 _decoder = msgspec.json.Decoder(Status)

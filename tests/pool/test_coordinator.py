@@ -19,6 +19,8 @@ from libra_hpc.pool.attempt import start_state
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.coordinator import Coordinator
 from libra_hpc.pool.layout import Layout
+from libra_hpc.pool.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, silent_nodes
+from libra_hpc.pool.screen import NodeFacts
 from libra_hpc.protocol.mesh import (
     BatchReady,
     EngineIsReady,
@@ -27,7 +29,9 @@ from libra_hpc.protocol.mesh import (
     Heartbeat,
     Hello,
     MemberJoined,
+    RankBack,
     RankLost,
+    Reset,
     Roles,
     StartEngine,
     StepReport,
@@ -43,6 +47,7 @@ from libra_hpc.telemetry.status import decode_status
 
 class Scene:
     def __init__(self, tmp_path: Path, step: int = 0, config: RunConfig | None = None) -> None:
+        tmp_path.mkdir(exist_ok=True)
         self.run = RunDir(tmp_path)
         self.sent: list[tuple[int, Any]] = []
         layout = Layout(("planner", "train", "hybrid", "rollout"))
@@ -217,19 +222,82 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
 
 
-@pytest.mark.parametrize(("silent", "state"), [(2, "running"), (1, "failed"), (3, "failed")])
-def test_a_silent_node_is_lost_and_only_a_stage_leader_ends_the_run(tmp_path: Path, silent: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(module.time, "time", lambda: now[0])
+def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
+    """Every node but one is heard, ``seconds`` later."""
+    now[0] += seconds
+    scene.tell(*((other, Heartbeat(other, "", {}, {}, -1)) for other in range(4) if other != rank))
+    scene.coordinator._check(now[0])
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Epoch seconds as the coordinator sees them."""
+    found = [1000.0]
+    monkeypatch.setattr(module.time, "time", lambda: found[0])
+    return found
+
+
+def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(tmp_path: Path, now: list[float]) -> None:
     scene = Scene(tmp_path)
     scene.hello()
-    now[0] += module.HEARTBEAT_LOST_S + 1
-    scene.tell(*((rank, Heartbeat(rank, "", {}, {}, -1)) for rank in range(4) if rank != silent))
-    scene.coordinator._check_heartbeats(now[0])
-    assert scene.coordinator.state == state
-    lost = {rank: m.rank for rank, m in scene.orders(RankLost)}
-    assert bool(lost) == (state == "running")
-    assert set(lost.values()) <= {silent}
+    silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
+    assert scene.coordinator.state == "running"
+    assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 2, 3}
+    scene.sent.clear()
+    scene.coordinator.on_back(2)
+    assert [rank for rank, _ in scene.orders(Reset)] == [2]
+    assert not scene.orders(StartEngine), "its engines of before have to end first"
+    scene.tell((2, Hello(2, "h", 1, "hybrid")))
+    assert {rank for rank, m in scene.orders(RankBack) if m.rank == 2} == {0, 1, 3}
+    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(2, "rollout")]
+    assert scene.orders(Roles)[-1][1].states[2] == "starting"
+
+
+def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.coordinator._gone = {2: 4711, 3: 4711}
+    scene.coordinator._check(now[0])
+    assert not scene.orders(RankLost), "the end of an earlier process of that rank"
+    scene.coordinator._gone = {2: 1}
+    scene.coordinator._check(now[0])
+    assert {m.rank for _, m in scene.orders(RankLost)} == {2}
+
+
+@pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
+def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_used_up(
+    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch, leader: int, stage: str
+) -> None:
+    for used in (0, 3):
+        monkeypatch.setenv("LIBRA_HPC_RECOVERIES", str(used))
+        scene = Scene(tmp_path / str(used))
+        scene.run.logs(1).mkdir(parents=True)
+        scene.hello()
+        silence(scene, leader, now, HEARTBEAT_LOST_S + 1)
+        assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
+        silence(scene, leader, now, LEADER_LOST_S)
+        if used == 0 and leader == 3:
+            assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], "no step is lost where training can save"
+            scene.tell((1, TrainingFinished(7)))
+        run_until_over(scene)
+        if used:
+            result = scene.run.read_json(scene.run.result)
+            assert result["state"] == "failed"
+            assert f"node {leader}, which leads {stage}, was lost" in result["message"]
+            assert "all 3 restarts of slurm.restarts are used" in result["message"]
+        else:
+            assert scene.run.again(1).read_text().startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
+            assert not scene.run.result.exists()
+
+
+def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
+    nodes = {rank: NodeFacts(1000.0) for rank in range(3)}
+    for node in nodes.values():
+        node.pid = 1
+    assert discount(nodes, 1.1, 1.0, 1001.1) == 0.0
+    assert discount(nodes, 31.0, 1.0, 1031.0) == 30.0
+    assert not silent_nodes(nodes, 0, (1,), {}, 1031.0)
+    assert [lost.rank for lost in silent_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
 
 
 def test_an_attempt_forgets_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
@@ -262,6 +330,7 @@ def test_every_step_is_written_with_its_prediction_and_the_status_shows_the_last
         now[0] += seconds
         metrics = {"step_s": seconds, "wait_s": 0.0, "train_wall_s": seconds, "train_s": seconds, "replicas": 1.0, "trained_tokens": 1.0, "loss_tokens": 1.0}
         scene.tell((1, StepReport(step, metrics)))
+    assert scene.coordinator._records._facts.flush(10.0)
     rows = list(read_lines(scene.run.metrics))
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert rows[0]["predicted_s"] is None

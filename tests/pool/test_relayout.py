@@ -41,7 +41,10 @@ class Job:
         here = Layout.of(self.config())
         context = Context(0, here, config, self.run, attempt, lambda *a, **k: None, Welcome(step, "", 0, ()), self.run.path, self.run.path)
         log = LineLog(self.run.events)
-        return Relayout(context, lambda kind, **fields: log.write({"t": self.clock, "kind": kind, **fields}))
+        def event(kind: str, **fields: Any) -> None:
+            log.write({"t": self.clock, "kind": kind, **fields})
+
+        return Relayout(context, event, event)
 
     def config(self) -> RunConfig:
         return RunConfig.model_validate_json(self.run.config.read_bytes())

@@ -15,8 +15,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.job import read_job, write_job
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import JobState
 from libra_hpc.slurm.outcome import Decision, Ended, decide
+from libra_hpc.slurm.query import JobState
 from libra_hpc.slurm.ranks import KeyValueSpace
 from libra_hpc.telemetry.rundir import RunDir
 

@@ -1,0 +1,89 @@
+"""What rank 0 writes of a run, and what it shows of what goes wrong: events, metrics, status snapshots, the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from libra_hpc.telemetry.facts import FactsWriter
+from libra_hpc.telemetry.status import Status, encode_status
+
+from .context import Context
+from .progress import Notices
+
+CLOSE_S = 30.0
+"""How long the last facts may take to reach the run directory.  Half: a slow file system loses them; double: Slurm kills the job first."""
+FLUSH_S = 2.0
+"""How long `Records.event_now` waits."""
+SLURM_OUTPUT = 3
+"""Descriptor of Slurm's own output, which the launcher passes on."""
+
+
+class Records:
+    """Every method returns at once, except `close`."""
+
+    def __init__(self, context: Context) -> None:
+        self._attempt = context.attempt
+        self._facts = FactsWriter(context.run)
+        self._notices = Notices()
+        self._fault = ""
+
+    @property
+    def recorded(self) -> int:
+        """Highest step whose metrics line is in the file."""
+        return self._facts.recorded
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something happened here, now."""
+        self.record(kind, time.time(), fields)
+
+    def event_now(self, kind: str, **fields: Any) -> None:
+        """The same, written before anything else is done, as far as the file system allows.  Not for the event loop."""
+        self.event(kind, **fields)
+        self._facts.flush(FLUSH_S)
+
+    def record(self, kind: str, t: float, fields: dict[str, Any]) -> None:
+        """Something happened somewhere, at epoch time ``t``."""
+        self._notices.add(kind, t, fields)
+        self._facts.event({"t": t, "kind": kind, **fields})
+
+    def step(self, line: dict[str, Any]) -> None:
+        """A committed step, once."""
+        self._facts.step(line)
+
+    def check_storage(self) -> None:
+        """Note when the run directory stops or begins again to take writes."""
+        if self._facts.fault != self._fault:
+            self._fault = self._facts.fault
+            reason = self._fault or "the run directory takes writes again"
+            self.event("storage_fault" if self._fault else "storage_ok", reason=reason)
+
+    def notices(self, now: float) -> list[str]:
+        """What went wrong lately, newest first."""
+        found = self._notices.recent(now)
+        if self._fault:
+            found.insert(0, f"storage fault: {self._fault}; {self._facts.waiting} lines wait in memory")
+        elif (slow_s := self._facts.slow_s(time.monotonic())) > 5.0:
+            found.insert(0, f"the run directory's file system has not answered for {slow_s:.0f} s")
+        return found
+
+    def status(self, status: Status) -> None:
+        """The newest snapshot."""
+        self._facts.status(encode_status(status))
+
+    def verdict(self, state: str, message: str, step: int) -> None:
+        """How the run ended."""
+        self.event("job_finished", state=state, message=message, step=step)
+        result = {"state": state, "message": message, "step": step, "attempt": self._attempt, "t": time.time()}
+        self._facts.result(json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")
+
+    async def close(self, sentence: str) -> None:
+        """Write what waits, and put ``sentence`` on Slurm's own output, where it is seen when the run directory takes nothing."""
+        unwritten = await asyncio.to_thread(self._facts.close, CLOSE_S)
+        rest = f"; not all facts were written: {unwritten}" if unwritten else ""
+        with contextlib.suppress(OSError):
+            os.write(SLURM_OUTPUT, f"libra-hpc: {sentence}{rest}\n".encode())
