@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.errors import UserError, invalid, nearest, said
+from libra_hpc.hardware.models import shape_from_config
+from libra_hpc.hardware.supported import refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
 from libra_hpc.slurm.query import slurm_seconds
@@ -145,6 +147,17 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
 )
 
 
+def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """The engines have this architecture and variant, and every count that its shape needs is one."""
+    found = [refusal.error("model.path") for refusal in refusals(model)]
+    yield from found
+    if not found:
+        try:
+            shape_from_config(dict(model), "model.path")
+        except UserError as error:
+            yield error
+
+
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Training shards heads, key-value heads, the MLP and the vocabulary; rollout replicates what it cannot shard, except attention heads."""
     heads = int(model.get("num_attention_heads", 1))
@@ -178,7 +191,12 @@ def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserEr
         yield invalid("rollout.max_model_len", config.rollout.max_model_len, why, f"16 to {positions}")
 
 
-MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (tensor_parallel_divides, pipeline_divides, context_fits)
+MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
+    trainable,
+    tensor_parallel_divides,
+    pipeline_divides,
+    context_fits,
+)
 
 
 def _divisors(width: int) -> str:
@@ -197,8 +215,10 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
             raise invalid("model.path", path, f"the folder has no {what}", f"a folder with {' or '.join(patterns)}")
     try:
         model = json.loads((folder / "config.json").read_bytes())
-    except ValueError as error:
-        raise invalid("model.path", path, f"its config.json is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise invalid("model.path", path, "its config.json is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise invalid("model.path", path, f"its config.json is not valid JSON ({said(error)})") from error
     if not isinstance(model, dict):
         raise invalid("model.path", path, "its config.json is not a JSON object")
     return model

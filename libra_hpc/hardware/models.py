@@ -15,8 +15,10 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 
+from .supported import FAMILIES, MIXTURE, refusals
+
 BUILTIN = Path(__file__).with_name("models.toml")
-ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+ARCHITECTURES = tuple(FAMILIES)
 """Values of ``model_type`` in a ``config.json`` that `model_shape` understands."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -46,6 +48,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Width of the experts that every token passes; 0: none."""
     dtype_bytes: int = 2
     """Bytes of one weight and of one element of the KV cache."""
+    untrained: str = ""
+    """Why this version can plan with the model but not train it; empty: it trains it."""
 
     @property
     def attention_params(self) -> int:
@@ -146,6 +150,8 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
         raise invalid("model", text, "neither a known short name nor a folder or file with a Hugging Face config", sorted(shapes()))
     try:
         config = json.loads(path.read_text())
+    except RecursionError as error:
+        raise invalid("model", text, "cannot be read: it is nested too deeply", "a Hugging Face config.json") from error
     except (OSError, ValueError) as error:
         raise invalid("model", text, f"cannot be read: {error}", "a Hugging Face config.json") from error
     if not isinstance(config, dict):
@@ -157,7 +163,7 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 def shapes() -> dict[str, ModelShape]:
     """The built-in shapes by short name."""
     raw = tomllib.loads(BUILTIN.read_text())
-    return {name: msgspec.convert({**fields, "name": name}, ModelShape) for name, fields in raw.items()}
+    return {name: msgspec.convert({**fields, "name": name, "untrained": MIXTURE if fields.get("experts") else ""}, ModelShape) for name, fields in raw.items()}
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
@@ -198,6 +204,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate) if moe else 0,
         dtype_bytes=_dtype_bytes(config, name),
+        untrained=next((refusal.why if refusal.key == "model_type" else f"{refusal.key}: {refusal.why}" for refusal in refusals(config)), ""),
     )
 
 

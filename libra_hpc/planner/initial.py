@@ -22,6 +22,7 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
+from libra_hpc.hardware.supported import TRAINED
 
 from .factors import NONE
 from .request import Request, request
@@ -65,6 +66,9 @@ def initial_plan(config: RunConfig) -> Initial:
     alike = _kind(parts.train) == _kind(parts.rollout)
     planned = as_planned(config)
     asked = request(planned, node_layouts=True)
+    if asked.shape.untrained and config.run.engine == "real":
+        why = f"this version cannot train {asked.shape.name} ({asked.shape.untrained})"
+        raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
     asked = msgspec.structs.replace(asked, pools=_pools(planned, asked.pools, alike))
     first = asked.pools[0]
     space = msgspec.structs.replace(asked.space, replica_devices=first.node_devices, least_devices=first.node_devices)

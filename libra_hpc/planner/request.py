@@ -89,7 +89,7 @@ def request(
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     lengths = sketch(observed, trajectories)
     forwards = int(algorithm.minibatches > 1) + int(algorithm.kl_coef > 0)
-    notes = []
+    notes = [f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study"] if shape.untrained else []
     if lengths.longest_context > config.rollout.max_model_len:
         notes.append(
             f"the trace has contexts of {lengths.longest_context:,} tokens, rollout.max_model_len ends them at {config.rollout.max_model_len:,}"

@@ -9,6 +9,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.tasks.settings import host_command as real_host
+from libra_hpc.tasks.settings import host_settings as real_settings
 from libra_hpc.twin.rehearsal import pace, play
 
 
@@ -22,11 +23,16 @@ def trainer_command(config: RunConfig, component: str, settings: Path) -> list[s
     return _command(config, component, "libra_hpc.train.worker", "libra_hpc.twin.trainer", settings)
 
 
-def host_command(config: RunConfig) -> list[str]:
-    """An environment host."""
+def host_command(config: RunConfig, settings: Path) -> list[str]:
+    """An environment host; ``settings`` holds `host_settings`."""
     if config.run.engine == "real":
-        return real_host(config)
-    return [sys.executable, "-m", "libra_hpc.twin.host", "--config", msgspec.json.encode(play(config)).decode()]
+        return real_host(settings)
+    return [sys.executable, "-m", "libra_hpc.twin.host", "--config", str(settings)]
+
+
+def host_settings(config: RunConfig) -> bytes:
+    """Content of an environment host's settings file: task and options, in a rehearsal the workload."""
+    return real_settings(config) if config.run.engine == "real" else msgspec.json.encode(play(config))
 
 
 def _command(config: RunConfig, component: str, real: str, twin: str, settings: Path) -> list[str]:

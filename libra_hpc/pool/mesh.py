@@ -1,12 +1,16 @@
 """The mesh: point-to-point messages between node agents over MPI, driven by the agent's asyncio loop.
 
-A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`; it may carry one *blob* (raw bytes, zero copy on the sender's side), which
-follows as an MPI message of its own.  A dead peer never blocks a live one: every MPI call is nonblocking, a send that a peer never takes is forgotten
-after `SEND_DEADLINE_S`, and a half-received message of a peer that was declared lost is dropped.
+A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`.  It may carry one *blob* (raw bytes, no copy at the sender), which follows as
+an MPI message of its own.  Every MPI call is nonblocking, so a dead peer never blocks a live one.
+
+- A send stays until MPI has taken it, however long that takes: slow is slow.  Its buffer lives as long.
+- `forget` -> new sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`, whole messages in order.
+- `remember` -> the rank is a peer again.
+- MPI reports an error (a peer died while its blob was read) -> counted in `Mesh.broken`, and everything goes on.  The bytes of that blob are arbitrary:
+  who uses a blob has a checksum.
 
 MPI has no descriptor to wait on, so the mesh polls.  The pause between two polls is `POLL_SHARE` = 5 % of the time since the last message, but at least
-`POLL_MIN_S` and at most `POLL_MAX_S`: polling lengthens an exchange of messages by a twentieth or by a millisecond a hop, whichever is more, and an idle
-agent costs well under one percent of a core.
+`POLL_MIN_S` and at most `POLL_MAX_S`: an idle agent costs well under one percent of a core.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mpi4py
 import msgspec
@@ -40,12 +44,20 @@ TAG_BLOB = 8
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.03
 POLL_SHARE = 0.05
-SEND_DEADLINE_S = 60.0
-"""A live agent takes a message within milliseconds; after a minute its peer is dead or hopeless."""
 BURST = 64
 """Messages handled before the loop's other tasks get their turn."""
 
 Handler = Callable[[int, Any, bytes], None]
+Done = Callable[[bool], None]
+"""Called once with True when the buffers of a message are free again, or with False when it was dropped."""
+
+
+class _Posted(NamedTuple):
+    """One MPI message that was handed to MPI; the buffer must live until the request has completed."""
+
+    request: MPI.Request
+    buffer: bytes | memoryview
+    done: Done | None
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -85,34 +97,49 @@ class Mesh:
     def __init__(self, comm: MPI.Intracomm, handler: Handler) -> None:
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
         self._handler = handler
-        self._sends: deque[tuple[float, MPI.Request, Any]] = deque()
+        self._sends: dict[int, deque[_Posted]] = {}
         self._receiving: list[tuple[MPI.Request, int, bytearray, bytes | None]] = []
         self._lost: set[int] = set()
-        self._local: deque[tuple[MeshMessage, bytes]] = deque()
+        self._local: deque[tuple[MeshMessage, bytes, Done | None]] = deque()
         self._woken = asyncio.Event()
+        self.from_lost: Callable[[int, Any], None] | None = None
+        """Gets (rank, message) of a forgotten rank; without it they are discarded."""
         self.rejected = 0
         """Frames that did not decode; counted, reported, otherwise ignored."""
+        self.broken = 0
+        """Errors that MPI reported."""
 
-    def send(self, dest: int, message: MeshMessage, blob: bytes | memoryview = b"") -> None:
-        """Queue a message; never blocks.  A message to a lost rank is dropped."""
+    def send(self, dest: int, message: MeshMessage, blob: bytes | memoryview = b"", done: Done | None = None) -> None:
+        """Queue a message; never blocks.  A message to a forgotten rank is dropped."""
         if dest == self.rank:
-            self._local.append((message, bytes(blob)))
+            self._local.append((message, bytes(blob), done))
             self._woken.set()
             return
         if dest in self._lost:
+            if done is not None:
+                done(False)
             return
-        size = len(blob)
-        frame = _envelope_encoder.encode(_Envelope(size, msgspec.Raw(codec.encode(message))))
-        now = time.monotonic()
-        self._sends.append((now, self.comm.Isend([frame, MPI.BYTE], dest, TAG_FRAME), frame))
-        if size:
-            self._sends.append((now, self.comm.Isend([blob, MPI.BYTE], dest, TAG_BLOB), blob))
+        frame = _envelope_encoder.encode(_Envelope(len(blob), msgspec.Raw(codec.encode(message))))
+        queue = self._sends.setdefault(dest, deque())
+        queue.append(_Posted(self.comm.Isend([frame, MPI.BYTE], dest, TAG_FRAME), frame, None if blob else done))
+        if blob:
+            queue.append(_Posted(self.comm.Isend([blob, MPI.BYTE], dest, TAG_BLOB), blob, done))
         self._woken.set()
 
     def forget(self, rank: int) -> None:
-        """Drop everything to and from a rank that was declared lost."""
+        """A rank was declared lost.
+
+        Its unfinished receives go on: a blob whose receive is gone would be matched to another frame when the rank comes back.
+        """
         self._lost.add(rank)
-        self._receiving = [r for r in self._receiving if r[1] != rank]
+
+    def remember(self, rank: int) -> None:
+        """Take a forgotten rank back."""
+        self._lost.discard(rank)
+
+    def pending(self, rank: int) -> int:
+        """Bytes that were posted to a rank and not taken."""
+        return sum(len(posted.buffer) for posted in self._sends.get(rank, ()))
 
     async def run(self) -> None:
         """Deliver messages until cancelled."""
@@ -133,21 +160,23 @@ class Mesh:
             timer.cancel()
 
     async def drain(self, seconds: float) -> None:
-        """Keep polling until every queued send was taken, at most ``seconds``."""
+        """Keep polling until the ranks that are not lost have taken every send, at most ``seconds``."""
         deadline = time.monotonic() + seconds
-        while self._sends and time.monotonic() < deadline:
+        while self._sends.keys() - self._lost and time.monotonic() < deadline:
             self._poll()
             await asyncio.sleep(POLL_MIN_S)
 
     def _poll(self) -> int:
         handled = 0
         while self._local and handled < BURST:
-            message, blob = self._local.popleft()
+            message, blob, done = self._local.popleft()
             self._handler(self.rank, message, blob)
+            if done is not None:
+                done(True)
             handled += 1
         status = MPI.Status()
         while handled < BURST:
-            incoming = self.comm.Improbe(MPI.ANY_SOURCE, TAG_FRAME, status)
+            incoming = self._incoming(status)
             if incoming is None:
                 break
             buffer = bytearray(status.Get_count(MPI.BYTE))
@@ -157,13 +186,28 @@ class Mesh:
         self._reap()
         return handled
 
+    def _incoming(self, status: MPI.Status) -> MPI.Message | None:
+        try:
+            return self.comm.Improbe(MPI.ANY_SOURCE, TAG_FRAME, status)
+        except MPI.Exception:
+            self.broken += 1
+            return None
+
+    def _completed(self, request: MPI.Request) -> bool:
+        """Whether a request has completed.  An error may be that of any other request: each call makes all of them progress."""
+        try:
+            return request.Test()
+        except MPI.Exception:
+            self.broken += 1
+            return False
+
     def _advance(self) -> int:
         """Complete receives in arrival order per source; a frame that announces a blob posts the blob's receive in its place."""
         done = 0
         blocked: set[int] = set()
         remaining = []
         for request, source, buffer, header in self._receiving:
-            if source in blocked or not request.Test():
+            if source in blocked or not self._completed(request):
                 blocked.add(source)
                 remaining.append((request, source, buffer, header))
                 continue
@@ -187,17 +231,26 @@ class Mesh:
         return done
 
     def _deliver(self, source: int, body: bytes, blob: bytes) -> None:
-        if source in self._lost:
+        if source in self._lost and self.from_lost is None:
             return
         try:
             message = codec.decode(body)
         except FrameError:
             self.rejected += 1
             return
-        self._handler(source, message, blob)
+        if source not in self._lost:
+            self._handler(source, message, blob)
+        elif self.from_lost is not None:
+            self.from_lost(source, message)
 
     def _reap(self) -> None:
-        if not self._sends:
-            return
-        now = time.monotonic()
-        self._sends = deque(s for s in self._sends if not s[1].Test() and now - s[0] < SEND_DEADLINE_S)
+        """Let go of what was taken, in the order of the sends; a callback may send again."""
+        for dest, queue in list(self._sends.items()):
+            for _ in range(len(queue)):
+                if not self._completed(queue[0].request):
+                    break
+                posted = queue.popleft()
+                if posted.done is not None:
+                    posted.done(True)
+            if not queue:
+                del self._sends[dest]

@@ -17,11 +17,12 @@ from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
 from libra_hpc.rollout.spool import Spool
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.registry import make_policy
+from libra_hpc.tasks.settings import write_private
 from libra_hpc.telemetry.journal import Journal
 
 from .attempt import start_state
 from .child import Child
-from .commands import host_command
+from .commands import host_command, host_settings
 from .context import Context
 from .origin import digest
 
@@ -177,7 +178,9 @@ class RolloutLead:
         context = self._context
         child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._message, self._exited)
         self._hosts[host] = child
-        await child.start(host_command(context.config), dict(os.environ), context.logs / f"host{host}.log")
+        settings = context.private / f"host{host}.json"
+        write_private(settings, host_settings(context.config))
+        await child.start(host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log")
 
     def _to_host(self, host: int, message: ToHost) -> None:
         child = self._hosts[host]

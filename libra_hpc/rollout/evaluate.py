@@ -25,7 +25,7 @@ from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped,
 from libra_hpc.protocol.rollout import Generate, Generated
 from libra_hpc.rollout.engine.offline import OfflineEngine
 from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.tasks.settings import host_command
+from libra_hpc.tasks.settings import host_command, host_settings, write_private
 
 FIRST_INDEX = 1 << 40
 """No run trains this many prompts."""
@@ -63,7 +63,9 @@ class Evaluation:
         host = Child("host", folder / "host.sock", to_host, from_host, self._message, self._exited)
         self._host = host
         try:
-            await host.start(host_command(self._config), dict(os.environ), folder / "log")
+            settings = folder / "host.json"
+            write_private(settings, host_settings(self._config))
+            await host.start(host_command(settings), dict(os.environ), folder / "log")
             await self._host_ready.wait()
             for i in range(self._episodes):
                 host.send(OpenEpisode(str(i), FIRST_INDEX + i, 0, self._progress))

@@ -1,4 +1,4 @@
-"""The environment host process: ``python -m libra_hpc.tasks.host --socket PATH --config JSON``.
+"""The environment host process: ``python -m libra_hpc.tasks.host --socket PATH --config PATH``.
 
 It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves `libra_hpc.protocol.env` for any number of
 concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the task's code becomes `EpisodeFailed`.
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.errors import OperationError, UserError, invalid, said
 from libra_hpc.protocol.codec import FrameBuffer, FrameError, pack_i32, unpack_i32
 from libra_hpc.protocol.env import (
     EpisodeFailed,
@@ -179,14 +179,14 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
     parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
-    parser.add_argument("--config", required=True, help=f"{kind.__name__} as JSON")
+    parser.add_argument("--config", required=True, help=f"file with a {kind.__name__} as JSON")
     options = parser.parse_args()
     try:
-        config = msgspec.json.decode(options.config, type=kind)
+        config = msgspec.json.decode(Path(options.config).read_bytes(), type=kind)
         with contextlib.suppress(KeyboardInterrupt):
             return asyncio.run(serve(options.socket, config))
-    except msgspec.ValidationError as error:
-        print(f"libra-hpc: {invalid('--config', options.config, str(error), f'a {kind.__name__} as JSON')}", file=sys.stderr)
+    except (msgspec.DecodeError, OSError) as error:
+        print(f"libra-hpc: {invalid('--config', options.config, said(error), f'a file with a {kind.__name__} as JSON')}", file=sys.stderr)
         return UserError.exit_code
     except (UserError, OperationError) as error:
         print(f"libra-hpc: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -56,13 +57,18 @@ def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
     return tuple(refs)
 
 
+def _draw() -> int:
+    """The id of a call (see `Call.call`), never 0."""
+    return secrets.randbits(62) + 1
+
+
 class _Job:
-    """A call on its way: the frame, its limit, and the future of its answer."""
+    """A call on its way: its id, the frame, and the future of its answer."""
 
-    __slots__ = ("frame", "future")
+    __slots__ = ("call", "frame", "future")
 
-    def __init__(self, frame: bytes, future: asyncio.Future[ToolDone]) -> None:
-        self.frame, self.future = frame, future
+    def __init__(self, call: int, frame: bytes, future: asyncio.Future[ToolDone]) -> None:
+        self.call, self.frame, self.future = call, frame, future
 
 
 class _Process:
@@ -122,24 +128,37 @@ class _Process:
         if not chunk:
             self._end(ToolDone("error", "the tool process died"))
             return
-        for frame in self._buffer.feed(chunk):
-            try:
-                message = from_tool.decode(frame)
-            except FrameError as error:
-                self._end(ToolDone("error", f"the tool process sent an unreadable answer ({error})"))
-                return
-            self._timer.cancel()
-            if isinstance(message, Ready):
-                self.ready = True
-                self.pool.network_off = message.network_off
-                if not (self.pool.refs or message.network_off):
-                    print("sandbox: no network namespace here; the system-call filter alone keeps model-written code off the network", file=sys.stderr)
-            elif not self.ready:
-                self._end(message)
-                return
-            else:
-                self._answer(message)
-            self.pool.free(self)
+        frames = self._buffer.feed(chunk)
+        if all(self._take(frame) for frame in frames) and frames:
+            self.pool.free(self)  # after all of them: what follows an answer would meet the next call
+
+    def _take(self, frame: bytes) -> bool:
+        """Handle one frame; False when it ended this process."""
+        try:
+            message = from_tool.decode(frame)
+        except (FrameError, RecursionError) as error:
+            self._end(ToolDone("error", f"the tool process sent an unreadable answer ({error})"))
+            return False
+        if not self.ready:
+            return self._started(message)
+        if isinstance(message, Ready) or self.job is None or message.call != self.job.call:
+            print("sandbox: a tool process sent an answer to no call, and another replaces it", file=sys.stderr)
+            self._end(ToolDone("error", "the tool process sent an answer to no call"))
+            return False
+        self._timer.cancel()
+        self._answer(message)
+        return True
+
+    def _started(self, message: Ready | ToolDone) -> bool:
+        if isinstance(message, ToolDone):
+            self._end(message)
+            return False
+        self._timer.cancel()
+        self.ready = True
+        self.pool.network_off = message.network_off
+        if not (self.pool.refs or message.network_off):
+            print("sandbox: no network namespace here; the system-call filter alone keeps model-written code off the network", file=sys.stderr)
+        return True
 
     def _answer(self, done: ToolDone) -> None:
         job, self.job = self.job, None
@@ -195,9 +214,9 @@ class _Pool:
         while len(self.processes) < self.owner.config.tool_processes:
             self.processes.append(_Process(self, self.owner.new_folder()))
 
-    def submit(self, frame: bytes) -> asyncio.Future[ToolDone]:
+    def submit(self, call: int, frame: bytes) -> asyncio.Future[ToolDone]:
         """Queue a call."""
-        job = _Job(frame, asyncio.get_running_loop().create_future())
+        job = _Job(call, frame, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if self.started is None:
             self.grow()
@@ -260,15 +279,17 @@ class Sandbox:
         """See `libra_hpc.tasks.base.Tools.call`."""
         if name not in self._names:
             raise KeyError(f"the task declares no tool {name!r}")
-        return await self._result(self._tools, to_tool.frame(Call(name, args)))
+        call = _draw()
+        return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)))
 
     async def python(self, code: str) -> ToolResult:
         """See `libra_hpc.tasks.base.Tools.python`."""
-        return await self._result(self._code, to_tool.frame(Run(code)))
+        call = _draw()
+        return await self._result(self._code, call, to_tool.frame(Run(call, code)))
 
-    async def _result(self, pool: _Pool, frame: bytes) -> ToolResult:
+    async def _result(self, pool: _Pool, call: int, frame: bytes) -> ToolResult:
         begin = time.perf_counter()
-        done = await pool.submit(frame)
+        done = await pool.submit(call, frame)
         return ToolResult(done.outcome, done.value, time.perf_counter() - begin, done.exit_code)
 
     @property

@@ -1,11 +1,14 @@
-"""What an environment host process is told at its start: one JSON value, decoded into `HostConfig`.
+"""Settings of an environment host process: a JSON file that only its owner can read, decoded into `HostConfig`.
 
+A file, because command lines are readable to every user of the machine, and a task's options may hold a key of a judge.
 Plain data: importable on a login node and by an agent.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,6 +52,18 @@ def host_config(config: RunConfig) -> HostConfig:
     )
 
 
-def host_command(config: RunConfig) -> list[str]:
-    """Command line of an environment host, without its ``--socket``."""
-    return [sys.executable, "-m", "libra_hpc.tasks.host", "--config", msgspec.json.encode(host_config(config)).decode()]
+def host_settings(config: RunConfig) -> bytes:
+    """Content of a host's settings file."""
+    return msgspec.json.encode(host_config(config))
+
+
+def host_command(settings: Path) -> list[str]:
+    """Command line of an environment host, without its ``--socket``; ``settings`` holds `host_settings`."""
+    return [sys.executable, "-m", "libra_hpc.tasks.host", "--config", str(settings)]
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read (0600), whatever the umask; a file that is there already is replaced."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)

@@ -34,8 +34,8 @@ PRELOADED = (
 )  # fmt: skip
 """Modules model-written code can import: it may open no file, so only what is loaded already."""
 
-CODE_FILES = 16
-"""RLIMIT_NOFILE of model-written code; it holds three descriptors and can open none."""
+FRAME_BYTES = 96
+"""Most bytes of a `ToolDone` frame beside its value."""
 
 
 class ToolRef(msgspec.Struct, frozen=True):
@@ -62,6 +62,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 class Call(msgspec.Struct, tag=True, frozen=True):
     """Run a declared tool."""
 
+    call: int
+    """Drawn at random: a frame that anything else writes to the link fits no call, so it can never become another call's answer."""
     name: str
     args: tuple[Any, ...]
 
@@ -69,6 +71,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
 class Run(msgspec.Struct, tag=True, frozen=True):
     """Run model-written code."""
 
+    call: int
     code: str
 
 
@@ -85,6 +88,8 @@ class ToolDone(msgspec.Struct, tag=True, frozen=True):
     value: Any
     exit_code: int | None = None
     """See `libra_hpc.tasks.base.ToolResult`."""
+    call: int = 0
+    """Whose answer this is; 0: of no call, this process cannot start."""
 
 
 to_tool: Codec[Setup | Call | Run] = Codec(Union[Setup, Call, Run])
@@ -107,15 +112,16 @@ def find(tool: ToolRef) -> Callable[..., Any]:
     return function
 
 
-def run_tool(function: Callable[..., Any], args: tuple[Any, ...], most: int) -> bytes:
+def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
     """Call a declared tool and return the framed answer."""
+    call = request.call
     try:
-        value = function(*args)
-        frame = from_tool.frame(ToolDone("ok", cut(value, most) if isinstance(value, str) else value))
-        if len(frame) > most + 64:  # 64: the frame's own overhead
-            frame = from_tool.frame(ToolDone("error", f"the answer of {len(frame)} bytes exceeds the limit of {most}"))
+        value = function(*request.args)
+        frame = from_tool.frame(ToolDone("ok", cut(value, most) if isinstance(value, str) else value, call=call))
+        if len(frame) > most + FRAME_BYTES:
+            frame = from_tool.frame(ToolDone("error", f"the answer of {len(frame)} bytes exceeds the limit of {most}", call=call))
     except (Exception, SystemExit) as error:
-        frame = from_tool.frame(ToolDone("error", cut(f"{type(error).__name__}: {error}", most)))
+        frame = from_tool.frame(ToolDone("error", cut(f"{type(error).__name__}: {error}", most), call=call))
     return frame
 
 
@@ -226,11 +232,13 @@ def serve(link: socket.socket) -> None:
     link.sendall(from_tool.frame(Ready(network_off)))
     while (request := receive()) is not None:
         if isinstance(request, Call):
-            link.sendall(run_tool(functions[request.name], request.args, setup.output_bytes))
+            link.sendall(run_tool(functions[request.name], request, setup.output_bytes))
         elif isinstance(request, Run):
-            link.sendall(from_tool.frame(run_code(request.code, setup)))
+            link.sendall(from_tool.frame(msgspec.structs.replace(run_code(request.code, setup), call=request.call)))
 
 
 def main() -> None:
-    """Serve on the inherited descriptor; standard streams are /dev/null."""
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    """Serve on the inherited descriptor, which programs started by a tool do not inherit; standard streams are /dev/null."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    link.set_inheritable(False)
+    serve(link)

@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import invalid
-
-FAMILIES = ("qwen2", "qwen3", "llama")
-"""``model_type`` of the supported architectures: pre-norm RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
+from libra_hpc.hardware.supported import check_trained, rope_settings
 
 
 class ModelShape(msgspec.Struct, frozen=True):
     """Architecture of one dense decoder."""
 
     family: str
+    """One of `libra_hpc.hardware.supported.TRAINED`."""
     layers: int
     hidden: int
     heads: int
@@ -51,26 +50,11 @@ def read_shape(model_dir: Path) -> ModelShape:
     if not path.is_file():
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
     config = json.loads(path.read_text())
-    family = str(config.get("model_type", ""))
-    if family not in FAMILIES:
-        raise invalid("model.path", family, "this model_type cannot be trained", FAMILIES)
-    unsupported = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "use_sliding_window": bool(config.get("use_sliding_window")),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-    }
-    for key, bad in unsupported.items():
-        if bad:
-            raise invalid(f"model.path: {key}", config[key], "this variant of the architecture cannot be trained", "silu, full attention, no such bias")
-    # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise invalid("model.path: rope_type", kind, "this rotary embedding cannot be trained", ["default", "llama3"])
+    check_trained(config)
+    rope = rope_settings(config)
     heads = int(config["num_attention_heads"])
     return ModelShape(
-        family=family,
+        family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),
         hidden=int(config["hidden_size"]),
         heads=heads,
@@ -80,8 +64,8 @@ def read_shape(model_dir: Path) -> ModelShape:
         vocab=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        rope_scaling=rope if kind == "llama3" else None,
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=rope if rope["rope_type"] == "llama3" else None,
         max_positions=int(config.get("max_position_embeddings", 4096)),
     )
 

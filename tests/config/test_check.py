@@ -15,8 +15,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.tasks.registry import BUILTIN, task_class
 
 MODEL = {
-    "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 6,
-    "max_position_embeddings": 8192,
+    "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96,
+    "vocab_size": 128, "num_hidden_layers": 6, "max_position_embeddings": 8192,
 }  # fmt: skip
 
 
@@ -76,6 +76,19 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
     assert found
     assert any(sentence in message for message in found), found
     assert all(message.endswith(".") for message in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "mistral"}, "model.path: model_type = 'mistral': this version cannot train this architecture; valid: llama, qwen2, qwen3."),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "model.path: type = 'yarn': the trainer has no such rotary embedding; valid: default, llama3."),
+        ({"hidden_size": None}, "model.path: the model's config has no 'hidden_size'; valid: an integer >= 1."),
+        ({"num_hidden_layers": "six"}, "model.path: num_hidden_layers = 'six': is no count; valid: an integer >= 1."),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_its_parallelism(change: dict[str, Any], sentence: str) -> None:
+    assert str(next(check.problems(configured(train={"tp": 3}), {**MODEL, **change}))) == sentence
 
 
 def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:

@@ -180,6 +180,19 @@ def test_a_rehearsal_is_planned_for_what_it_simulates(call: Call, tmp_path: Path
     assert json.loads(told)["request"]["model"] == "qwen3-8b"
 
 
+def test_a_model_that_cannot_be_trained_is_planned_for_study_and_never_split(call: Call) -> None:
+    note = "this version cannot train qwen3-30b-a3b (a mixture of experts, and this version trains dense models only); the plan is for study"
+    code, out, _ = call("--model", "qwen3-30b-a3b")
+    assert code == 0
+    assert note in " ".join(out.split())
+    assert note in json.loads(call("--model", "qwen3-30b-a3b", "--json")[1])["request"]["notes"]
+    assert "cannot train" not in call()[1]
+    auto = ("-o", "components.split=auto", "-o", "slurm.device=cuda", "-o", "planner.model=qwen3-30b-a3b", "-o", "algorithm.prompts_per_step=8")
+    code, _, err = call(*auto)
+    assert code == 2
+    assert "components.split = 'auto': this version cannot train qwen3-30b-a3b (a mixture of experts" in err
+
+
 def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\npath = "qwen3-14b"\n')
     code, _, err = call()

@@ -115,6 +115,97 @@ async def script(mesh):
     assert 2 not in facts
 
 
+def test_a_peer_that_dies_while_its_blob_is_read_costs_nobody_else_a_message(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        3,
+        """
+async def script(mesh):
+    if mesh.rank == 2:
+        mesh.send(0, wire.WeightsChunk(1, 0, 0, 0, ()), memoryview(b"x" * 5_000_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mesh.rank == 0:
+        time.sleep(1.0)  # Nothing is read before the sender is gone.
+    for i in range(30):
+        mesh.send(1 - mesh.rank, wire.RankLost(i))
+    await until(lambda: sum(source == 1 - mesh.rank for source, _, _ in got) == 30)
+    return {"got": [m.rank for source, m, _ in got if source == 1 - mesh.rank], "broken": mesh.broken}
+""",
+    )
+    assert facts[0]["got"] == facts[1]["got"] == list(range(30))
+    assert facts[0]["broken"] > 0
+
+
+def test_a_stopped_rank_that_is_forgotten_and_remembered_gets_every_blob_whole_and_in_order(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        2,
+        """
+import gc
+async def script(mesh):
+    blob = lambda i: memoryview(bytes([i]) * (3_000_000 + i))
+    other = comm.allgather(os.getpid())[1 - mesh.rank]
+    if mesh.rank == 1:
+        await until(lambda: len(got) == 6)
+        mesh.send(0, wire.RankLost(99))
+        return {"got": [(m.version, set(b) == {m.version}, len(b) - m.version) for _, m, b in got]}
+    taken, chunk = {}, lambda i: wire.WeightsChunk(i, 0, 0, 0, ())
+    os.kill(other, signal.SIGSTOP)
+    for i in (1, 2, 3):
+        mesh.send(1, chunk(i), blob(i), lambda ok, i=i: taken.__setitem__(i, ok))
+    gc.collect()
+    await asyncio.sleep(0.2)
+    before = mesh.pending(1)
+    mesh.forget(1)
+    mesh.send(1, chunk(4), blob(4), lambda ok: taken.__setitem__(4, ok))
+    await asyncio.wait_for(mesh.drain(3600.0), 60.0)
+    stopped = dict(taken)
+    os.kill(other, signal.SIGCONT)
+    mesh.remember(1)
+    for i in (5, 6, 7):
+        mesh.send(1, chunk(i), blob(i), lambda ok, i=i: taken.__setitem__(i, ok))
+    await until(lambda: len(taken) == 7 and got)
+    return {"before": before, "stopped": stopped, "taken": taken, "after": mesh.pending(1), "got": [m.rank for _, m, _ in got]}
+""",
+    )
+    assert facts[0]["before"] > 9_000_000
+    assert facts[0]["stopped"] == {"4": False}, "only what is dropped ends while the rank takes nothing"
+    assert facts[0]["taken"] == {str(i): i != 4 for i in range(1, 8)}
+    assert (facts[0]["after"], facts[0]["got"]) == (0, [99])
+    assert facts[1]["got"] == [[i, True, 3_000_000] for i in (1, 2, 3, 5, 6, 7)]
+
+
+def test_messages_of_a_forgotten_rank_are_received_whole_and_passed_aside(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        2,
+        """
+async def script(mesh):
+    if mesh.rank == 1:
+        for i in range(3):
+            mesh.send(0, wire.WeightsChunk(i, 0, 0, 0, ()), memoryview(bytes([i]) * 3_000_000))
+        await until(lambda: got)
+        mesh.send(0, wire.RankLost(5))
+        await until(lambda: len(got) == 2)
+        return {}
+    aside = []
+    mesh.from_lost = lambda rank, message: aside.append((rank, message.version))
+    await until(lambda: mesh._receiving or got)
+    mesh.forget(1)
+    seen = len(got)
+    await until(lambda: len(got) + len(aside) == 3)
+    mesh.remember(1)
+    mesh.send(1, wire.RankLost(1))
+    await until(lambda: len(got) == seen + 1)
+    mesh.send(1, wire.RankLost(2))
+    return {"aside": aside, "seen": seen, "last": got[-1][1].rank}
+""",
+    )
+    assert facts[0]["aside"] == [[1, i] for i in range(facts[0]["seen"], 3)]
+    assert facts[0]["seen"] < 3
+    assert facts[0]["last"] == 5
+
+
 def test_bytes_that_are_no_message_are_counted_and_ignored(tmp_path: Path) -> None:
     facts = world(
         tmp_path,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, FromHost, HostReady, OpenEpisode, StepEpisode, ToHost, from_host, to_host
-from libra_hpc.tasks.settings import HostConfig
+from libra_hpc.tasks.settings import HostConfig, host_command, write_private
 
 ANSWER_S = 60.0
 """A host that says nothing for so long is broken."""
@@ -33,8 +32,9 @@ class Leader:
         self._listener.bind(path)
         self._listener.listen(1)
         self._listener.settimeout(ANSWER_S)
-        command = [sys.executable, "-m", "libra_hpc.tasks.host", "--socket", path, "--config", msgspec.json.encode(config).decode()]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        self.settings = self.folder / "host.json"
+        write_private(self.settings, msgspec.json.encode(config))
+        self.process = subprocess.Popen([*host_command(self.settings), "--socket", path], stderr=subprocess.PIPE)
         self._frames, self._pending = FrameBuffer(), list[bytes]()
         self.link: socket.socket | None = None
 

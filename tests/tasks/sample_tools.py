@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -67,3 +69,13 @@ def start_sleeper(path: str) -> None:
     with open(path, "w") as file:
         file.write(str(child.pid))
     time.sleep(600)
+
+
+def write_to_link(frame: bytes, later_s: float = 0.0) -> str:
+    """Send a frame of one's own to the host, at once or after the call."""
+    link = next(fd for fd in range(3, 100) if os.path.lexists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode))
+    if later_s:
+        threading.Timer(later_s, os.write, (link, frame)).start()
+    else:
+        os.write(link, frame)
+    return "written"

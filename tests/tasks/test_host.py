@@ -13,7 +13,7 @@ import pytest
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
 from libra_hpc.tasks.keychain import Guide, KeyChain, Words
-from libra_hpc.tasks.settings import HostConfig
+from libra_hpc.tasks.settings import HostConfig, host_command
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from .leader import Leader, play
@@ -72,6 +72,13 @@ def test_task_of_a_users_own_file(arithmetic_folder: Path) -> None:
         ends = play(leader, policy, {f"e{i}": i for i in range(16)})
     assert all(end.reward == pytest.approx(1 / end.info["turns"]) for end in ends.values())
     assert len({end.info["turns"] for end in ends.values()}) > 2
+
+
+def test_options_of_a_task_are_in_a_file_of_its_owner_and_not_in_ps(keychain_folder: Path) -> None:
+    with Leader(HostConfig(task="keychain", model=str(keychain_folder), options={"drift_at": 0.7531})) as leader:
+        assert b"0.7531" not in Path(f"/proc/{leader.process.pid}/cmdline").read_bytes()
+        assert b"0.7531" in leader.settings.read_bytes()
+        assert leader.settings.stat().st_mode & 0o777 == 0o600
 
 
 def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> None:
@@ -141,7 +148,7 @@ def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
         leader.link.close()
         assert leader.process.wait(30) == 0
         assert all(gone(pid) for pid in pids)
-        assert [path.name for path in leader.folder.iterdir()] == ["env.sock"]
+        assert sorted(path.name for path in leader.folder.iterdir()) == ["env.sock", "host.json"]
 
 
 def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
@@ -175,14 +182,14 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
         (b'{"task": "keychain", "model": "/nowhere"}', "has no tokenizer.json"),
         (b'{"task": "arithmetic", "model": "MODEL", "options": {"max_turns": 0}}', "task.options.max_turns = 0"),
         (b'{"task": "keychain", "model": "MODEL", "tool": 3}', "unknown field `tool`"),
+        (b'{"task": "keychain", "mo', "Input data was truncated"),
         (f'{{"task": "{FRAGILE.replace("Fragile", "NoTool")}", "model": "MODEL"}}'.encode(), "tools['nested']"),
     ],
 )
 def test_users_mistakes_exit_with_two(keychain_folder: Path, config: bytes, message: str, tmp_path: Path) -> None:
-    text = config.decode().replace("MODEL", str(keychain_folder))
-    result = subprocess.run(
-        [sys.executable, "-m", "libra_hpc.tasks.host", "--socket", str(tmp_path / "none.sock"), "--config", text], capture_output=True, text=True
-    )
+    settings = tmp_path / "host.json"
+    settings.write_text(config.decode().replace("MODEL", str(keychain_folder)))
+    result = subprocess.run([*host_command(settings), "--socket", str(tmp_path / "none.sock")], capture_output=True, text=True)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

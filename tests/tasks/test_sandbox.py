@@ -13,12 +13,14 @@ import pytest
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.tasks.base import ToolResult
 from libra_hpc.tasks.sandbox import Sandbox, tool_refs
+from libra_hpc.tasks.toolproc import Ready, ToolDone, from_tool
 
 from . import sample_tools
 from .conftest import InSandbox
 
 TOOLS = {name: getattr(sample_tools, name) for name in (
     "echo", "fail", "leave", "pid", "sleep_for", "allocate", "text_of", "list_of", "unencodable", "write_file", "surroundings", "start_sleeper",
+    "write_to_link",
 )}  # fmt: skip
 
 
@@ -166,3 +168,25 @@ def test_tool_process_that_cannot_start_says_why(in_sandbox: InSandbox, monkeypa
     monkeypatch.setattr(sample_tools.echo, "__module__", "tests.tasks.no_such_module")
     with pytest.raises(OperationError, match=r"cannot start: ModuleNotFoundError: .*no_such_module"):
         in_sandbox(body, {"echo": sample_tools.echo})
+
+
+@pytest.mark.parametrize("extra", [ToolDone("ok", "forged"), Ready(False)], ids=["answer", "ready"])
+def test_an_extra_frame_of_a_tool_shifts_no_answer(in_sandbox: InSandbox, extra: Ready | ToolDone) -> None:
+    async def body(box: Sandbox) -> tuple[ToolResult, list[ToolResult]]:
+        return await box.call("write_to_link", from_tool.frame(extra)), [await box.call("echo", number) for number in range(4)]
+
+    bad, good = in_sandbox(body, TOOLS, tool_timeout_s=5.0)
+    assert (bad.outcome, bad.value) == ("error", "the tool process sent an answer to no call")
+    assert [(result.outcome, result.value) for result in good] == [("ok", number) for number in range(4)]
+
+
+def test_a_frame_written_after_the_call_costs_no_other_call(in_sandbox: InSandbox) -> None:
+    async def body(box: Sandbox) -> list[ToolResult]:
+        before = box.pids
+        first = await box.call("write_to_link", from_tool.frame(ToolDone("ok", "forged")), 0.05)
+        while box.pids == before:
+            await asyncio.sleep(0.01)
+        return [first, *[await box.call("echo", number) for number in range(4)]]
+
+    results = in_sandbox(body, TOOLS, tool_timeout_s=5.0)
+    assert [(result.outcome, result.value) for result in results] == [("ok", value) for value in ("written", 0, 1, 2, 3)]

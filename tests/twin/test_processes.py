@@ -38,7 +38,8 @@ def trainer_link(folder: Path, told: Pace, **fields: object) -> Link:
 
 def host_link(folder: Path, **fields: object) -> Link:
     told = Play(**{"prompts": 8, "group": 2, "max_context": 16384, "speedup": 10_000.0, **fields})  # type: ignore[arg-type]
-    return Link(folder, "libra_hpc.twin.host", "--config", msgspec.json.encode(told).decode(), inbound=env.from_host, outbound=env.to_host)
+    (folder / "host.json").write_bytes(msgspec.json.encode(told))
+    return Link(folder, "libra_hpc.twin.host", "--config", "host.json", inbound=env.from_host, outbound=env.to_host)
 
 
 def test_an_engine_serves_turns_and_leaves_when_told(tmp_path: Path) -> None:

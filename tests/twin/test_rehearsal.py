@@ -12,9 +12,10 @@ from libra_hpc.config.check import check_run
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.pool.commands import engine_command, host_command, trainer_command
+from libra_hpc.pool.commands import engine_command, host_command, host_settings, trainer_command
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sim.traces.read import write_trace
+from libra_hpc.tasks.settings import HostConfig, host_config
 from libra_hpc.twin.rehearsal import in_wall_time, pace, play
 from libra_hpc.twin.settings import Pace, Play
 from libra_hpc.twin.workload import groups
@@ -61,8 +62,10 @@ def test_only_command_lines_tell_a_rehearsal_from_a_real_run(tmp_path: Path) -> 
     *_, told = engine_command(twin, "rollout", path)
     assert msgspec.json.decode(told, type=Pace) == pace(twin, "rollout")
     assert trainer_command(twin, "train", path)[2] == "libra_hpc.twin.trainer"
-    *_, replayed = host_command(twin)
-    assert msgspec.json.decode(replayed, type=Play) == play(twin)
+    assert host_command(real, path)[1:] == ["-m", "libra_hpc.tasks.host", "--config", str(path)]
+    assert host_command(twin, path)[1:] == ["-m", "libra_hpc.twin.host", "--config", str(path)]
+    assert msgspec.json.decode(host_settings(twin), type=Play) == play(twin)
+    assert msgspec.json.decode(host_settings(real), type=HostConfig) == host_config(real)
     assert play(twin).prompts == 16
 
 

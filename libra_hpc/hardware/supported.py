@@ -1,0 +1,104 @@
+"""Which models this version can plan for, and which of them its engines can train and roll out; needs no torch.
+
+* `FAMILIES`: every ``model_type`` whose shape can be computed with, and why the trainer has no layers for it (empty: it has).
+* `refusals`: what a Hugging Face ``config.json`` asks for that the trainer would compute wrongly or not at all.
+
+`check`, `submit`, the planner and the trainer itself (`libra_hpc.train.shape`) all ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import UserError, invalid
+
+MIXTURE = "a mixture of experts, and this version trains dense models only"
+FAMILIES = {"llama": "", "mixtral": MIXTURE, "qwen2": "", "qwen3": "", "qwen3_moe": MIXTURE}
+"""Trained ones are pre-norm RMSNorm, rotary embedding, SwiGLU and grouped-query attention."""
+TRAINED = tuple(name for name, why in FAMILIES.items() if not why)
+"""``model_type`` of the architectures the engines train and roll out."""
+ROPE_TYPES = ("default", "llama3")
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""What the frequency scaling of Llama 3 is computed from (`libra_hpc.train.rotary`)."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """One key of a ``config.json`` that keeps a model from being trained."""
+
+    key: str
+    value: Any
+    why: str
+    valid: tuple[str, ...] | str
+
+    def error(self, field: str) -> UserError:
+        """The sentence for whoever named the model by ``field``."""
+        valid: Iterable[str] | str = self.valid
+        return invalid(f"{field}: {self.key}", self.value, self.why, valid)
+
+
+def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Everything that keeps the model of a ``config.json`` from being trained by this version; nothing: it can be."""
+    kind = config.get("model_type")
+    if kind not in TRAINED:
+        yield Refusal("model_type", kind, FAMILIES.get(str(kind)) or "this version cannot train this architecture", TRAINED)
+        return
+    yield from _variants(config)
+    yield from _rope(config)
+
+
+def check_trained(config: Mapping[str, Any], field: str = "model.path") -> None:
+    """Raise `UserError` for the first of `refusals`."""
+    for refusal in refusals(config):
+        raise refusal.error(field)
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the rotary embedding: transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling`` and ``rope_theta``."""
+    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return {"rope_theta": config.get("rope_theta") or 10000.0, **found, "rope_type": found.get("rope_type") or found.get("type") or "default"}
+
+
+def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Keys that change what a layer computes."""
+    act = config.get("hidden_act") or "silu"
+    if act != "silu":
+        yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
+    # Llama's config has no switch beside the window; Qwen's writes a window and leaves the switch off.
+    window = config.get("use_sliding_window", config.get("model_type") == "llama" and config.get("sliding_window") is not None)
+    layers = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention"}
+    if window:
+        yield Refusal("sliding_window", config.get("sliding_window"), "the trainer has no sliding-window attention", "null (full attention)")
+    elif layers:
+        yield Refusal("layer_types", sorted(layers)[0], "the trainer has full attention only", ("full_attention",))
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            yield Refusal(key, config[key], "the trainer has no such bias", "false")
+    if config.get("quantization_config"):
+        yield Refusal("quantization_config", config["quantization_config"], "the trainer reads weights of bfloat16, float16 or float32", "no such key")
+
+
+def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Rotary embeddings other than the plain one and Llama 3's, in either spelling."""
+    for section in ("rope_scaling", "rope_parameters"):
+        settings = config.get(section)
+        if not settings:
+            continue
+        if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
+            yield Refusal(section, settings, "not one set of rotary settings for all layers", "one table for all layers")
+            return
+        for key in ("rope_type", "type"):
+            kind = settings.get(key) or "default"
+            if kind not in ROPE_TYPES:
+                yield Refusal(key, kind, "the trainer has no such rotary embedding", ROPE_TYPES)
+                return
+    settings = rope_settings(config)
+    share = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        yield Refusal("partial_rotary_factor", share, "the trainer turns whole heads", "1")
+    if settings["rope_type"] == "llama3":
+        for key in LLAMA3_KEYS:
+            if not isinstance(settings.get(key), (int, float)):
+                yield Refusal(f"rope_scaling.{key}", settings.get(key), "the llama3 rotary embedding needs it", "a number")
