@@ -188,6 +188,8 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     step: int
     groups: tuple[Group, ...]
     stats: dict[str, float]
+    given_up: tuple[int, ...] = ()
+    """Prompts without a sample that could be trained; they are done with when the step is committed."""
 
 
 class BatchReady(msgspec.Struct, tag=True, frozen=True):
@@ -207,6 +209,7 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     indices: tuple[int, ...]
+    """Of the batch's groups and of those it gave up."""
 
 
 # --- rollout --------------------------------------------------------------------------------------------------------------------------------

@@ -120,6 +120,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     reduce_s: float
     """Waiting in and running the all-reduce over replicas."""
     optimizer_s: float
+    skipped: int = 0
+    """Minibatches whose gradient or sums were not finite: their updates were left out, in every replica alike."""
 
 
 class Exported(msgspec.Struct, tag=True, frozen=True):

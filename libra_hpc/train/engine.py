@@ -36,6 +36,8 @@ from .shape import ModelShape, check_parallel
 
 Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
 """Maps the logits that predict a pack's loss tokens, [m, vocab / tp], to the summed loss of the pack (a scalar)."""
+LARGEST_NORM = 1e18
+"""Gradient norm of one rank beyond which clipping, which sums squares over the ranks in float32, could overflow."""
 CONSTANT_STEPS = 1 << 40
 """Stands for "no end" where Megatron-Core's scheduler wants a number of steps."""
 
@@ -124,6 +126,10 @@ class Engine:
     def gradients(self) -> list[torch.Tensor]:
         """The flat float32 buffers that hold this rank's gradients."""
         return [buffer.grad_data for buffer in self.ddp.buffers]
+
+    def finite(self) -> bool:
+        """True when every gradient of this rank is a number that an update can use."""
+        return all(float(torch.linalg.vector_norm(buffer)) <= LARGEST_NORM for buffer in self.gradients())
 
     def zero_gradients(self) -> None:
         """Start a new accumulation."""
@@ -242,7 +248,7 @@ class EngineState:
         self.step = 0
         """Global batches trained."""
         self.updates = 0
-        """Optimizer updates made; also Adam's own counter."""
+        """Optimizer updates made, skipped ones left out; also Adam's own counter."""
         self.parameters = engine.named_parameters()
         # In bfloat16 the optimizer works on float32 copies ("master" weights); in float32 on the parameters themselves.
         self.master: dict[str, torch.Tensor] = {name: getattr(p, "main_param", p) for name, p in self.parameters.items()}

@@ -30,7 +30,7 @@ class TrainerState(msgspec.Struct, frozen=True):
     step: int
     """Global batches trained."""
     updates: int
-    """Optimizer updates (``step`` times minibatches), Adam's own counter."""
+    """Optimizer updates (``step`` times minibatches, less the skipped ones), Adam's own counter."""
     format: int = FORMAT
 
 

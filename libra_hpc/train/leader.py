@@ -22,6 +22,7 @@ from libra_hpc.protocol.mesh import (
     Batch,
     Committed,
     Fatal,
+    Log,
     MemberJoined,
     MeshMessage,
     Publish,
@@ -43,11 +44,14 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
 )
 
-from .shards import shard, tokens_of
+from .shards import loss_tokens_of, shard, tokens_of
 
 NEW_GENERATION_S = 120.0
 """After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it, or its engine is rebuilt; longer
 silence means that nothing died and the failure would only repeat."""
+SKIPPED_STEPS = 3
+"""Steps in a row without any update, because no gradient was finite, that end the run.  One may be an accident of a batch; three are the policy itself.
+Half: a single pair of bad batches ends a run; double: as many batches more are spent on nothing."""
 
 
 class LeaderSettings(msgspec.Struct, frozen=True):
@@ -112,6 +116,9 @@ class TrainLeader:
         # The start's weights are published too: an engine that wakes from standby needs a file even before the first step.
         self._exported = self._export_asked = step - 1
         self._export_s = 0.0
+        self._skipped_in_row = 0
+        self._totals: list[int] = []
+        """Loss tokens of the minibatches of the last step that have any."""
 
     # --- inputs -----------------------------------------------------------------------------------------------------------------------------
 
@@ -176,8 +183,9 @@ class TrainLeader:
             self._export()
             waiting = self._clock()
             await self._until(self._batch_or_change)
-            if self.step + 1 in self._batches and not self._membership_due():
-                await self._train(self._batches[self.step + 1], self._clock() - waiting)
+            ready = self.step + 1 in self._batches and not self._membership_due()
+            if ready and not await self._train(self._batches[self.step + 1], self._clock() - waiting):
+                return
         if await self._checkpoint():
             self._send(0, TrainingFinished(self.step))
 
@@ -201,8 +209,7 @@ class TrainLeader:
         """Form the newest ordered generation; False when the run cannot go on."""
         while self._membership_due():
             if not await self._until(lambda: self._ordered[0] > self.generation, NEW_GENERATION_S if self._failed else None):
-                self._send(0, Fatal(self.exporter, f"training failed and no node died: {self._failed}"))
-                return False
+                return self._fail(f"training failed and no node died: {self._failed}")
             started = self._clock()
             self.generation, wanted = self._ordered
             self._joining, self._replies, self._failed, self._broken = wanted, {}, "", True
@@ -222,8 +229,7 @@ class TrainLeader:
             if self._state_step == self.step + 1 and self._state_step in self._batches:
                 self._commit(self._batches[self._state_step], [], 0.0, 0.0)
             elif not (self._state_step == self.step or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))):
-                self._send(0, Fatal(wanted[0], f"the replicas hold step {self._state_step}, the run is at step {self.step}, and the batches between are gone"))
-                return False
+                return self._fail(f"the replicas hold step {self._state_step}, the run is at step {self.step}, and the batches between are gone")
         return True
 
     async def _replay(self) -> None:
@@ -231,19 +237,39 @@ class TrainLeader:
         if await self._ask(self._batches[self._state_step + 1]):
             self._state_step += 1
 
-    async def _train(self, batch: Batch, waited_s: float) -> None:
+    async def _train(self, batch: Batch, waited_s: float) -> bool:
+        """Run and commit one step, or leave it to the next generation; False when the run cannot go on."""
+        if not any(loss_tokens_of(sample) for group in batch.groups for sample in group.samples):
+            return self._fail(f"the batch of step {batch.step} has no token to train on")
         started = self._clock()
         if not await self._ask(batch):
-            return
+            return True
         self._state_step = batch.step
         self._commit(batch, [self._replies[rank] for rank in self.members], waited_s, self._clock() - started)
         every = self.settings.checkpoint_every
         if every and self.step % every == 0 and self.step < self.settings.steps:
             await self._checkpoint()
+        return self._skipped_in_row < SKIPPED_STEPS or self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
+
+    def _fail(self, reason: str) -> bool:
+        """The run cannot go on; always False."""
+        self._send(0, Fatal(self.exporter, reason))
+        return False
+
+    def _note_skipped(self, step: int, done: StepDone) -> None:
+        minibatches = len(self._totals)
+        self._skipped_in_row = self._skipped_in_row + 1 if done.skipped and done.skipped == minibatches else 0
+        if done.skipped:
+            reason = f"the gradient or the loss of {done.skipped} of {minibatches} minibatches was not finite"
+            self._log("update_skipped", step=step, reason=reason)
+
+    def _log(self, kind: str, **fields: str | int | float) -> None:
+        self._send(0, Log(kind, time.time(), dict(fields)))
 
     async def _ask(self, batch: Batch) -> bool:
         """Run one step on every member; False when it failed, and the membership is then due."""
         shards, totals = shard(batch.groups, len(self.members), self.settings.minibatches, self.settings.skip_zero_advantage)
+        self._totals = [total for total in totals if total]
         self._replies, self._failed = {}, ""
         for rank, minibatches in zip(self.members, shards, strict=True):
             self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
@@ -254,7 +280,7 @@ class TrainLeader:
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
-        indices = tuple(group.index for group in batch.groups)
+        indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
         for old in [s for s in self._batches if s <= self.step - self.settings.retain]:
             del self._batches[old]
@@ -267,6 +293,7 @@ class TrainLeader:
         )
         if replies:
             metrics.update(_train_metrics(replies, tokens, wall_s, self._export_s))
+            self._note_skipped(batch.step, replies[0])
         self._last_commit = now
         self._send(0, StepReport(self.step, metrics))
         self._export()
@@ -305,6 +332,7 @@ def _train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s
         "ratio_mean": any_reply.ratio_mean,
         "ratio_truncated": any_reply.ratio_truncated,
         "logprob_gap": any_reply.logprob_gap,
+        "skipped": float(any_reply.skipped),
         "loss_tokens": float(sum(r.loss_tokens for r in replies)),
         "trained_tokens": float(sum(r.tokens for r in replies)),
         "train_s": work,

@@ -1,11 +1,13 @@
 """One GRPO step of a replica: pack, (re)compute the proximal policy, accumulate, sum over replicas, agree, update.
 
-A step is committed in all processes of a replica or in none: the sum over replicas comes before any change, and a step of several minibatches starts from a
-copy that it falls back to.
+- A step is committed in all processes of a replica or in none: the sum over replicas comes before any change.
+- A step of several minibatches starts from a copy that it falls back to.
+- The summed gradient or a sum of a minibatch is not finite -> its update is skipped everywhere, and the step still commits.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -55,13 +57,19 @@ class GrpoTrainer:
         saved = state.capture() if len(batches) > 1 else None
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
-        sums: list[list[float]] = []
+        sums: list[tuple[list[float], int]] = []
+        skipped = 0
         proximal = self._proximal(batches) if len(batches) > 1 else None
         try:
             for i, (packs, total) in enumerate(zip(batches, message.total_tokens, strict=True)):
                 if total == 0:
                     continue
-                sums.append(self._accumulate(packs, None if proximal is None else proximal[i]))
+                found = self._accumulate(packs, None if proximal is None else proximal[i])
+                # The sum over replicas is the same in all of them, so all come to the same answer.
+                if not self._engine.agree(self._engine.finite() and all(map(math.isfinite, found))):
+                    skipped += 1
+                    continue
+                sums.append((found, total))
                 update_begin = time.monotonic()
                 norm = self._engine.update(1.0 / total)
                 optimizer_s += time.monotonic() - update_begin
@@ -70,8 +78,24 @@ class GrpoTrainer:
                 state.restore(saved)
             raise
         state.step = message.step
-        tokens = sum(p.tokens.shape[1] for packs in batches for p in packs)
-        return _report(message, sums, norm, tokens, sum(len(p.targets) for packs in batches for p in packs), replicas.waited_s, optimizer_s, begin)
+        packs = [p for batch in batches for p in batch]
+        means = _means(sums)
+        return StepDone(
+            step=message.step,
+            generation=message.generation,
+            loss=means[LOSS],
+            grad_norm=norm,
+            ratio_mean=means[RATIO],
+            ratio_truncated=means[TRUNCATED],
+            logprob_gap=means[GAP],
+            entropy=means[ENTROPY],
+            tokens=sum(p.tokens.shape[1] for p in packs),
+            loss_tokens=sum(len(p.targets) for p in packs),
+            compute_s=time.monotonic() - begin - replicas.waited_s - optimizer_s,
+            reduce_s=replicas.waited_s,
+            optimizer_s=optimizer_s,
+            skipped=skipped,
+        )
 
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
         return pack([decode(s) for s in samples], self._micro_tokens, self._engine.device)
@@ -126,24 +150,11 @@ class GrpoTrainer:
         self._replicas.sum([*buffers, self._sums])
 
 
-def _report(
-    message: TrainStep, sums: list[list[float]], norm: float, tokens: int, loss_tokens: int, reduce_s: float, optimizer_s: float, begin: float
-) -> StepDone:
-    count = max(1.0, sum(s[TOKENS] for s in sums))
-    first = sums[0] if sums else [0.0] * 6
-    totals = [total for total in message.total_tokens if total]
-    return StepDone(
-        step=message.step,
-        generation=message.generation,
-        loss=sum(s[LOSS] / total for s, total in zip(sums, totals, strict=True)) / max(1, len(sums)),
-        grad_norm=norm,
-        ratio_mean=sum(s[RATIO] for s in sums) / count,
-        ratio_truncated=sum(s[TRUNCATED] for s in sums) / count,
-        logprob_gap=first[GAP] / max(1.0, first[TOKENS]),
-        entropy=sum(s[ENTROPY] for s in sums) / count,
-        tokens=tokens,
-        loss_tokens=loss_tokens,
-        compute_s=time.monotonic() - begin - reduce_s - optimizer_s,
-        reduce_s=reduce_s,
-        optimizer_s=optimizer_s,
-    )
+def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
+    """What a step reports for each of the sums, from those and the global loss tokens of its updates; zeros without an update."""
+    count = max(1.0, sum(s[TOKENS] for s, _ in sums))
+    means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, ENTROPY)}
+    means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))
+    first = sums[0][0] if sums else [0.0] * 6
+    means[GAP] = first[GAP] / max(1.0, first[TOKENS])
+    return means

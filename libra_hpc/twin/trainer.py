@@ -8,6 +8,7 @@ survivor committed.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -123,7 +124,9 @@ class Trainer:
         samples = [sample for minibatch in message.minibatches for sample in minibatch]
         compute_s, reduce_s = self._law.compute_s(map(_tokens, samples)), self._law.reduce_s(self._size)
         self._take(compute_s + reduce_s, begin)
-        self._state = folders.TrainerState(message.step, self._state.updates + sum(total > 0 for total in message.total_tokens))
+        skipped = sum(any(not math.isfinite(sample.advantage) for sample in minibatch) for minibatch in message.minibatches)
+        updates = sum(total > 0 for total in message.total_tokens) - skipped
+        self._state = folders.TrainerState(message.step, self._state.updates + updates)
         self._snapshot()
         done = StepDone(
             step=message.step,
@@ -139,6 +142,7 @@ class Trainer:
             compute_s=compute_s / self._speedup,
             reduce_s=reduce_s / self._speedup,
             optimizer_s=0.0,
+            skipped=skipped,
         )
         return [done]
 

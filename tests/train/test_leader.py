@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
+from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, Log, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
 from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StepFailed, TrainStep
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 
@@ -28,6 +28,7 @@ class Replica:
     def __init__(self, world: World, rank: int, step: int = 0) -> None:
         self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
         self.silent = False
+        self.skipped = 0
 
     def take(self, message: Any) -> None:
         if self.silent:
@@ -45,7 +46,7 @@ class Replica:
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
-                self.world.reply(self.rank, StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0))
+                self.world.reply(self.rank, StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0, self.skipped))
             case Export(version=version):
                 self.world.reply(self.rank, Exported(version, 77, 100, 0.0))
             case SaveCheckpoint(folder=folder, step=step):
@@ -229,6 +230,55 @@ def test_stop_saves_at_the_next_border() -> None:
 
     play(world, script)
     assert world.saved == [(1, 2, [])]
+
+
+def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:
+    world = World(steps=9)
+    replica = world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for step, skipped in enumerate((1, 1, 0, 1, 1, 1), 1):
+            replica.skipped = skipped
+            world.leader.on_batch(batch(step))
+            await until(lambda step=step: len(world.of(StepReport)) == step)
+        await until(lambda: world.of(Fatal))
+
+    play(world, script)
+    assert [r.metrics["skipped"] for r in world.of(StepReport)] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [log.fields["step"] for log in world.of(Log) if log.kind == "update_skipped"] == [1, 2, 4, 5, 6]
+    assert [fatal.reason for fatal in world.of(Fatal)] == ["gradients were not finite in 3 steps in a row"]
+
+
+def test_a_batch_without_loss_tokens_is_never_trained() -> None:
+    world = World(steps=9)
+    world.add(1)
+    silent = Sample("0.0", pack_i32([1, 2]), b"\0\0", pack_f32([0.0, 0.0]), 1.0)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(Batch(1, (Group(0, (silent,)),), {}))
+        await until(lambda: world.of(Fatal))
+
+    play(world, script)
+    assert not world.trained
+    assert not world.of(Committed)
+    assert world.of(Fatal)[0].reason == "the batch of step 1 has no token to train on"
+
+
+def test_prompts_that_were_given_up_are_done_with_when_the_step_is_committed() -> None:
+    world = World(steps=1)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        whole = batch(1)
+        world.leader.on_batch(Batch(1, whole.groups, whole.stats, (2, 5)))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    assert [c.indices for c in world.of(Committed)] == [(0, 1, 2, 5)]
+    assert world.saved == [(1, 3, [5])]
 
 
 def test_the_data_order_refuses_to_count_twice() -> None:

@@ -1,0 +1,91 @@
+"""Samples that are not finite: the update is skipped, the step commits, and nothing of it reaches weights or moments."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from libra_hpc.protocol.codec import pack_f32, unpack_f32
+from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
+from libra_hpc.train.names import Split
+
+from .support import Replica, build, join_all, make_model, train_step
+
+pytestmark = pytest.mark.engine
+
+
+def bad_advantage(sample: Sample) -> Sample:
+    return msgspec.structs.replace(sample, advantage=math.nan)
+
+
+def bad_logprobs(sample: Sample) -> Sample:
+    values = [math.inf if masked else value for value, masked in zip(unpack_f32(sample.logprobs), sample.loss_mask, strict=True)]
+    return msgspec.structs.replace(sample, logprobs=pack_f32(values))
+
+
+def spoiled(message: TrainStep, minibatch: int, spoil: Any = bad_advantage) -> TrainStep:
+    """The same step with its first sample spoiled."""
+    minibatches = list(message.minibatches)
+    minibatches[minibatch] = (spoil(minibatches[minibatch][0]), *minibatches[minibatch][1:])
+    return TrainStep(message.step, message.generation, tuple(minibatches), message.total_tokens)
+
+
+def assert_finite(done: StepDone) -> None:
+    assert all(math.isfinite(value) for value in msgspec.to_builtins(done).values() if isinstance(value, float))
+
+
+@pytest.mark.parametrize("spoil", [bad_advantage, bad_logprobs])
+def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(tmp_path: Path, world: Split, spoil: Any) -> None:
+    make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world)
+    trainer.step(train_step(1, 0))
+    before = engine.state.capture()
+    done = trainer.step(spoiled(train_step(2, 0), 0, spoil))
+    assert (done.step, done.skipped, done.loss, done.grad_norm) == (2, 1, 0.0, 0.0)
+    assert_finite(done)
+    step, updates, tensors = engine.state.capture()
+    assert (step, updates) == (2, before[1])
+    assert all(torch.equal(now, old) for now, old in zip(tensors, before[2], strict=True))
+
+    done = trainer.step(train_step(3, 0))
+    assert (done.skipped, engine.state.updates) == (0, 2)
+    assert done.grad_norm > 0.0
+    other, reference = build(tmp_path / "model", world)
+    reference.step(train_step(1, 0))
+    other.state.step = 2
+    assert reference.step(train_step(3, 0)).loss == done.loss
+    assert all(torch.equal(now, want) for now, want in zip(engine.state.tensors(), other.state.tensors(), strict=True)), "as if the bad step had not been"
+
+
+def test_only_the_bad_minibatch_is_skipped(tmp_path: Path, world: Split) -> None:
+    make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world)
+    good = train_step(1, 0, minibatches=2)
+    done = trainer.step(spoiled(good, 0))
+    assert (done.skipped, engine.state.updates) == (1, 1)
+    assert done.grad_norm > 0.0
+    assert_finite(done)
+    other, reference = build(tmp_path / "model", world)
+    alone = reference.step(TrainStep(1, 0, good.minibatches[1:], good.total_tokens[1:]))
+    assert done.loss == alone.loss
+    assert all(torch.equal(now, want) for now, want in zip(engine.state.tensors(), other.state.tensors(), strict=True))
+
+
+def test_replicas_and_their_processes_agree_to_skip(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    first, second = Replica(tmp_path, "first", model_dir, tp=2), Replica(tmp_path, "second", model_dir, tp=2)
+    first.ready(), second.ready()
+    join_all([first, second], 1, tmp_path / "g1")
+    before = first.tensors(0)
+    messages = [train_step(1, 1, replica=rank, replicas=2) for rank in range(2)]
+    first.send(messages[0])
+    second.send(spoiled(messages[1], 0))
+    assert [replica.receive(StepDone).skipped for replica in (first, second)] == [1, 1], "the bad sample is at one of them"
+    assert all((tensor == before[name]).all() for replica in (first, second) for name, tensor in replica.tensors(1).items())
+    assert first.close() + second.close() == [0] * 4
