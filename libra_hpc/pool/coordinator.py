@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
-from typing import Any, Literal
+from typing import Any
 
 from libra_hpc.planner.calibrate import Split, StepForecast
 from libra_hpc.planner.live import live_planner
@@ -25,13 +25,14 @@ from . import states
 from .attempt import copy_policy, forget_steps_after
 from .context import Context
 from .decisions import DecisionLog, predicted_gain
-from .liveness import discount, read_gone, silent_nodes
+from .liveness import discount, read_gone
+from .nodes import NodePool, Role
 from .observations import Observations
 from .progress import late_step
 from .records import Records
 from .recovery import Recovery
 from .relayout import Relayout
-from .screen import NodeFacts, compose_status
+from .screen import compose_status
 
 HELLO_S = 120.0
 """All agents of one `srun` say hello within seconds of each other."""
@@ -44,9 +45,6 @@ NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
 """How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use); the notice before the
 time limit comes 60 s early."""
 
-Role = Literal["train", "rollout"]
-
-
 class Coordinator:
     """See the module docstring.  `run` returns when the run is over; ``state`` then says how."""
 
@@ -56,15 +54,13 @@ class Coordinator:
         self._records = Records(context)
         self._event = self._records.event
         now = time.time()
-        self._nodes = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
-        self._pool: states.Pool | None = None
         self._observations = Observations()
+        self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
         self._relayout = Relayout(context, self._event, self._records.event_now)
         self._planner.repartition_after = self._relayout.not_before
         self._forecast = forecast(context)
-        self._moves: dict[int, tuple[Role, float]] = {}
         self._started_at = now
         self._step = context.start.step
         self._gen_tokens = 0.0
@@ -81,7 +77,7 @@ class Coordinator:
 
     def on_message(self, source: int, message: Any) -> None:
         """Everything that is addressed to the coordinator."""
-        node = self._nodes[source]
+        node = self._nodes.facts[source]
         node.seen = time.time()
         match message:
             case wire.Heartbeat():
@@ -92,28 +88,27 @@ class Coordinator:
                 self._on_step(message)
             case wire.BatchReady(step=step, tokens=tokens, signal_tokens=signal):
                 trained = signal if self._config.algorithm.skip_zero_advantage else tokens
-                self._forecast.batch_ready(step, trained, self._split().rollout_nodes, time.time())
+                self._forecast.batch_ready(step, trained, len(self._nodes.receivers), time.time())
             case wire.RolloutReport():
-                receivers = states.rollout_nodes(self._pool) if self._pool else ()
-                self._observations.on_rollout(message, receivers, time.time())
+                self._observations.on_rollout(message, self._nodes.receivers, time.time())
             case wire.Hello(rank=rank, host=host, pid=pid, component=component):
                 node.host, node.pid = host, pid
                 self._context.send(rank, self._context.start)
                 self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
-                self._take_back(rank)
+                self._nodes.take_back(rank)
                 self._maybe_start()
             case wire.EngineIsReady(rank=rank, kind=kind, seconds=seconds):
                 self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
-                self._apply(states.EngineReady(rank, _role(kind)))
+                self._nodes.apply(states.EngineReady(rank, _role(kind)))
             case wire.EngineDied(rank=rank, kind=kind, reason=reason):
-                self._apply(states.EngineDied(rank, _role(kind)))
+                self._nodes.apply(states.EngineDied(rank, _role(kind)))
                 self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
             case wire.TurnsDrained(rank=rank):
-                self._apply(states.Drained(rank))
+                self._nodes.apply(states.Drained(rank))
             case wire.MemberJoined(rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds):
                 self._event("member_joined", rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds)
-                self._apply(states.StateArrived(rank))
-                self._apply(states.MemberOf(rank, generation))
+                self._nodes.apply(states.StateArrived(rank))
+                self._nodes.apply(states.MemberOf(rank, generation))
             case wire.TrainingFinished(step=step):
                 self._step = step
                 again = (self._relayout.ordered or self._recovery.reason) and step < self._config.run.steps
@@ -130,89 +125,24 @@ class Coordinator:
             self._context.send(self._context.layout.train_leader, wire.StopTraining(name))
 
     def on_back(self, rank: int) -> None:
-        """A node that was declared lost is heard again: it is to begin as a new one."""
-        self._nodes[rank].seen = time.time()
-        assert self._pool is not None
-        for other, node in self._pool.nodes.items():
-            if node.state is states.NodeState.LOST and other != rank:
-                self._context.send(rank, wire.RankLost(other))
-        self._context.send(rank, wire.Reset())
-
-    def _take_back(self, rank: int) -> None:
-        node = self._pool.nodes.get(rank) if self._pool is not None else None
-        if node is None or node.state is not states.NodeState.LOST:
-            return
-        self._event("node_returned", rank=rank)
-        for other in self._nodes:
-            if other != rank:
-                self._context.send(other, wire.RankBack(rank))
-        self._apply(states.Returned(rank))
-
-    # --- the pool ---------------------------------------------------------------------------------------------------------------------------
+        """A node that was declared lost is heard again."""
+        self._nodes.ask_back(rank)
 
     def _maybe_start(self) -> None:
-        if self._pool is not None or not all(node.host for node in self._nodes.values()):
+        if self._nodes.pool is not None or not self._nodes.complete:
             return
-        self._event("job_started", ranks=len(self._nodes), step=self._step, attempt=self._context.attempt)
+        self._event("job_started", ranks=len(self._nodes.facts), step=self._step, attempt=self._context.attempt)
         if self._recovery.used:
             self._event("recovered", restarts=self._recovery.used, reason=self._recovery.cause, step=self._step)
         self.state, self._message = "running", "starting engines"
-        self._pool, effects = states.start(self._context.layout.pool(), self._config.planner.hybrid_start)
-        self._roles()
-        self._carry_out(effects)
+        self._nodes.start(self._config.planner.hybrid_start)
 
-    def _apply(self, event: states.Event) -> None:
-        if self._pool is None or self._finished.is_set():
-            return
-        before = self._pool.nodes
-        try:
-            self._pool, effects = states.advance(self._pool, event)
-        except states.IllegalTransition as error:
-            self._event("illegal_transition", reason=str(error))
-            return
-        self._carry_out(effects)
-        now = time.time()
-        for rank, node in self._pool.nodes.items():
-            if node.state is before[rank].state:
-                continue
-            self._nodes[rank].since = now
-            self._event("node_state", rank=rank, state=str(node.state), was=str(before[rank].state))
-            if rank in self._moves and str(node.state) == self._moves[rank][0]:
-                role, started = self._moves.pop(rank)
-                self._observations.on_switch("to_train" if role == "train" else "to_rollout", now - started, now)
-                self._event("move_done", rank=rank, role=role, seconds=now - started)
-            elif rank in self._moves and node.state is states.NodeState.LOST:
-                del self._moves[rank]
-        if self._pool.nodes != before:
-            self._roles()
-
-    def _carry_out(self, effects: tuple[states.Effect, ...]) -> None:
-        context = self._context
-        for effect in effects:
-            match effect:
-                case states.StartEngine(rank=rank, kind=kind):
-                    context.send(rank, wire.StartEngine(kind))
-                case states.StandbyEngine(rank=rank, kind=kind):
-                    context.send(rank, wire.StandbyEngine(kind))
-                case states.DrainTurns(rank=rank):
-                    context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
-                case states.OpenTurns() | states.ResubmitTurns():
-                    pass  # the rollout leader hears of engines from their own node, and of a lost node with everybody else
-                case states.FormMembership(membership=membership):
-                    self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
-                    context.send(context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks))
-
-    def _roles(self) -> None:
-        assert self._pool is not None
-        named = {rank: str(node.state) for rank, node in self._pool.nodes.items()}
-        # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
-        message = wire.Roles(named, states.rollout_nodes(self._pool), self._records.recorded)
-        for rank in self._nodes:
-            self._context.send(rank, message)
+    # --- planning -----------------------------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        assert self._pool is not None
-        nodes = tuple(NodeFact(rank, node.component, str(node.state), self._nodes[rank].since) for rank, node in self._pool.nodes.items())
+        assert self._nodes.pool is not None
+        facts = self._nodes.facts
+        nodes = tuple(NodeFact(rank, node.component, str(node.state), facts[rank].since) for rank, node in self._nodes.pool.nodes.items())
         algorithm = self._config.algorithm
         steps_left = self._config.run.steps - self._step
         snapshot = self._observations.snapshot(nodes, algorithm.prompts_per_step, algorithm.group_size, algorithm.eta, steps_left)
@@ -230,14 +160,11 @@ class Coordinator:
         gain = predicted_gain(decision)
         for rank in decision.nodes or (decision.node,):
             self._event("move_started", rank=rank, to=role, reason=decision.reason, numbers=decision.numbers, predicted_gain_s=gain)
-            self._moves[rank] = (role, now)
-            self._apply(states.MoveOrdered(rank, role))
+            self._nodes.move(rank, role, now)
 
     def _hindrance(self) -> str:
         """Why the ranks cannot be laid out anew at the moment."""
-        assert self._pool is not None
-        busy = [node for node in self._pool.nodes.values() if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)]
-        return "the run is stopping" if self._stop_deadline is not None else f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
+        return "the run is stopping" if self._stop_deadline is not None else self._nodes.on_the_way
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
 
@@ -249,14 +176,14 @@ class Coordinator:
         slept_s = period = min(STATUS_S, self._config.planner.interval_s)
         while not self._finished.is_set():
             now = time.time()
-            if stall := discount(self._nodes, slept_s, period, now):
+            if stall := discount(self._nodes.facts, slept_s, period, now):
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
-            if self._pool is not None:
+            if self._nodes.pool is not None:
                 if now >= next_roles:
                     next_roles = now + ROLES_S
-                    self._roles()
-                if self._config.planner.enabled and now >= next_plan and not (self._moves or self._stopping):
+                    self._nodes.announce()
+                if self._config.planner.enabled and now >= next_plan and not (self._nodes.moves or self._stopping):
                     next_plan = now + self._config.planner.interval_s
                     self._plan()
             if now >= next_status:
@@ -274,11 +201,12 @@ class Coordinator:
 
     def _check(self, now: float) -> None:
         """What time alone brings about."""
-        if self._pool is None and now - self._started_at > HELLO_S:
-            missing = [rank for rank, node in self._nodes.items() if not node.host]
+        if self._nodes.pool is None and now - self._started_at > HELLO_S:
+            missing = [rank for rank, node in self._nodes.facts.items() if not node.host]
             self._end("failed", f"no sign of life from rank(s) {missing} after {HELLO_S:.0f} s")
-        if self._pool is not None:
-            self._check_nodes(now)
+        for lost in self._nodes.lose(self._gone, now) if self._nodes.pool is not None else ():
+            if lost.rank in (self._context.layout.train_leader, self._context.layout.rollout_leader):
+                self._recover(lost.rank, lost.reason)
         if self._stop_deadline is not None and now > self._stop_deadline:
             self._end("cancelled", "stopped before the last step could be saved; the last checkpoint stands")
         if self._recovery.reason and now > self._recovery.deadline:
@@ -302,23 +230,10 @@ class Coordinator:
         """Look for an operator's order for another layout, in a thread."""
         while not self._finished.is_set():
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
-            if self._pool is None or self._recovery.reason:
+            if self._nodes.pool is None or self._recovery.reason:
                 continue
             if await asyncio.to_thread(self._relayout.look, self._hindrance()):
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
-
-    def _check_nodes(self, now: float) -> None:
-        layout = self._context.layout
-        leaders = (layout.train_leader, layout.rollout_leader)
-        for rank, reason, silent_s in silent_nodes(self._nodes, self._context.rank, leaders, self._gone, now):
-            if self._finished.is_set() or self._pool is None or self._pool.nodes[rank].state is states.NodeState.LOST:
-                continue
-            self._event("node_lost", rank=rank, reason=reason, silent_s=silent_s)
-            for other in self._nodes:
-                self._context.send(other, wire.RankLost(rank))
-            self._apply(states.HeartbeatLost(rank))
-            if rank in leaders:
-                self._recover(rank, reason)
 
     def _recover(self, rank: int, reason: str) -> None:
         """A leader is lost: all ranks restart, as often as that is allowed."""
@@ -340,8 +255,8 @@ class Coordinator:
         self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
         self._observations.on_step(report, now)
         speed = self._observations.rollout_speed(self._gen_tokens)[0]
-        split, m = self._split(), report.metrics
-        split = Split(int(m.get("replicas", split.replicas)), split.rollout_nodes)
+        m = report.metrics
+        split = Split(int(m.get("replicas", self._nodes.trainers)), len(self._nodes.receivers))
         timed = self._forecast.committed(report.step, split, m.get("step_s", 0.0), m.get("wait_s", 0.0), m.get("train_wall_s", 0.0), now)
         self._observations.predictions.append(timed)
         self._records.step(
@@ -352,14 +267,10 @@ class Coordinator:
             }
         )  # fmt: skip
 
-    def _split(self) -> Split:
-        if self._pool is None:
-            return Split(0, 0)
-        return Split(len(self._pool.membership.ranks), len(states.rollout_nodes(self._pool)))
-
     def _end(self, state: str, message: str) -> None:
         if not self._finished.is_set():
             self.state, self._message = state, message
+            self._nodes.frozen = True
             self._finished.set()
 
     async def _close(self) -> None:
@@ -378,7 +289,7 @@ class Coordinator:
             await asyncio.to_thread(self._relayout.give_up, f"the run is over: {self.state}, {self._message}.")
             self._records.verdict(self.state, self._message, self._step)
         self._write_status()
-        for rank in self._nodes:
+        for rank in self._nodes.facts:
             if rank != self._context.rank:
                 self._context.send(rank, wire.Stop(self._message))
         await self._records.close(f"the run is {self.state} at step {self._step}: {self._message}")
@@ -396,19 +307,20 @@ class Coordinator:
     # --- what people read -------------------------------------------------------------------------------------------------------------------
 
     def _late(self, now: float, notices: list[str]) -> str:
-        if self._pool is None or self._finished.is_set():
+        if self._nodes.pool is None or self._finished.is_set():
             return ""
         report, steps = self._observations.report, [wall for wall, _ in self._observations.walls]
-        return late_step(now - self._stepped_at, steps, self._pool, report, notices)
+        return late_step(now - self._stepped_at, steps, self._nodes.pool, report, notices)
 
     def _write_status(self) -> None:
         now = time.time()
         notices = self._records.notices(now)
         message = self._message or self._relayout.message or self._late(now, notices)
+        nodes = self._nodes
         status = compose_status(
-            self._context, self._pool, self._nodes, self._observations, job_id=self._job_id, state=self.state, message=message, started_at=self._started_at,
-            step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last, forecast=self._forecast, laid_out=self._relayout.last,
-            notices=notices, now=now,
+            self._context, nodes.pool, nodes.facts, self._observations, job_id=self._job_id, state=self.state, message=message,
+            started_at=self._started_at, step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last,
+            forecast=self._forecast, laid_out=self._relayout.last, notices=notices, now=now,
         )  # fmt: skip
         self._records.status(status)
 

@@ -44,7 +44,7 @@ class Routes:
         return True
 
 
-def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: Callable[[Any], None]) -> None:
+def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: Callable[[Any], object]) -> None:
     """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
 
     def half(kind: str) -> RolloutNode | TrainNode:

@@ -93,6 +93,15 @@ class TrainNode:
             child.send(Stop())
         await asyncio.gather(*(child.stop() for child in self._children))
 
+    async def reset(self) -> None:
+        """Be as just constructed: end every process, report nothing of it, and remove what they left in shared memory."""
+        children, self._children = self._children, []
+        for child in children:
+            child.stopping = True
+            child.kill()
+        await asyncio.gather(*(child.stop() for child in children))
+        self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
+
     def on_message(self, message: ToWorker) -> None:
         """Pass an order of the train leader to every process."""
         if isinstance(message, Export):
