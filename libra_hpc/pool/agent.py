@@ -26,13 +26,14 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.leave import leave
+from libra_hpc.process.folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
 from .attempt import start_state
-from .context import Context, make_folders
+from .context import Context
 from .coordinator import Coordinator
 from .layout import Layout, check_world
 from .liveness import read_gone

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,9 +13,6 @@ from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
 from libra_hpc.telemetry.rundir import RunDir
 
 from .layout import Layout
-
-PREFIX = "libra-"
-OWNER_FILE = "owner.pid"
 
 Send = Callable[..., None]
 """``send(rank, message, blob=b"")``"""
@@ -59,28 +53,3 @@ class Context:
     def tell_leader(self, message: MeshMessage) -> None:
         """Send to the rollout leader."""
         self.send(self.layout.rollout_leader, message)
-
-
-def make_folders() -> tuple[Path, Path]:
-    """Make the private and the shared-memory folder of this agent, and remove those of own agents that were killed."""
-    bases = [Path(tempfile.gettempdir()), Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())]
-    for base in set(bases):
-        _remove_orphans(base)
-    made = []
-    for base in bases:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        (folder / OWNER_FILE).write_text(str(os.getpid()))
-        made.append(folder)
-    return made[0], made[1]
-
-
-def _remove_orphans(base: Path) -> None:
-    for folder in base.glob(f"{PREFIX}*"):
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            owner = int((folder / OWNER_FILE).read_text())
-        except (OSError, ValueError):
-            continue
-        if not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(folder, ignore_errors=True)

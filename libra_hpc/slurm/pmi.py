@@ -23,8 +23,11 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
+
+from libra_hpc.process.folders import remove_orphans
 
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
@@ -34,6 +37,8 @@ value spaces, two 32-bit numbers with a point between them."""
 MAXES = b"cmd=maxes "
 GONE = "LIBRA_HPC_GONE"
 """Variable of a rank: beginning of the file in which its end is noted."""
+CHILDREN_LEAVE_S = 5.0
+"""Children of a killed agent leave when their socket closes; until then they may still write into its folders."""
 
 
 def capped(reply: bytes) -> bytes:
@@ -108,6 +113,8 @@ def note_end(rank: int, handle: int) -> None:
     if prefix and number:
         with contextlib.suppress(OSError), open(prefix + number, "w", encoding="ascii") as file:
             file.write(str(rank))
+    time.sleep(CHILDREN_LEAVE_S)
+    remove_orphans()
 
 
 def main() -> NoReturn:

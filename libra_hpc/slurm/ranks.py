@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from libra_hpc.process.folders import remove_orphans
 from libra_hpc.telemetry.rundir import RunDir
 
 from .outcome import REASON, RECOVERIES, decide, finish, look
@@ -133,6 +134,7 @@ def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int
                     for target, reply in space.answer(rank, line.decode(errors="replace")).items():
                         send(connections[target], reply)
     codes = [process.wait() for process in processes]
+    remove_orphans()
     print("exit codes by rank:", *codes, flush=True)
     return codes[0] if codes[0] >= 0 else 128 - codes[0]
 

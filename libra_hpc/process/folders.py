@@ -1,0 +1,45 @@
+"""Private folders of an agent on its node, and how those of agents that were killed are removed.
+
+Each folder names its owner's process id.  Whoever comes next cleans up: the next agent on the node, and the launcher once it has seen an agent end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "libra-"
+OWNER_FILE = "owner.pid"
+
+
+def _bases() -> tuple[Path, Path]:
+    """Where sockets and settings go, and where weight files and snapshots do."""
+    temporary = Path(tempfile.gettempdir())
+    return temporary, Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else temporary
+
+
+def make_folders() -> tuple[Path, Path]:
+    """Make the private and the shared-memory folder of this agent, and remove those of own agents that were killed."""
+    remove_orphans()
+    made = []
+    for base in _bases():
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        (folder / OWNER_FILE).write_text(str(os.getpid()))
+        made.append(folder)
+    return made[0], made[1]
+
+
+def remove_orphans() -> None:
+    """Remove the folders of this user's agents that are gone."""
+    for base in set(_bases()):
+        for folder in base.glob(f"{PREFIX}*"):
+            try:
+                if folder.stat().st_uid != os.getuid():
+                    continue
+                owner = int((folder / OWNER_FILE).read_text())
+            except (OSError, ValueError):
+                continue
+            if not Path(f"/proc/{owner}").exists():
+                shutil.rmtree(folder, ignore_errors=True)

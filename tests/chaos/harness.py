@@ -1,0 +1,128 @@
+"""Whole runs that are disturbed: a small run file with simulated engines, faults to inject, and what must hold afterwards, whatever was injected."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.telemetry.rundir import RunDir, read_lines
+from tests.cluster.runs import Case
+
+PROMPTS = 4
+SIMULATED = """
+[run]
+name = "t"
+dir = "{runs}"
+steps = {steps}
+engine = "twin"
+[slurm]
+restarts = 3
+[components]
+planner = {{ partition = "cpu", mem = "2G" }}
+train = {{ partition = "a800", gpus = 8, gpu_type = "a800", mem = "4G" }}
+hybrid = {{ partition = "a800", nodes = {hybrid}, gpus = 8, gpu_type = "a800", mem = "4G" }}
+rollout = {{ partition = "a800", nodes = {rollout}, gpus = 8, gpu_type = "a800", mem = "4G" }}
+[algorithm]
+prompts_per_step = 4
+group_size = 4
+eta = 1
+skip_zero_advantage = false
+[train]
+tp = 1
+[rollout]
+tp = 8
+max_model_len = 4096
+[planner]
+enabled = false
+hybrid_start = "{hybrid_start}"
+[checkpoint]
+every = 5
+[deadlines]
+floor_s = 4.0
+first_s = 30.0
+[twin]
+model = "qwen3-8b"
+presets = ["search"]
+speedup = 100.0
+start_s = 20.0
+"""
+
+
+class Chaos(Case):
+    """A run with simulated engines on the local executor, unless told otherwise."""
+
+    def __init__(self, folder: Path, executor: str = "local", text: str = SIMULATED, **values: Any) -> None:
+        super().__init__(folder, Path(), executor)
+        values = {"steps": 40, "hybrid": 1, "rollout": 2, "hybrid_start": "rollout", "runs": folder / "runs", **values}
+        self.values = values
+        self.run_file.write_text(text.format(**values))
+
+    def reach(self, step: int) -> None:
+        """Wait until that step is committed."""
+        self.wait(lambda: self.steps()[-1:] >= [step], f"step {step}")
+
+    def agent(self, rank: int) -> int:
+        """Process id of a rank's agent."""
+        return int(next(event["pid"] for event in reversed(self.events("agent_joined")) if event["rank"] == rank))
+
+    def signal_agent(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.agent(rank), number)
+
+    def status(self) -> dict[str, Any]:
+        assert self.run is not None
+        return self.run.read_json(self.run.status)
+
+    def message(self) -> str:
+        """What the run says of its end."""
+        assert self.run is not None
+        return str(self.run.read_json(self.run.result).get("message", ""))
+
+
+def sound(case: Chaos, state: str = "completed") -> None:
+    """What holds after any fault: a true final state with a reason, each step once, each group at most once, the staleness bound, and nothing left behind."""
+    run = case.run
+    assert run is not None
+    assert case.ended() == state, (case.message(), case.logs())
+    steps = case.steps()
+    assert steps == list(range(1, len(steps) + 1)), "every step once, in order"
+    newest = run.latest_checkpoint()
+    if newest is not None:
+        position = run.read_json(newest[1] / "state.json")
+        assert len(set(position["extra"])) == len(position["extra"])
+        if state == "completed":
+            assert newest[0] == len(steps) == case.values["steps"]
+            assert position["low"] + len(position["extra"]) >= PROMPTS * len(steps)
+    for line in read_lines(run.metrics):
+        assert line["staleness_max"] <= 1
+    assert case.message(), "the end has a reason"
+    nothing_left(run)
+
+
+def nothing_left(run: RunDir) -> None:
+    """No process of the run lives, and no shared memory of it is left; both may take a moment after the verdict."""
+    agents = {str(event["pid"]) for event in read_lines(run.events) if event["kind"] == "agent_joined"}
+    deadline = time.monotonic() + 60.0
+    while (left := [*processes(run), *memory(agents)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, left
+
+
+def processes(run: RunDir) -> list[str]:
+    """Command lines that name the run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if int(folder.name) != os.getpid() and str(run.path) in command and "pytest" not in command:
+            found.append(command)
+    return found
+
+
+def memory(agents: set[str]) -> list[str]:
+    """Folders in shared memory of agents with these process ids."""
+    return [str(path.parent) for path in Path("/dev/shm").glob("libra-*/owner.pid") if path.read_text() in agents]

@@ -1,0 +1,105 @@
+"""Node agents that die or stop: the planner's, a leader's, a hybrid node's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.harness import Chaos, sound
+
+pytestmark = [pytest.mark.timeout(300)]
+
+PLANNER, TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(5)
+
+
+@pytest.mark.parametrize("rank", [PLANNER, TRAIN_LEADER, ROLLOUT_LEADER])
+def test_a_killed_leader_costs_a_restart_inside_the_job(tmp_path: Path, rank: int) -> None:
+    case = Chaos(tmp_path)
+    case.submit()
+    case.reach(8)
+    case.signal_agent(rank, signal.SIGKILL)
+    case.wait(lambda: case.events("recovered"), "the restart")
+    sound(case)
+    (recovered,) = case.events("recovered")
+    assert recovered["restarts"] == 1
+    assert "rank 0" in recovered["reason"] if rank == PLANNER else f"node {rank}" in recovered["reason"]
+    assert {event["attempt"] for event in case.events("job_started")} == {1}
+    if rank != TRAIN_LEADER:
+        # Training saves at the next step boundary; without its leader the ranks go back to the newest checkpoint.
+        assert recovered["step"] >= 8
+
+
+def test_a_run_whose_planner_dies_again_and_again_fails_with_that_reason(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=400)
+    case.submit("-o", "slurm.restarts=1")
+    for count in range(2):
+        case.wait(lambda count=count: len(case.events("job_started")) > count, "a start")
+        before = len(case.steps())
+        case.wait(lambda before=before: len(case.steps()) > before, "a step")
+        case.signal_agent(PLANNER, signal.SIGKILL)
+    sound(case, "failed")
+    assert "the planner's agent (rank 0) was lost, and all 1 restarts of slurm.restarts are used" in case.message()
+    assert "failed" in case.cli("status", str(case.run.path)).stdout if case.run else False
+
+
+def test_a_killed_hybrid_node_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) -> None:
+    case = Chaos(tmp_path)
+    case.submit()
+    case.reach(5)
+    case.signal_agent(HYBRID, signal.SIGKILL)
+    case.wait(lambda: case.events("node_lost"), "the lost node")
+    (lost,) = case.events("node_lost")
+    assert lost["reason"] == "its agent's process ended"
+    assert lost["silent_s"] < 10
+    sound(case)
+    assert not case.events("recovered")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("role", ["rollout", "train"])
+def test_a_node_that_was_stopped_is_taken_back(tmp_path: Path, role: str) -> None:
+    case = Chaos(tmp_path, steps=400, hybrid_start=role)
+    case.submit()
+    case.reach(5)
+    victim = case.agent(HYBRID)
+    os.kill(victim, signal.SIGSTOP)
+    case.wait(lambda: case.events("node_lost"), "the lost node")
+    before = len(case.steps())
+    case.wait(lambda: len(case.steps()) > before + 2, "steps without it")
+    os.kill(victim, signal.SIGCONT)
+    case.wait(lambda: case.events("node_returned"), "its return")
+    case.wait(lambda: [e["state"] for e in case.events("node_state") if e["rank"] == HYBRID][-1] == role, "it works again")
+    before = len(case.steps())
+    case.wait(lambda: len(case.steps()) > before + 2, "steps with it")
+    case.cli("cancel", str(case.run.path if case.run else ""))
+    sound(case, "cancelled")
+    assert not case.events("recovered")
+
+
+@pytest.mark.chaos
+def test_a_stopped_planner_blames_nobody(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=60)
+    case.submit()
+    case.reach(5)
+    victim = case.agent(PLANNER)
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(30.0)
+    os.kill(victim, signal.SIGCONT)
+    case.wait(lambda: case.events("own_stall"), "the stall")
+    sound(case)
+    assert not case.events("node_lost")
+    assert not case.events("recovered")
+
+
+@pytest.mark.chaos
+def test_a_stopped_leader_costs_a_restart_and_is_ended_by_the_launcher(tmp_path: Path) -> None:
+    case = Chaos(tmp_path)
+    case.submit()
+    case.reach(5)
+    case.signal_agent(TRAIN_LEADER, signal.SIGSTOP)
+    case.wait(lambda: case.events("recovered"), "the restart")
+    sound(case)
