@@ -197,7 +197,7 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
             raise invalid("model.path", path, f"the folder has no {what}", f"a folder with {' or '.join(patterns)}")
     try:
         model = json.loads((folder / "config.json").read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid("model.path", path, f"its config.json is not valid JSON ({error})") from error
     if not isinstance(model, dict):
         raise invalid("model.path", path, "its config.json is not a JSON object")

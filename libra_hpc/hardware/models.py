@@ -146,7 +146,7 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
         raise invalid("model", text, "neither a known short name nor a folder or file with a Hugging Face config", sorted(shapes()))
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise invalid("model", text, f"cannot be read: {error}", "a Hugging Face config.json") from error
     if not isinstance(config, dict):
         raise invalid("model", text, "holds no JSON object", "a Hugging Face config.json")

@@ -50,7 +50,12 @@ def read_shape(model_dir: Path) -> ModelShape:
     path = model_dir / "config.json"
     if not path.is_file():
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise invalid("model.path", str(path), f"is not valid JSON ({error})", "a Hugging Face config.json") from error
+    if not isinstance(config, dict):
+        raise invalid("model.path", str(path), "holds no JSON object", "a Hugging Face config.json")
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise invalid("model.path", family, "this model_type cannot be trained", FAMILIES)
@@ -64,7 +69,7 @@ def read_shape(model_dir: Path) -> ModelShape:
         if bad:
             raise invalid(f"model.path: {key}", config[key], "this variant of the architecture cannot be trained", "silu, full attention, no such bias")
     # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise invalid("model.path: rope_type", kind, "this rotary embedding cannot be trained", ["default", "llama3"])
