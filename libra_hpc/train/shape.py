@@ -45,17 +45,22 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.family == "qwen3"
 
 
-def read_shape(model_dir: Path) -> ModelShape:
-    """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an unsupported variant of these."""
-    path = model_dir / "config.json"
-    if not path.is_file():
-        raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
+def _read_config(path: Path) -> Any:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise invalid("model.path", str(path), f"is not valid JSON ({error})", "a Hugging Face config.json") from error
     if not isinstance(config, dict):
         raise invalid("model.path", str(path), "holds no JSON object", "a Hugging Face config.json")
+    return config
+
+
+def read_shape(model_dir: Path) -> ModelShape:
+    """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an unsupported variant of these."""
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
+    config = _read_config(path)
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise invalid("model.path", family, "this model_type cannot be trained", FAMILIES)
@@ -69,7 +74,7 @@ def read_shape(model_dir: Path) -> ModelShape:
         if bad:
             raise invalid(f"model.path: {key}", config[key], "this variant of the architecture cannot be trained", "silu, full attention, no such bias")
     # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
-    rope: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise invalid("model.path: rope_type", kind, "this rotary embedding cannot be trained", ["default", "llama3"])
