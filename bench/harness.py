@@ -40,14 +40,16 @@ def rate(points: Rates) -> float:
 
 
 class LocalMesh:
-    """``send(rank, message, blob)`` to handlers in this process, one event-loop pass later."""
+    """``send(rank, message, blob, done)`` to handlers in this process, one event-loop pass later."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[Any, bytes], None]] = {}
 
-    def send(self, rank: int, message: Any, blob: bytes | memoryview = b"") -> None:
+    def send(self, rank: int, message: Any, blob: bytes | memoryview = b"", done: Callable[[bool], None] | None = None) -> None:
         """Deliver soon; a message to a rank without handler is dropped."""
         handler = self.handlers.get(rank)
+        if done is not None:
+            asyncio.get_running_loop().call_soon(done, handler is not None)
         if handler is not None:
             asyncio.get_running_loop().call_soon(handler, message, bytes(blob))
 

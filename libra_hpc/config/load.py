@@ -48,7 +48,7 @@ def load_resolved(path: Path) -> RunConfig:
     """The configuration of a run (`RunDir.config`); raises `UserError` when it cannot be read or is none."""
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: the configuration of the run cannot be read: {said(error).rstrip('.')}.") from error
     if not isinstance(data, dict):
         raise UserError(f"{path}: the configuration of the run is not a JSON object.")
@@ -69,6 +69,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML: byte {error.start} is not UTF-8.") from error
     except OSError as error:
         raise UserError(f"{path}: the run file cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: the run file is nested too deeply.") from error
 
 
 def parse_override(override: str, example: str = "algorithm.eta=2") -> tuple[str, Any]:
@@ -111,6 +113,10 @@ def _override_value(text: str, *, as_text: bool) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError as error:
+        if as_text:
+            return text
+        raise invalid("override", text, "nested too deeply") from error
     # A line break would smuggle further keys in; such a value was not meant as TOML.
     if set(parsed) != {"value"} or (as_text and not isinstance(parsed["value"], str)):
         return text
@@ -119,7 +125,11 @@ def _override_value(text: str, *, as_text: bool) -> Any:
 
 def validate(data: Mapping[str, Any]) -> RunConfig:
     """Check a parsed run file against the schema; raises `UserError` for the first mistake."""
-    for field, value in _numbers(data, ""):
+    try:
+        numbers = list(_numbers(data, ""))
+    except RecursionError as error:
+        raise UserError("the configuration is nested too deeply.") from error
+    for field, value in numbers:
         if not math.isfinite(value):
             raise invalid(field, value, "not a finite number")
     try:

@@ -123,7 +123,7 @@ def load(path: str | Path) -> Calibration:
     """Read a calibration file; raises `UserError` when it cannot be read, is of another format, or holds a step that cannot be."""
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("calibration file", str(path), said(error), f"a JSON file of format {FORMAT!r}") from error
     if found.format != FORMAT:
         raise invalid(f"{path}: format", found.format, "unknown format of calibration", [FORMAT])

@@ -99,7 +99,7 @@ def load_table(path: Path) -> OperatorTable:
     """Read one file; raises `UserError` when it is not an operator table."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorTable)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("operator table", str(path), str(error), "a file written by libra_hpc.hardware.tabulate") from error
 
 

@@ -217,7 +217,7 @@ class Mesh:
                 continue
             try:
                 envelope = _envelope_decoder.decode(buffer)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 self.rejected += 1
                 continue
             if envelope.blob:

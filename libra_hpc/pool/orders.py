@@ -42,7 +42,7 @@ class Orders:
             if len(data) > LONGEST:
                 raise msgspec.DecodeError(f"it is longer than {LONGEST} bytes")
             order = decode_order(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             if data != self._unreadable:
                 self._unreadable = data
                 self._event(REFUSED, by="operator", reason=f"{self._path.name} is no order: {error}")

@@ -8,6 +8,7 @@ instead of a start.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from pathlib import Path
@@ -44,6 +45,7 @@ from libra_hpc.protocol.rollout import (
     to_engine,
 )
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
 from .child import Child
@@ -75,7 +77,14 @@ class RolloutNode:
         serves = context.component in ("hybrid", "rollout")
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
         self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
-        self._receiver = Receiver(context.shared_memory, context.send, self._weights_complete)
+        self._receiver = Receiver(
+            context.shared_memory,
+            context.send,
+            complete=self._weights_complete,
+            request=lambda have: context.send(context.layout.train_leader, WeightsWanted(context.rank, have)),
+            log=functools.partial(context.log, rank=context.rank),
+            deadlines=context.config.deadlines.settings,
+        )
         self._wanted = False
         self._ordered_at = 0.0
         self._outbox: list[tuple[str, Generated]] = []
@@ -137,10 +146,11 @@ class RolloutNode:
 
     def on_chunk(self, message: WeightsChunk, blob: bytes) -> None:
         """A piece of new weights."""
-        self._receiver.chunk(message, blob)
+        self._receiver.chunk(message, blob, time.monotonic())
 
     def on_current(self, message: WeightsCurrent) -> None:
         """There is nothing newer than what the engines have."""
+        self._receiver.answered()
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= message.version:
                 self._up(engine)
@@ -149,7 +159,7 @@ class RolloutNode:
 
     async def _spawn(self, engine: _Engine) -> None:
         context, rollout = self._context, self._context.config.rollout
-        start = context.start
+        start, newest = context.start, self._receiver.newest
         config = EngineConfig(
             model=str(Path(start.checkpoint) / "policy") if start.checkpoint else context.config.model.path,
             dtype=context.config.model.dtype,
@@ -162,8 +172,8 @@ class RolloutNode:
             seed=(context.config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * start.step) % 2**31,
             device=context.config.slurm.device,
             step_log=str(context.logs / f"{engine.name}.steps.jsonl") if rollout.record_steps else "",
-            version=start.step if self._receiver.newest_path is None else self._receiver.newest,
-            weights="" if self._receiver.newest_path is None else str(self._receiver.newest_path),
+            version=start.step if newest is None else newest.version,
+            weights="" if newest is None else str(newest.path),
         )
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
@@ -207,10 +217,11 @@ class RolloutNode:
     def _catch_up(self, engine: _Engine) -> None:
         """Bring one engine to the newest weights before it is announced."""
         assert engine.child is not None
-        if self._receiver.newest_path is not None and self._receiver.newest > engine.version:
-            engine.child.send(UpdateWeights(str(self._receiver.newest_path), self._receiver.newest, self._receiver.newest_crc32))
+        newest = self._receiver.newest
+        if newest is not None and newest.version > engine.version:
+            engine.child.send(UpdateWeights(str(newest.path), newest.version, newest.crc32))
         else:
-            self._context.send(self._context.layout.train_leader, WeightsWanted(self._context.rank, engine.version))
+            self._receiver.ask(engine.version, time.monotonic())
 
     def _up(self, engine: _Engine) -> None:
         assert engine.ready is not None
@@ -224,10 +235,10 @@ class RolloutNode:
         if self._wanted and all(e.state == "ready" for e in self._engines.values()):
             self._context.send(0, EngineIsReady(self._context.rank, KIND, time.monotonic() - self._ordered_at))
 
-    def _weights_complete(self, version: int, path: Path, crc32: int) -> None:
+    def _weights_complete(self, file: WeightFile) -> None:
         for engine in self._engines.values():
             if engine.child is not None and engine.state in ("ready", "loading"):
-                engine.child.send(UpdateWeights(str(path), version, crc32))
+                engine.child.send(UpdateWeights(str(file.path), file.version, file.crc32))
 
     def _exited(self, child: Child, code: int) -> None:
         engine = self._engines[child.name]

@@ -80,7 +80,7 @@ class Codec(Generic[T]):
         """Decode one message; raises `FrameError` when it is not one of the union's messages."""
         try:
             message: T = self._decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(str(error)) from error
         return message
 

@@ -44,4 +44,7 @@ def encode_order(order: LayoutOrder) -> bytes:
 
 def decode_order(data: bytes) -> LayoutOrder:
     """Parse an order; raises ``msgspec.DecodeError`` when it is none."""
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None

@@ -84,11 +84,11 @@ def _read(line: bytes, task: str) -> Finished | None:
         return _finished.decode(line)
     except msgspec.MsgspecError:
         pass
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, RecursionError):
         return None
     try:
         found = _line.decode(line)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return _learned(found, task) if found.turns else None
 

@@ -38,7 +38,7 @@ def read_job(run: RunDir) -> JobRecord:
         return msgspec.json.decode(run.job.read_bytes(), type=JobRecord)
     except FileNotFoundError:
         raise UserError(f"{run.path} was never submitted: it has no {run.job.name}.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{run.job} is damaged: {error}.") from None
 
 

@@ -31,7 +31,11 @@ class TaskTokenizer:
     def _special(self, config: Path, name: str) -> int | None:
         if not config.is_file():
             return None
-        token = json.loads(config.read_text()).get(name)
+        try:
+            found = json.loads(config.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise invalid("model.path", str(config), f"is not valid JSON ({error})", "a Hugging Face folder with a fast tokenizer") from error
+        token = found.get(name) if isinstance(found, dict) else None
         if isinstance(token, dict):
             token = token.get("content")
         return self.id_of(token) if isinstance(token, str) else None

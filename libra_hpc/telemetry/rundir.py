@@ -66,7 +66,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in handle:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
@@ -227,6 +227,6 @@ class RunDir:
         """Read a JSON document of this run; missing or torn: empty."""
         try:
             value = json.loads(path.read_bytes())
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}

@@ -134,7 +134,10 @@ def encode_status(status: Status) -> bytes:
 
 def decode_status(data: bytes) -> Status:
     """Parse a snapshot; raises ``msgspec.DecodeError`` when it is none."""
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def status_dict(status: Status) -> dict[str, Any]:

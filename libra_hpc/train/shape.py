@@ -44,12 +44,22 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.family == "qwen3"
 
 
+def _read_config(path: Path) -> Any:
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise invalid("model.path", str(path), f"is not valid JSON ({error})", "a Hugging Face config.json") from error
+    if not isinstance(config, dict):
+        raise invalid("model.path", str(path), "holds no JSON object", "a Hugging Face config.json")
+    return config
+
+
 def read_shape(model_dir: Path) -> ModelShape:
     """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an unsupported variant of these."""
     path = model_dir / "config.json"
     if not path.is_file():
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
-    config = json.loads(path.read_text())
+    config = _read_config(path)
     check_trained(config)
     rope = rope_settings(config)
     heads = int(config["num_attention_heads"])

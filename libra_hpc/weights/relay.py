@@ -1,136 +1,201 @@
 """Weight relay: a version-numbered file travels from the training node that exported it to every rollout node, down a binomial tree of agents.
 
-The file is HF-named safetensors in /dev/shm.  It is cut in chunks of `CHUNK_BYTES`; a chunk is forwarded as soon as it arrives, so the depth of the tree
-costs one chunk, not one file.  Generation goes on while bytes move: only the finished, checksummed file is handed to the engines.  Newest wins: a
-receiver drops an unfinished older version, and a publisher never queues a second version behind an unfinished one to the same rank.
+The file is HF-named safetensors in /dev/shm, cut in chunks (`libra_hpc.weights.flow`).  A chunk is forwarded as soon as it is stored, so the depth of the
+tree costs one chunk, not one file.  Only the finished, checksummed file is handed to the engines.
 
-Receivers ask for what they miss (`WeightsWanted`): a node that joins, an engine that was rebuilt, and a subtree whose inner node died all recover
-by the same message.
+- A newer version is published -> unsent chunks of the older one are dropped, and receivers drop what they have of it.
+- No chunk for the limit of `Deadlines`, or no answer to a request -> ``weights_stalled``, and the receiver asks again.
+- The checksum is wrong -> ``weights_corrupt``, and the receiver asks again.
+- /dev/shm has no room -> ``weights_not_stored``, and the receiver asks again after `RETRY_S`, twice that, ... at most `RETRY_MOST_S`.
+
+Receivers ask for what they miss (`WeightsWanted`): a node that joins, an engine that was rebuilt, and a subtree whose inner node died.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
+from libra_hpc.process.deadlines import Deadlines, DeadlineSettings
+from libra_hpc.protocol.mesh import WeightsChunk
 
-CHUNK_BYTES = 16 << 20
-"""Large enough that MPI bandwidth is reached, small enough that a tree of depth 5 starts its last hop after 80 MiB."""
+from .flow import Flow, Send, WeightFile, halves
+from .incoming import Incoming
+
 KEEP_VERSIONS = 2
 """An engine may still be reading the previous file when the next one is complete."""
-
-Send = Callable[[int, MeshMessage, memoryview], None]
-
-
-def halves(ranks: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Split receivers into at most two (head, rest) pairs: the children of one node of the tree."""
-    if not ranks:
-        return []
-    middle = (len(ranks) + 1) // 2
-    parts = (ranks[:middle], ranks[middle:])
-    return [(part[0], tuple(part[1:])) for part in parts if part]
+RETRY_S = 10.0
+"""Memory of /dev/shm is freed by the next pruned version or by a person, both not at once."""
+RETRY_MOST_S = 60.0
+"""Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
 
 
 class Publisher:
     """The sending end, on the node whose replica exports."""
 
     def __init__(self, send: Send) -> None:
-        self._send = send
-        self.version = -1
-        self.path: Path | None = None
-        self.crc32 = 0
+        self._flow = Flow(send)
+        self._file: WeightFile | None = None
 
     def publish(self, version: int, path: Path, crc32: int, ranks: Sequence[int]) -> None:
         """Send ``path`` to ``ranks``; it must stay unchanged until `KEEP_VERSIONS` newer versions exist."""
-        previous = self.path
-        self.version, self.path, self.crc32 = version, path, crc32
-        self._send_file(ranks)
-        if previous is not None and previous != path:
+        previous = self._file
+        self._file = file = WeightFile(version, path, path.stat().st_size, crc32)
+        self._flow.drop()
+        for head, rest in halves(ranks):
+            self._flow.start(file, file.size, head, rest)
+        if previous is not None and previous.path != path:
             _prune(path.parent, path.name.split("-")[0])
 
     def answer(self, rank: int, have: int) -> bool:
-        """Send the newest version to one rank; False when it already has it."""
-        if self.path is None or self.version <= have:
+        """Send the newest version to one rank, from its beginning; False when it already has it."""
+        if self._file is None or self._file.version <= have:
             return False
-        self._send_file([rank])
+        self._flow.start(self._file, self._file.size, rank, ())
         return True
-
-    def _send_file(self, ranks: Sequence[int]) -> None:
-        if not ranks or self.path is None:
-            return
-        with self.path.open("rb") as handle:
-            size = os.fstat(handle.fileno()).st_size
-            view = memoryview(mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ))
-        for head, rest in halves(ranks):
-            for offset in range(0, size, CHUNK_BYTES):
-                self._send(head, WeightsChunk(self.version, offset, size, self.crc32, rest), view[offset : offset + CHUNK_BYTES])
 
 
 class Receiver:
-    """The receiving and forwarding end, on a rollout node.  ``complete`` is called with (version, path, crc32) of each checked file.
+    """The receiving and forwarding end, on a rollout node; times are seconds of ``time.monotonic``.
 
-    Chunks of a version come in the order of their offsets, as MPI keeps that of messages between two ranks; any other order fails the checksum.
+    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with an event.
     """
 
-    def __init__(self, folder: Path, send: Send, complete: Callable[[int, Path, int], None]) -> None:
-        self._folder, self._send, self._complete = folder, send, complete
-        self._version = -1
-        self._received = 0
-        self._sum = 0
-        self._temporary: Path | None = None
-        self.newest = -1
-        self.newest_path: Path | None = None
-        self.newest_crc32 = 0
-        self.corrupt = 0
+    def __init__(
+        self,
+        folder: Path,
+        send: Send,
+        *,
+        complete: Callable[[WeightFile], None],
+        request: Callable[[int], None],
+        log: Callable[..., None],
+        deadlines: DeadlineSettings = DeadlineSettings(),  # noqa: B008 (an immutable tuple)
+    ) -> None:
+        self._folder, self._complete, self._request, self._log = folder, complete, request, log
+        # A chunk compiles nothing: there is no reason for a longer first limit.
+        self._deadlines = Deadlines(deadlines._replace(first_s=deadlines.floor_s))
+        self._flow = Flow(send)
+        self._forwarded: set[int] = set()
+        """Children that the present version was started for."""
+        self._incoming: Incoming | None = None
+        self._refused = -1
+        """A version that could not be stored."""
+        self._failures = 0
+        self._retry_at = float("inf")
+        self.newest: WeightFile | None = None
 
-    def chunk(self, message: WeightsChunk, blob: bytes) -> None:
-        """Take one chunk, forward it, and finish the file when it was the last."""
-        view = memoryview(blob)
+    @property
+    def version(self) -> int:
+        """The newest complete version, -1 without one."""
+        return -1 if self.newest is None else self.newest.version
+
+    def chunk(self, message: WeightsChunk, blob: bytes, now: float) -> None:
+        """Take one chunk, forward it, and finish the file when it was the last.  Chunks that came on another path already are passed over."""
+        if self.newest is not None and message.version == self.version:
+            self._forward(message, self.newest, self.newest.size)
+            return
+        try:
+            incoming = self._file_of(message)
+            if incoming is None:
+                return
+            if message.offset == incoming.received:
+                incoming.write(blob)
+                self._deadlines.forget("request")
+                self._deadlines.end("chunk", now)
+                self._deadlines.begin("waiting for a chunk of new weights", "chunk", now)
+        except OSError as error:
+            self._not_stored(message.version, error.strerror or str(error), now)
+            return
+        self._forward(message, incoming.file, incoming.received)
+        if incoming.complete:
+            self._finish(incoming, now)
+
+    def ask(self, have: int, now: float) -> None:
+        """Request weights newer than ``have``, unless some are arriving; repeated while nothing answers."""
+        if self._incoming is None:
+            self._deadlines.begin("waiting for the answer to a request for weights", "request", now)
+            self._request(have)
+
+    def answered(self) -> None:
+        """There is nothing newer."""
+        self._deadlines.forget("request")
+
+    def watch(self, now: float) -> None:
+        """To be called about once a second: notices what does not arrive."""
+        overdue = self._deadlines.pending(now)
+        if overdue:
+            incoming = self._incoming
+            version, received = (self.version, 0) if incoming is None else (incoming.file.version, incoming.received)
+            self._log("weights_stalled", version=version, received=received, reason=overdue[0].sentence)
+        if overdue or now >= self._retry_at:
+            if self._incoming is not None:
+                self._abandon()
+            self._retry_at, self._refused = float("inf"), -1
+            self.ask(self.version, now)
+
+    def discount(self, seconds: float) -> None:
+        """This process was stopped for so long."""
+        self._deadlines.discount(seconds)
+
+    def reset(self) -> None:
+        """Be as just constructed: forget and remove every file."""
+        self._abandon()
+        self._deadlines.clear()
+        self._failures, self._refused, self._retry_at, self.newest = 0, -1, float("inf"), None
+        _prune(self._folder, "weights", keep=0)
+
+    def _file_of(self, message: WeightsChunk) -> Incoming | None:
+        """Where a chunk belongs; None for a chunk that is of no use."""
+        incoming = self._incoming
+        present = self.version if incoming is None else incoming.file.version
+        if message.version < present or message.version <= max(self.version, self._refused):
+            return None
+        if incoming is None or message.version > present or (message.offset == 0 and message.crc32 != incoming.file.crc32):
+            if message.offset:
+                return None
+            self._abandon()
+            self._incoming = incoming = Incoming(self._folder, message.version, message.size, message.crc32)
+            self._retry_at = float("inf")
+        return incoming if message.crc32 == incoming.file.crc32 else None
+
+    def _forward(self, message: WeightsChunk, file: WeightFile, available: int) -> None:
         for head, rest in halves(message.relay):
-            self._send(head, WeightsChunk(message.version, message.offset, message.size, message.crc32, rest), view)
-        if message.version <= self.newest or message.version < self._version:
-            return
-        if message.version > self._version or message.offset == 0:
-            self._abandon()
-            self._version, self._received, self._sum = message.version, 0, 0
-            self._temporary = self._folder / f".incoming-{message.version}"
-            self._temporary.write_bytes(b"")
-        assert self._temporary is not None
-        with self._temporary.open("r+b") as handle:
-            handle.seek(message.offset)
-            handle.write(view)
-        # Summed as it comes: the agent's loop must not stop for the seconds that the sum of a whole file takes.
-        self._sum = zlib.crc32(view, self._sum)
-        self._received += len(view)
-        if self._received == message.size:
-            self._finish(message)
+            if head not in self._forwarded:
+                self._forwarded.add(head)
+                self._flow.start(file, available, head, rest)
+        self._flow.grow(available)
 
-    def _finish(self, message: WeightsChunk) -> None:
-        assert self._temporary is not None
-        if self._sum != message.crc32:
-            self.corrupt += 1
+    def _finish(self, incoming: Incoming, now: float) -> None:
+        version = incoming.file.version
+        if not incoming.intact:
+            self._log("weights_corrupt", version=version, size=incoming.file.size)
             self._abandon()
-            self._version = self.newest
+            self.ask(self.version, now)
             return
-        path = self._folder / f"weights-{message.version:08d}.safetensors"
-        self._temporary.replace(path)
-        self._temporary = None
-        self.newest, self.newest_path, self.newest_crc32 = message.version, path, message.crc32
+        self._deadlines.forget("chunk")
+        self.newest = incoming.keep(self._folder / f"weights-{version:08d}.safetensors")
+        self._incoming, self._failures = None, 0
         _prune(self._folder, "weights")
-        self._complete(message.version, path, message.crc32)
+        self._complete(self.newest)
+
+    def _not_stored(self, version: int, reason: str, now: float) -> None:
+        self._abandon()
+        wait_s = min(RETRY_MOST_S, RETRY_S * 2**self._failures)
+        self._failures += 1
+        self._refused, self._retry_at = version, now + wait_s
+        self._log("weights_not_stored", version=version, reason=reason, retry_s=wait_s)
 
     def _abandon(self) -> None:
-        if self._temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._temporary.unlink()
-            self._temporary = None
+        """Drop an unfinished file, and the streams that read from it."""
+        self._deadlines.forget("chunk")
+        self._flow.drop()
+        self._forwarded.clear()
+        if self._incoming is not None:
+            self._incoming.abandon()
+            self._incoming = None
 
 
-def _prune(folder: Path, prefix: str) -> None:
-    for old in sorted(folder.glob(f"{prefix}-*.safetensors"))[: -KEEP_VERSIONS - 1]:
+def _prune(folder: Path, prefix: str, keep: int = KEEP_VERSIONS + 1) -> None:
+    files = sorted(folder.glob(f"{prefix}-*.safetensors"))
+    for old in files[: len(files) - keep]:
         old.unlink(missing_ok=True)

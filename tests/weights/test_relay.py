@@ -1,43 +1,86 @@
-"""The weight relay over an in-memory mesh."""
+"""The weight relay over an in-memory mesh, with a clock of its own."""
 
 from __future__ import annotations
 
+import errno
+import os
 import zlib
+from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
-from libra_hpc.weights import relay
-from libra_hpc.weights.relay import KEEP_VERSIONS, Publisher, Receiver, halves
+from libra_hpc.weights import flow, incoming
+from libra_hpc.weights.flow import IN_FLIGHT, halves
+from libra_hpc.weights.relay import KEEP_VERSIONS, RETRY_MOST_S, RETRY_S, Publisher, Receiver
+
+FLOOR_S = 60.0
+DATA = bytes(range(256)) * 3
+Posted = tuple[int, WeightsChunk, bytes, Callable[[bool], None]]
 
 
 class Net:
-    """Delivers chunks in order, except to ranks that are dead."""
+    """Delivers chunks in order.  Dead ranks take nothing, ``lost`` ones have their chunks dropped."""
 
     def __init__(self, tmp_path: Path, ranks: list[int]) -> None:
-        self.queue: list[tuple[int, WeightsChunk, bytes]] = []
+        self.queue: list[Posted] = []
         self.dead: set[int] = set()
+        self.lost: set[int] = set()
         self.done: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in ranks}
+        self.asked: dict[int, list[int]] = {rank: [] for rank in ranks}
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.sent = 0
-        self.receivers = {}
-        for rank in ranks:
-            folder = tmp_path / str(rank)
-            folder.mkdir()
-            self.receivers[rank] = Receiver(folder, self.send, lambda v, p, _, r=rank: self.done[r].append((v, p.read_bytes())))
+        self.now = 0.0
+        self.folders = {rank: tmp_path / str(rank) for rank in ranks}
+        self.receivers = {rank: self._receiver(rank) for rank in ranks}
 
-    def send(self, rank: int, message: MeshMessage, blob: memoryview) -> None:
+    def _receiver(self, rank: int) -> Receiver:
+        self.folders[rank].mkdir()
+        return Receiver(
+            self.folders[rank],
+            self.send,
+            complete=lambda file: self.done[rank].append((file.version, file.path.read_bytes())),
+            request=self.asked[rank].append,
+            log=lambda kind, **fields: self.events.append((kind, fields)),
+            deadlines=DeadlineSettings(FLOOR_S, 900.0, 10.0),
+        )
+
+    def send(self, rank: int, message: MeshMessage, blob: bytes, done: Callable[[bool], None]) -> None:
         assert isinstance(message, WeightsChunk)
+        if rank in self.lost:
+            done(False)
+            return
         self.sent += 1
-        self.queue.append((rank, message, bytes(blob)))
+        self.queue.append((rank, message, bytes(blob), done))
+
+    def waiting(self, rank: int) -> list[Posted]:
+        return [posted for posted in self.queue if posted[0] == rank]
+
+    def deliver(self, posted: Posted) -> None:
+        self.queue.remove(posted)
+        rank, message, blob, done = posted
+        self.receivers[rank].chunk(message, blob, self.now)
+        done(True)
 
     def run(self) -> None:
-        while self.queue:
-            rank, message, blob = self.queue.pop(0)
-            if rank not in self.dead:
-                self.receivers[rank].chunk(message, blob)
+        while moving := [posted for posted in self.queue if posted[0] not in self.dead]:
+            self.deliver(moving[0])
+
+    def watch(self, now: float) -> None:
+        self.now = now
+        for receiver in self.receivers.values():
+            receiver.watch(now)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "CHUNK_BYTES", 100)
 
 
 def publish(publisher: Publisher, folder: Path, version: int, data: bytes, ranks: list[int]) -> None:
@@ -58,16 +101,37 @@ def test_the_tree_reaches_everyone_once_in_logarithmic_depth(ranks: list[int]) -
     assert depth <= max(1, len(ranks)).bit_length()
 
 
-def test_every_rank_gets_the_file_through_two_copies_of_the_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "CHUNK_BYTES", 100)
+def test_every_rank_gets_the_file_once_and_the_sender_sends_two_copies(tmp_path: Path) -> None:
     ranks = [2, 3, 5, 7, 11]
     net = Net(tmp_path, ranks)
-    publisher = Publisher(net.send)
-    data = bytes(range(256)) * 3
-    publish(publisher, tmp_path, 1, data, ranks)
-    assert net.sent == 2 * -(-len(data) // 100)
+    publish(Publisher(net.send), tmp_path, 1, DATA, ranks)
     net.run()
-    assert all(net.done[rank] == [(1, data)] for rank in ranks)
+    assert all(net.done[rank] == [(1, DATA)] for rank in ranks)
+    assert net.sent == len(ranks) * -(-len(DATA) // 100)
+
+
+def test_a_slow_child_holds_four_chunks_and_slows_only_its_own_subtree(tmp_path: Path) -> None:
+    ranks = [2, 3, 5, 7]
+    net = Net(tmp_path, ranks)
+    net.dead = {2}
+    publish(Publisher(net.send), tmp_path, 1, DATA, ranks)
+    net.run()
+    assert len(net.waiting(2)) == IN_FLIGHT
+    assert [rank for rank in ranks if net.done[rank]] == [5, 7]
+    net.dead = set()
+    net.run()
+    assert all(net.done[rank] == [(1, DATA)] for rank in ranks), "nothing is lost while the peer lives"
+
+
+def test_newer_weights_drop_the_unsent_chunks_of_older_ones(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publisher = Publisher(net.send)
+    for version in (1, 2, 3):
+        publish(publisher, tmp_path, version, bytes([version]) * 1000, [2])
+    assert [message.version for _, message, _, _ in net.queue] == [1] * IN_FLIGHT, "over all versions"
+    net.run()
+    assert net.done[2] == [(3, bytes([3]) * 1000)]
+    assert not list(net.folders[2].glob(".incoming-*"))
 
 
 def test_a_dead_inner_node_costs_its_subtree_until_it_asks(tmp_path: Path) -> None:
@@ -77,37 +141,166 @@ def test_a_dead_inner_node_costs_its_subtree_until_it_asks(tmp_path: Path) -> No
     net.dead = {2}
     publish(publisher, tmp_path, 1, b"one", ranks)
     net.run()
-    missed = [rank for rank in ranks if not net.done[rank] and rank != 2]
-    assert missed == [3]
+    assert [rank for rank in ranks if not net.done[rank]] == [2, 3]
     assert publisher.answer(3, have=0)
     net.run()
     assert net.done[3] == [(1, b"one")]
     assert not publisher.answer(3, have=1)
 
 
+def test_a_lost_child_ends_its_stream_and_gets_the_file_from_its_beginning_when_it_asks(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publisher = Publisher(net.send)
+    publish(publisher, tmp_path, 1, DATA, [2])
+    net.lost = {2}
+    net.run()
+    assert net.sent == IN_FLIGHT, "the first dropped chunk ends it"
+    net.lost = set()
+    net.receivers[2].reset()
+    publisher.answer(2, have=-1)
+    net.run()
+    assert net.done[2] == [(1, DATA)]
+
+
+def test_a_version_that_comes_on_two_paths_is_taken_once_and_passed_on_to_both_subtrees(tmp_path: Path) -> None:
+    ranks = [2, 3]
+    net = Net(tmp_path, ranks)
+    publisher = Publisher(net.send)
+    publish(publisher, tmp_path, 1, DATA, [])
+    publisher.answer(2, have=0)
+    net.deliver(net.queue[0])
+    other = Publisher(net.send)
+    publish(other, tmp_path, 1, DATA, [2, 3])
+    net.run()
+    assert net.done == {2: [(1, DATA)], 3: [(1, DATA)]}
+    assert net.events == []
+
+
 def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
     publisher = Publisher(net.send)
+    stale = None
     for version in range(1, 8):
         publish(publisher, tmp_path, version, f"weights {version}".encode(), [2])
-    stale = net.queue[0]
-    net.run()
+        stale = stale or net.queue[0]
+        net.run()
     assert [v for v, _ in net.done[2]] == list(range(1, 8))
-    net.receivers[2].chunk(stale[1], stale[2])
-    assert net.receivers[2].newest == 7
-    assert len(list((tmp_path / "2").glob("weights-*"))) <= KEEP_VERSIONS + 1
+    assert stale is not None
+    net.receivers[2].chunk(stale[1], stale[2], 0.0)
+    assert net.receivers[2].version == 7
+    assert len(list(net.folders[2].glob("weights-*"))) <= KEEP_VERSIONS + 1
     assert len(list(tmp_path.glob("export-*"))) <= KEEP_VERSIONS + 1
 
 
-def test_a_corrupt_file_is_not_handed_on_and_can_be_sent_again(tmp_path: Path) -> None:
+def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
     publisher = Publisher(net.send)
     publish(publisher, tmp_path, 1, b"good bytes", [2])
-    rank, message, _ = net.queue.pop()
-    net.queue.append((rank, message, b"evil bytes"))
+    rank, message, _, done = net.queue.pop()
+    net.queue.append((rank, message, b"evil bytes", done))
     net.run()
     assert net.done[2] == []
-    assert net.receivers[2].corrupt == 1
+    assert net.events == [("weights_corrupt", {"version": 1, "size": 10})]
+    assert net.asked[2] == [-1]
     publisher.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, b"good bytes")]
+
+
+def test_a_version_that_stalls_is_abandoned_and_asked_for_again_until_something_comes(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publisher = Publisher(net.send)
+    publish(publisher, tmp_path, 1, DATA, [2])
+    net.deliver(net.queue[0])
+    net.watch(FLOOR_S)
+    assert (net.events, net.asked[2]) == ([], [])
+    net.watch(FLOOR_S + 1.0)
+    ((kind, fields),) = net.events
+    assert (kind, fields["version"], fields["received"]) == ("weights_stalled", 1, 100)
+    assert "61 s" in fields["reason"]
+    assert not list(net.folders[2].iterdir())
+    net.watch(2 * FLOOR_S + 2.0)
+    assert net.asked[2] == [-1, -1], "an unanswered request is repeated"
+    publisher.answer(2, have=-1)
+    net.run()
+    assert net.done[2] == [(1, DATA)]
+    net.watch(1e6)
+    assert len(net.asked[2]) == 2
+
+
+def test_time_in_which_the_agent_was_stopped_counts_for_no_chunk(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.deliver(net.queue[0])
+    net.receivers[2].discount(3600.0)
+    net.watch(3600.0 + FLOOR_S)
+    assert net.events == []
+
+
+def test_a_request_waits_while_weights_arrive(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.deliver(net.queue[0])
+    net.receivers[2].ask(0, 0.0)
+    assert net.asked[2] == []
+    net.run()
+    net.receivers[2].ask(1, 0.0)
+    net.receivers[2].answered()
+    net.watch(1e6)
+    assert net.asked[2] == [1]
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net(tmp_path, [2])
+    publisher = Publisher(net.send)
+    monkeypatch.setattr(incoming.shutil, "disk_usage", lambda folder: Usage(0, 0, len(DATA) - 1))
+    publish(publisher, tmp_path, 1, DATA, [2])
+    net.run()
+    waits = []
+    for _ in range(5):
+        kind, fields = net.events[-1]
+        assert (kind, fields["version"]) == ("weights_not_stored", 1)
+        assert "MiB free" in fields["reason"]
+        waits.append(fields["retry_s"])
+        asked, events = len(net.asked[2]), len(net.events)
+        net.watch(net.now + fields["retry_s"] - 0.1)
+        assert (len(net.asked[2]), len(net.events)) == (asked, events), "nothing is written or asked for meanwhile"
+        net.watch(net.now + 0.1)
+        assert len(net.asked[2]) == asked + 1
+        publisher.answer(2, have=-1)
+        net.run()
+    assert waits == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, RETRY_MOST_S, RETRY_MOST_S]
+    monkeypatch.undo()
+    net.watch(net.now + RETRY_MOST_S)
+    publisher.answer(2, have=-1)
+    net.run()
+    assert net.done[2] == [(1, DATA)]
+
+
+def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net(tmp_path, [2])
+    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.deliver(net.queue[0])
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    net.run()
+    assert net.events == [("weights_not_stored", {"version": 1, "reason": "No space left on device", "retry_s": RETRY_S})]
+    assert not list(net.folders[2].iterdir())
+
+
+def test_a_reset_receiver_has_no_files_and_takes_the_same_version_again(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publisher = Publisher(net.send)
+    publish(publisher, tmp_path, 1, DATA, [2])
+    net.run()
+    net.receivers[2].reset()
+    assert (net.receivers[2].version, list(net.folders[2].iterdir())) == (-1, [])
+    publisher.answer(2, have=-1)
+    net.run()
+    assert net.done[2] == [(1, DATA)] * 2

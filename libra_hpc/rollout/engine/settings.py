@@ -78,7 +78,7 @@ def read_config(path: str | Path) -> EngineConfig:
         config = msgspec.json.decode(Path(path).read_bytes(), type=EngineConfig)
     except OSError as error:
         raise invalid("--config", str(path), error.strerror or "cannot be read", "a readable JSON file") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: {error}; fields: {', '.join(EngineConfig.__struct_fields__)}.") from error
     check_config(config)
     return config

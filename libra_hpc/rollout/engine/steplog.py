@@ -99,7 +99,7 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
     try:
         lines = Path(path).read_bytes().split(b"\n")
         header = msgspec.json.decode(lines[0], type=StepLogHeader)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("step log", str(path), str(error), f"a file of format {FORMAT!r}") from error
     if header.format != FORMAT:
         raise invalid("step log", str(path), f"its format is {header.format!r}", f"a file of format {FORMAT!r}")
@@ -109,7 +109,7 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
     for number, line in enumerate(lines[1 + skip : -1], 2 + skip):
         try:
             decodes, held, prefill, context, seconds = decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise invalid("step log", f"{path}, line {number}", str(error), "a step") from error
         points.append(StepPoint(tp=header.tp, decodes=decodes, kv_tokens=held, prefill=prefill, context=context, seconds=seconds))
     return header, points

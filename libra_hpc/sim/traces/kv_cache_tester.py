@@ -57,14 +57,14 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
         documents: list[tuple[int, bytes]] = [(kept[0][0], b"\n".join(line for _, line in kept))] if kept else []
         for _, document in documents:
             msgspec.json.decode(document, type=msgspec.Raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         documents = kept
     for number, document in documents:
         try:
             found = _document.decode(document)
             sessions = found if isinstance(found, list) else [found]
             trajectories = [one for session in sessions for one in _session(session, number)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             bad(number, why(error))
         else:
             yield from trajectories

@@ -29,7 +29,7 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
             if len(turns) > 1 and turns[-1].gen_tokens == 0:
                 turns = turns[:-1]
             checked = trajectory(found.prompt_id, found.sample, found.prompt_tokens, turns, found.reward)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             bad(number, why(error))
         else:
             yield checked

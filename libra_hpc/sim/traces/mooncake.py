@@ -66,7 +66,7 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
             request = _decoder.decode(line)
             at_least("input_length", request.input_length, 0)
             at_least("output_length", request.output_length, 1)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             bad(number, why(error))
             continue
         session = _continued(request, head)

@@ -60,10 +60,7 @@ def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: in
         kind = _detect(file, content[:HEAD]) if format == AUTO else format
         trace.format = kind
         room = None if limit is None else limit - len(trace.trajectories)
-        try:
-            trace.trajectories.extend(itertools.islice(READERS[kind](_lines(content), _bad(file, trace.bad, skip_bad)), room))
-        except RecursionError:
-            raise UserError(f"{file}: JSON is nested too deeply to be a trace.") from None
+        trace.trajectories.extend(itertools.islice(READERS[kind](_lines(content), _bad(file, trace.bad, skip_bad)), room))
         if limit is not None and len(trace.trajectories) >= limit:
             break
     if not trace.trajectories:

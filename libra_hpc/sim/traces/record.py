@@ -45,8 +45,10 @@ def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[
     return TrajectoryRecord(prompt_id, sample, prompt_tokens, tuple(turns), reward)
 
 
-def why(error: ValueError) -> str:
+def why(error: ValueError | RecursionError) -> str:
     """What is wrong with a line, as a fragment of a sentence: msgspec's words made one, others are."""
+    if isinstance(error, RecursionError):
+        return "JSON is nested too deeply to be a trace"
     if not isinstance(error, msgspec.DecodeError):
         return str(error)
     text = str(error).rstrip(".")

@@ -123,7 +123,7 @@ class Cluster:
     def _record(self) -> Record | None:
         try:
             record = msgspec.json.decode((self.home / "cluster.json").read_bytes(), type=Record)
-        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return record
 

@@ -1,0 +1,120 @@
+"""Flow of weight files from one node of the tree to its children: chunks leave as fast as each child takes them.
+
+- A child has at most `IN_FLIGHT` chunks that it has not taken; when it takes one, the next is read from the file and sent.
+- Another file is started for a child -> unsent chunks of the one before are dropped.
+- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for weights when it is back.
+
+Every chunk is a copy of its own, so a file may be removed while MPI still reads a chunk of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
+
+CHUNK_BYTES = 16 << 20
+"""Large enough that MPI bandwidth is reached, small enough that a tree of depth 5 starts its last hop after 80 MiB."""
+IN_FLIGHT = 4
+"""Chunks.  One on the wire, three for the pauses of the sender's loop.  Half: a busy loop leaves the link idle; double: 128 MiB held per child."""
+
+Send = Callable[[int, MeshMessage, bytes, Callable[[bool], None]], None]
+"""``send(rank, message, blob, done)``; ``done(True)`` once the blob was taken, ``done(False)`` when it was dropped."""
+
+
+class WeightFile(NamedTuple):
+    """A version's file; ``path`` may be unfinished."""
+
+    version: int
+    path: Path
+    size: int
+    crc32: int
+
+
+class _Stream:
+    """A file on its way to one child."""
+
+    def __init__(self, file: WeightFile, relay: tuple[int, ...]) -> None:
+        self.file, self.relay = file, relay
+        self.offset = 0
+        self._handle = file.path.open("rb", buffering=0)
+
+    def read(self, available: int) -> bytes:
+        """The next chunk out of the first ``available`` bytes; empty when there is none."""
+        wanted = min(CHUNK_BYTES, available - self.offset)
+        return os.pread(self._handle.fileno(), wanted, self.offset) if wanted > 0 else b""
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+class Flow:
+    """The streams to all children."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._streams: dict[int, _Stream] = {}
+        self._in_flight: Counter[int] = Counter()
+        self._available = 0
+
+    def start(self, file: WeightFile, available: int, rank: int, relay: tuple[int, ...]) -> None:
+        """Send a file from its beginning, as far as it is ``available``, to one child."""
+        before = self._streams.get(rank)
+        if before is not None and before.file.version == file.version:
+            # It asked for itself alone; those behind it still need the file.
+            relay = relay or before.relay
+        self._end(rank)
+        # A file that newer ones have replaced: the child gets those.
+        with contextlib.suppress(FileNotFoundError):
+            self._streams[rank] = _Stream(file, relay)
+        self._available = available
+        self._post(rank)
+
+    def grow(self, available: int) -> None:
+        """So many bytes of the file that is sent exist by now."""
+        self._available = available
+        for rank in list(self._streams):
+            self._post(rank)
+
+    def drop(self) -> None:
+        """Send no more chunks."""
+        for rank in list(self._streams):
+            self._end(rank)
+
+    def _post(self, rank: int) -> None:
+        while self._in_flight[rank] < IN_FLIGHT and (stream := self._streams.get(rank)) is not None:
+            blob = stream.read(self._available)
+            if not blob:
+                break
+            file, offset = stream.file, stream.offset
+            stream.offset += len(blob)
+            if stream.offset == file.size:
+                self._end(rank)
+            self._in_flight[rank] += 1
+            self._send(rank, WeightsChunk(file.version, offset, file.size, file.crc32, stream.relay), blob, partial(self._taken, rank))
+
+    def _taken(self, rank: int, arrives: bool) -> None:
+        self._in_flight[rank] -= 1
+        if not arrives:
+            self._end(rank)
+        self._post(rank)
+
+    def _end(self, rank: int) -> None:
+        stream = self._streams.pop(rank, None)
+        if stream is not None:
+            stream.close()
+
+
+def halves(ranks: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Split receivers into at most two (head, rest) pairs: the children of one node of the tree."""
+    if not ranks:
+        return []
+    middle = (len(ranks) + 1) // 2
+    parts = (ranks[:middle], ranks[middle:])
+    return [(part[0], tuple(part[1:])) for part in parts if part]
