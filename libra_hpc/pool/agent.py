@@ -29,6 +29,7 @@ from libra_hpc.leave import leave
 from libra_hpc.process.folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.train import folders
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
@@ -145,11 +146,9 @@ class Agent:
         )
 
         def saved(step: int, order: DataOrder) -> None:
-            folder = self.run_dir.checkpoint(step)
-            self.run_dir.write_json(folder / "state.json", {"step": step, "low": order.low, "extra": sorted(order.extra)})
+            folders.write_position(self.run_dir.checkpoint(step), folders.DataPosition(step, order.low, tuple(sorted(order.extra))))
             context.log("checkpoint_saved", step=step)
-            kept = sorted(p for p in self.run_dir.checkpoints.glob("step-*") if (p / "state.json").exists())
-            for old in kept[: -config.checkpoint.keep]:
+            for _, old in self.run_dir.complete_checkpoints()[: -config.checkpoint.keep]:
                 # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
                 asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, old, ignore_errors=True))
 

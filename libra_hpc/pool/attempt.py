@@ -11,6 +11,7 @@ from pathlib import Path
 
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
+from libra_hpc.train import folders
 
 
 def forget_steps_after(run: RunDir, step: int) -> None:
@@ -30,10 +31,39 @@ def copy_policy(source: Path, destination: Path) -> None:
 
 
 def start_state(run: RunDir) -> Welcome:
-    """Where an attempt starts: the newest complete checkpoint of the run, or the beginning."""
-    newest = run.latest_checkpoint()
-    if newest is None:
-        return Welcome(0, "", 0, ())
-    step, folder = newest
-    state = run.read_json(folder / "state.json")
-    return Welcome(step, str(folder), int(state["low"]), tuple(state["extra"]))
+    """Where an attempt would start: the newest complete checkpoint of the run, or the beginning.  Weights are not read, so this is fast."""
+    for step, folder in reversed(run.complete_checkpoints()):
+        position, _ = _position(step, folder)
+        if position is not None:
+            return _welcome(folder, position)
+    return Welcome(0, "", 0, ())
+
+
+def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
+    """Where an attempt starts: the newest checkpoint of which every byte is as it was written, or the beginning.
+
+    Newer ones that are damaged are moved aside and returned, as step and sentence.  For rank 0 alone; reads whole checkpoints, which takes minutes for
+    large ones.
+    """
+    damaged: list[tuple[int, str]] = []
+    for step, folder in reversed(run.complete_checkpoints()):
+        position, why = _position(step, folder)
+        if position is not None and not (why := folders.verify(folder)):
+            return _welcome(folder, position), damaged
+        aside = folder.with_name(f"{folder.name}{folders.DAMAGED}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        damaged.append((step, f"checkpoint {folder.name} is damaged and was moved to {aside.name}: {why}"))
+    return Welcome(0, "", 0, ()), damaged
+
+
+def _position(step: int, folder: Path) -> tuple[folders.DataPosition | None, str]:
+    try:
+        position = folders.read_position(folder)
+    except (OSError, ValueError) as error:
+        return None, f"{error}."
+    return (position, "") if position.step == step else (None, f"{folders.POSITION_FILE} is that of step {position.step}.")
+
+
+def _welcome(folder: Path, position: folders.DataPosition) -> Welcome:
+    return Welcome(position.step, str(folder), position.low, position.extra)

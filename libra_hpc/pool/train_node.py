@@ -1,8 +1,8 @@
 """The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them) and speaks for the replica as a whole.
 
 Every message goes to all processes; the replica has answered once every process has, with local rank 0's answer.  When one process dies the others are
-ended too, because a replica is only whole, and the next start restores from the newest in-memory snapshot, or else from the checkpoint the attempt
-started with.
+ended too, because a replica is only whole, and the next start restores from the newest whole in-memory snapshot, or else from the newest whole
+checkpoint.
 """
 
 from __future__ import annotations
@@ -126,15 +126,16 @@ class TrainNode:
         train, algorithm, optimizer = config.train, config.algorithm, config.optimizer
         snapshots = context.shared_memory / "snapshots"
         snapshots.mkdir(exist_ok=True)
-        newest = folders.latest(snapshots)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
+        # Reads whole states, which this loop must not wait for.
+        start_dir = await asyncio.to_thread(self._start_dir, snapshots)
         self._starts += 1
         self._failed_starts += 1
         for local_rank in range(train.tp * train.pp):
             worker = WorkerConfig(
                 model_dir=config.model.path,
                 world_rendezvous=str(context.private / f"world-{self._starts}"),
-                start_dir=str(newest) if newest is not None else context.start.checkpoint,
+                start_dir=start_dir,
                 device=config.slurm.device,
                 device_index=local_rank,
                 dtype=config.model.dtype,
@@ -162,6 +163,18 @@ class TrainNode:
             self._children.append(child)
             environment = engine_environment(os.environ, config.slurm.device, 0, train.tp * train.pp, train.threads)
             await child.start(trainer_command(config, context.component, path), environment, context.logs / f"{name}.log")
+
+    def _start_dir(self, snapshots: Path) -> str:
+        """Newest whole snapshot; else, for a replica that is rebuilt, the newest whole checkpoint of this attempt; else what the attempt started from."""
+        newest = folders.latest_whole(snapshots)
+        if newest is not None:
+            return str(newest)
+        start = self._context.start
+        if self._starts:
+            for step, folder in reversed(self._context.run.complete_checkpoints()):
+                if step > start.step and not folders.verify(folder):
+                    return str(folder)
+        return start.checkpoint
 
     def _message(self, child: Child, message: Any) -> None:
         if child not in self._children:

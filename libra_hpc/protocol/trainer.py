@@ -160,6 +160,8 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
 
     what: str
     fatal: bool
+    generation: int = -1
+    """Of the join that failed; -1: the request was none."""
 
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]

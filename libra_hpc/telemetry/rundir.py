@@ -213,11 +213,14 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The complete checkpoint with the highest step."""
+        """The complete checkpoint with the highest step; its files are not read (`libra_hpc.pool.attempt.whole_start_state` does)."""
+        return max(self.complete_checkpoints(), default=None)
+
+    def complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder of every complete checkpoint, the lowest step first."""
         if not self.checkpoints.exists():
-            return None
-        found = [(int(m.group(1)), p) for p in self.checkpoints.iterdir() if (m := _STEP.match(p.name)) and (p / "state.json").exists()]
-        return max(found, default=None)
+            return []
+        return sorted((int(m.group(1)), p) for p in self.checkpoints.iterdir() if (m := _STEP.match(p.name)) and (p / "state.json").exists())
 
     def write_json(self, path: Path, value: Any) -> None:
         """Atomically write a JSON document of this run."""

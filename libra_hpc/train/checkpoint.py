@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from libra_hpc.weights.checksum import file_crc32
@@ -38,20 +38,41 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 def export(engine: Engine, path: Path) -> tuple[int, int]:
     """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write.
 
-    Collective over the replica.
+    Collective over the replica.  Raises `OSError` in all its processes when the file system has no room; nothing is left behind.
     """
     parameters = dict(engine.named_parameters())
     tensors = gathered(parameters, engine.shape, engine.split)
-    if engine.split.tp_rank or engine.split.pp_rank:
-        for _ in tensors:
-            pass
-        return 0, 0
-    path.parent.mkdir(parents=True, exist_ok=True)
+    found, failure = (0, 0), None
+    if not engine.split.tp_rank and not engine.split.pp_rank:
+        try:
+            found = _write_export(path, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
+        except OSError as error:
+            failure = error
+    # Gathering is collective, so the others need this process for the rest also when it cannot write.
+    for _ in tensors:
+        pass
+    _agree(engine, failure)
+    return found
+
+
+def _write_export(path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
-    write_safetensors(partial, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
-    crc, size = file_crc32(partial), partial.stat().st_size
-    os.replace(partial, path)
-    return crc, size
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.check_room(path.parent, dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values()))
+        write_safetensors(partial, dtype, shapes, tensors)
+        found = file_crc32(partial), partial.stat().st_size
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return found
+
+
+def _agree(engine: Engine, failure: OSError | None) -> None:
+    """Raise `OSError` in all processes of the replica when the one that writes could not."""
+    if not engine.agree(failure is None):
+        raise failure or OSError("the process of this replica that writes could not")
 
 
 def write_policy(tensors: dict[str, torch.Tensor], model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -70,12 +91,23 @@ def write_policy(tensors: dict[str, torch.Tensor], model_dir: Path, folder: Path
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Renamed into place: ``folder`` may be the one the weights were read from.
     partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
-    save_file(tensors, partial, metadata={"format": "pt"})
+    _save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS_FILE)
 
 
+def _save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        # What the operating system said, in safetensors' words.
+        raise OSError(f"{path}: {error}") from error
+
+
 def save(engine: Engine, model_dir: Path, folder: Path) -> None:
-    """Write the current state as ``folder``, which appears all at once; collective over the replica."""
+    """Write the current state as ``folder``, which appears all at once; collective over the replica.
+
+    Raises `OSError` in all its processes when that fails, for example for want of room; nothing is left behind.
+    """
     state = engine.state
     policy = weights(engine)
     optimizer: dict[str, torch.Tensor] = {}
@@ -85,15 +117,30 @@ def save(engine: Engine, model_dir: Path, folder: Path) -> None:
     for kind, tensors in kinds.items():
         for name, tensor in gather(tensors, engine.shape, engine.split).items():
             optimizer[f"{kind}/{name}"] = tensor
-    if not policy:
-        return
+    failure = None
+    if policy:
+        try:
+            _write_state(folders.TrainerState(state.step, state.updates), policy, optimizer, model_dir, folder)
+        except OSError as error:
+            failure = error
+    _agree(engine, failure)
+
+
+def _write_state(
+    state: folders.TrainerState, policy: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], model_dir: Path, folder: Path
+) -> None:
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_policy(policy, model_dir, partial / folders.POLICY_DIR, next(iter(policy.values())).dtype)
-    save_file(optimizer, partial / folders.OPTIMIZER_FILE)
-    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(state.step, state.updates)))
-    folders.publish(partial, folder)
+    try:
+        folders.check_room(folder, sum(tensor.nbytes for tensor in (*policy.values(), *optimizer.values())))
+        partial.mkdir(parents=True)
+        write_policy(policy, model_dir, partial / folders.POLICY_DIR, next(iter(policy.values())).dtype)
+        _save_file(optimizer, partial / folders.OPTIMIZER_FILE)
+        (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
+        folders.publish(partial, folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 class TensorFiles:

@@ -1,27 +1,41 @@
 """Checkpoint and snapshot folders: what is in one, which one is newest, and how one appears all at once.
 
 A folder holds ``policy/`` (a Hugging Face folder: config, tokenizer, ``model.safetensors``), ``optimizer.safetensors`` (``exp_avg/<HF name>``,
-``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than float32) and ``trainer.json``.  It is written under a temporary
-name and renamed when complete, so a folder that carries its final name is whole; a process killed while writing leaves only a temporary one behind.
+``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than float32), ``trainer.json`` and, written last, ``manifest.json``: the
+size and checksum of every other file.  It is written under a temporary name and renamed when complete; a process killed while writing leaves only a
+temporary one behind.  What a file system loses or tears later, `verify` finds.
 
-Needs no torch, so an agent may use it.
+The train leader adds ``state.json``, the data position, to a checkpoint.  Needs no torch, so an agent may use it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+
+from libra_hpc.weights.checksum import file_crc32
 
 FORMAT = 1
 """Version of the layout above."""
 STATE_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 POLICY_DIR = "policy"
+MANIFEST_FILE = "manifest.json"
+POSITION_FILE = "state.json"
 TEMPORARY = ".partial"
 """Suffix of a folder or file that is being written."""
+DAMAGED = ".damaged"
+"""Suffix of a checkpoint folder that was found damaged and moved aside."""
+SPARE = 0.05
+"""Share of what is to be written that must stay free beyond it: blocks, folders and the small files of others."""
+THREADS = 8
+"""Files whose checksums are computed at a time; zlib releases the interpreter's lock."""
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -32,6 +46,41 @@ class TrainerState(msgspec.Struct, frozen=True):
     updates: int
     """Optimizer updates (``step`` times minibatches, less the skipped ones), Adam's own counter."""
     format: int = FORMAT
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """A committed step whose line in `metrics.jsonl` was not known to be durable when the checkpoint was saved."""
+
+    step: int
+    t: float
+    """Epoch seconds of the commit."""
+    metrics: dict[str, float | None]
+
+
+class DataPosition(msgspec.Struct, frozen=True):
+    """``state.json``: which prompts are trained at a checkpoint (everything below ``low``, and ``extra``)."""
+
+    step: int
+    low: int
+    extra: tuple[int, ...]
+    reports: tuple[StepRecord, ...] = ()
+
+
+def read_position(folder: Path) -> DataPosition:
+    """The data position of a checkpoint; raises `ValueError` when it is torn, `OSError` when it cannot be read."""
+    try:
+        return msgspec.json.decode((folder / POSITION_FILE).read_bytes(), type=DataPosition)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{POSITION_FILE} is torn: {error}") from error
+
+
+def write_position(folder: Path, position: DataPosition) -> None:
+    """Declare a checkpoint complete: without a data position it counts as none."""
+    path = folder / POSITION_FILE
+    partial = path.with_name(f".{path.name}{TEMPORARY}")
+    partial.write_bytes(msgspec.json.encode(position))
+    sync(partial)
+    partial.rename(path)
 
 
 def read_state(folder: Path) -> TrainerState:
@@ -55,6 +104,63 @@ def latest(parent: Path) -> Path | None:
     return max(found, key=lambda folder: read_state(folder).step, default=None)
 
 
+def latest_whole(parent: Path) -> Path | None:
+    """As `latest`, among those that `verify` finds whole; reads every byte of those it looks at."""
+    found = [folder for folder in parent.iterdir() if is_state(folder)] if parent.is_dir() else []
+    for folder in sorted(found, key=lambda folder: folder.name, reverse=True):
+        if not verify(folder):
+            return folder
+    return None
+
+
+def verify(folder: Path) -> str:
+    """Compare the files of a state with its manifest: empty when it is whole, else a sentence that names the first bad file.
+
+    A folder without a manifest was written by an older version, and is taken as it is.
+    """
+    try:
+        data = (folder / MANIFEST_FILE).read_bytes()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{MANIFEST_FILE} cannot be read: {error}."
+    try:
+        manifest = msgspec.json.decode(data, type=dict[str, tuple[int, int]])
+    except msgspec.DecodeError:
+        return f"{MANIFEST_FILE} is torn."
+    for name, (size, _) in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing."
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written."
+    for name, crc in _checksums(folder, manifest).items():
+        if crc != manifest[name][1]:
+            return f"{name} cannot be read: {crc}." if isinstance(crc, OSError) else f"{name} has not the checksum with which it was written."
+    return ""
+
+
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
+    def checksum(name: str) -> int | OSError:
+        try:
+            return file_crc32(folder / name)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(names, pool.map(checksum, names), strict=True))
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise `OSError` when the file system of ``folder``, which need not exist yet, has no room for so many bytes."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed * (1.0 + SPARE):
+        raise OSError(errno.ENOSPC, f"{folder} needs {needed} bytes, and its file system has {free} bytes free")
+
+
 def resolve(folder: Path) -> Path:
     """``folder`` itself when it is a state, else the newest one in it; raises `FileNotFoundError` when there is neither."""
     found = folder if is_state(folder) else latest(folder)
@@ -66,16 +172,33 @@ def resolve(folder: Path) -> Path:
 def sync_tree(folder: Path) -> None:
     """Flush every file under ``folder``, and the folders themselves, to the disk."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Flush one file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name; an older folder of that name is moved aside first and then removed."""
-    sync_tree(partial)
+    """Write the manifest of a complete folder and give it its final name; an older folder of that name is moved aside first and then removed."""
+    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
+    with ThreadPoolExecutor(1) as pool:
+        # The disk writes while the processor sums.
+        synced = pool.submit(sync_tree, partial)
+        checksums = _checksums(partial, names)
+        synced.result()
+    for crc in checksums.values():
+        if isinstance(crc, OSError):
+            raise crc
+    manifest = {name: (partial.joinpath(name).stat().st_size, crc) for name, crc in checksums.items()}
+    (partial / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+    for path in (partial / MANIFEST_FILE, partial):
+        sync(path)
     old = final.with_name(f"{final.name}.old{TEMPORARY}")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

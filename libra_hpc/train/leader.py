@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -44,11 +44,15 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
 )
 
+from .columns import train_columns
+from .order import DataOrder as DataOrder
 from .shards import loss_tokens_of, shard, tokens_of
 
 NEW_GENERATION_S = 120.0
-"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it, or its engine is rebuilt; longer
-silence means that nothing died and the failure would only repeat."""
+"""A step or join that keeps failing for so long although no member died would go on to fail."""
+RETRY_S = 5.0
+"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.  Silence for so long means that
+nobody died (a member was slow, a connection broke): the same members try again."""
 SKIPPED_STEPS = 3
 """Steps in a row without any update, because no gradient was finite, that end the run.  One may be an accident of a batch; three are the policy itself.
 Half: a single pair of bad batches ends a run; double: as many batches more are spent on nothing."""
@@ -65,23 +69,6 @@ class LeaderSettings(msgspec.Struct, frozen=True):
     checkpoints: str
     retain: int
     """Committed batches kept for replay: at least the steps between two snapshots."""
-
-
-class DataOrder:
-    """Which prompt indices are trained: everything below `low`, and `extra`."""
-
-    def __init__(self, low: int = 0, extra: Iterable[int] = ()) -> None:
-        self.low, self.extra = low, set(extra)
-
-    def trained(self, indices: Iterable[int]) -> None:
-        """Mark indices as trained; raises `ValueError` when one already is, which would count it twice."""
-        for index in indices:
-            if index < self.low or index in self.extra:
-                raise ValueError(f"prompt {index} is trained already")
-            self.extra.add(index)
-        while self.low in self.extra:
-            self.extra.remove(self.low)
-            self.low += 1
 
 
 class TrainLeader:
@@ -110,6 +97,11 @@ class TrainLeader:
         self._batches: dict[int, Batch] = {}
         self._replies: dict[int, Any] = {}
         self._failed: str = ""
+        self._died = False
+        """Whether the last failure is a member's death, which the coordinator answers by a new generation."""
+        self._failing_since: float | None = None
+        """First failure without a death since the last step that succeeded."""
+        self._joins = 0
         self._wake = asyncio.Event()
         self._stop_reason = ""
         self._last_commit = clock()
@@ -132,7 +124,7 @@ class TrainLeader:
         """A replica died: whatever runs fails with it."""
         if rank in self.members or rank in self._joining:
             self._failed = self._failed or f"replica {rank}: {reason}"
-            self._broken = True
+            self._broken = self._died = True
         self._wake.set()
 
     def on_batch(self, batch: Batch) -> None:
@@ -157,7 +149,9 @@ class TrainLeader:
                 self._exported = max(self._exported, version)
                 if version == self.step:
                     self._send(rank, Publish(version, crc32, self._receivers()))
-            case WorkerError(what=what):
+            case WorkerError(what=what, generation=generation):
+                if generation not in (-1, self.generation):
+                    return
                 if rank in self.members or rank in self._joining:
                     self._failed = self._failed or f"replica {rank}: {what}"
                     self._replies[rank] = message
@@ -193,7 +187,10 @@ class TrainLeader:
         return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason)
 
     def _membership_due(self) -> bool:
-        return self._broken or self._ordered[0] > self.generation
+        return self._broken or self._ordered_newer()
+
+    def _ordered_newer(self) -> bool:
+        return self._ordered[0] > self.generation
 
     async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = None if timeout is None else self._clock() + timeout
@@ -208,17 +205,11 @@ class TrainLeader:
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""
         while self._membership_due():
-            if not await self._until(lambda: self._ordered[0] > self.generation, NEW_GENERATION_S if self._failed else None):
+            if not await self._order_or_retry():
                 return self._fail(f"training failed and no node died: {self._failed}")
             started = self._clock()
             self.generation, wanted = self._ordered
-            self._joining, self._replies, self._failed, self._broken = wanted, {}, "", True
-            for position, rank in enumerate(wanted):
-                path = f"{self.settings.rendezvous}/generation-{self.generation:06d}"
-                self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path)))
-            await self._until(lambda: bool(self._failed) or all(isinstance(self._replies.get(r), Joined) for r in self._joining))
-            self._joining = ()
-            if self._failed:
+            if not await self._join(wanted):
                 continue
             self.members, self._broken, self.exporter = wanted, False, wanted[0]
             self._export_asked = self._exported
@@ -231,6 +222,38 @@ class TrainLeader:
             elif not (self._state_step == self.step or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))):
                 return self._fail(f"the replicas hold step {self._state_step}, the run is at step {self.step}, and the batches between are gone")
         return True
+
+    async def _order_or_retry(self) -> bool:
+        """Wait for a newer order, or until it is time to try the last one again; False when that was tried for too long."""
+        while not self._ordered_newer():
+            alive = bool(self._failed) and not self._died
+            if alive and self._failing_since is None:
+                self._failing_since = self._clock()
+            if not await self._until(self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None):
+                return self._failing_since is None or self._clock() - self._failing_since < NEW_GENERATION_S
+        return True
+
+    def _order_or_death(self) -> bool:
+        return self._ordered_newer() or self._died
+
+    async def _join(self, wanted: tuple[int, ...]) -> bool:
+        """Have these ranks form the generation; False when that failed, or when a newer order came before all had joined."""
+        self._joining, self._broken = wanted, True
+        self._ask_anew()
+        self._joins += 1
+        path = f"{self.settings.rendezvous}/generation-{self.generation:06d}.{self._joins}"
+        for position, rank in enumerate(wanted):
+            self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path)))
+
+        def joined() -> bool:
+            return all(isinstance(self._replies.get(rank), Joined) for rank in wanted)
+
+        await self._until(lambda: bool(self._failed) or joined() or self._ordered_newer())
+        self._joining = ()
+        return joined() and not self._failed
+
+    def _ask_anew(self) -> None:
+        self._replies, self._failed, self._died = {}, "", False
 
     async def _replay(self) -> None:
         """Redo one committed step on a state that is behind; the batch is the same, so the state becomes what it was."""
@@ -270,12 +293,14 @@ class TrainLeader:
         """Run one step on every member; False when it failed, and the membership is then due."""
         shards, totals = shard(batch.groups, len(self.members), self.settings.minibatches, self.settings.skip_zero_advantage)
         self._totals = [total for total in totals if total]
-        self._replies, self._failed = {}, ""
+        self._ask_anew()
         for rank, minibatches in zip(self.members, shards, strict=True):
             self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
         members = self.members
         await self._until(lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members))
         self._broken = bool(self._failed)
+        if not self._failed:
+            self._failing_since = None
         return not self._failed
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
@@ -292,7 +317,7 @@ class TrainLeader:
             generation=self.generation, replicas=len(self.members), wait_s=waited_s, tokens=tokens, step_s=now - self._last_commit, version=self.step
         )
         if replies:
-            metrics.update(_train_metrics(replies, tokens, wall_s, self._export_s))
+            metrics.update(train_columns(replies, tokens, wall_s, self._export_s))
             self._note_skipped(batch.step, replies[0])
         self._last_commit = now
         self._send(0, StepReport(self.step, metrics))
@@ -310,7 +335,7 @@ class TrainLeader:
             if self._state_step < self.step:
                 await self._replay()
                 continue
-            self._replies, self._failed = {}, ""
+            self._ask_anew()
             self._send(self.members[0], ToReplica(SaveCheckpoint(f"{self.settings.checkpoints}/step-{self.step:06d}", self.step)))
             await self._until(lambda: bool(self._failed) or any(isinstance(reply, Saved) for reply in self._replies.values()))
             if not self._failed:
@@ -318,26 +343,3 @@ class TrainLeader:
                 return True
             self._broken = True
         return False
-
-
-def _train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> dict[str, float]:
-    """Columns of one step.  The stage's own work excludes waiting for a slower peer: the slowest member waits least, so its reduce time is the true one."""
-    work = max(r.compute_s + r.optimizer_s for r in replies) + min(r.reduce_s for r in replies) + export_s
-    # Loss, ratios and entropy are sums over all replicas in every reply: they travel with the gradients.
-    any_reply = replies[0]
-    return {
-        "loss": any_reply.loss,
-        "grad_norm": any_reply.grad_norm,
-        "entropy": any_reply.entropy,
-        "ratio_mean": any_reply.ratio_mean,
-        "ratio_truncated": any_reply.ratio_truncated,
-        "logprob_gap": any_reply.logprob_gap,
-        "skipped": float(any_reply.skipped),
-        "loss_tokens": float(sum(r.loss_tokens for r in replies)),
-        "trained_tokens": float(sum(r.tokens for r in replies)),
-        "train_s": work,
-        "train_wall_s": wall_s,
-        "reduce_s": min(r.reduce_s for r in replies),
-        "export_s": export_s,
-        "train_tokens_per_s": tokens / work if work > 0 else 0.0,
-    }

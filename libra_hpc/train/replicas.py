@@ -7,11 +7,14 @@ each coordinate gets one *bare* process group per generation, met through a file
    has all of its own, so a source that dies half-way leaves the receiver as it was.
 2. Gradients are summed before anything is changed.  All processes of a replica agree on success before the update; on failure the step is not committed.
 3. Whoever fails leaves the group at once, which closes its sockets and thereby wakes peers that wait for it.
+4. Members announce themselves and wait for the others interruptibly; only when all are there does the connect follow, which nothing can interrupt.
 """
 
 from __future__ import annotations
 
+import datetime
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +22,18 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Join
 
-from .device import bare_group, file_store, wait
+from .device import Store, bare_group, file_store, wait
 from .engine import Engine
 
 BROADCAST_ELEMENTS = 1 << 24
 """Elements of one broadcast of the join (64 MiB of float32): enough to hide latency, little enough not to double the source's memory."""
+
+
+ANNOUNCE_POLL_S = 0.05
+"""Pause between two looks at who has announced itself: a read of a file on the shared file system."""
+CONNECT_S = 8.0
+"""Longest connect of members that have all announced themselves, which takes milliseconds on the CPU.  Half: a loaded node may miss it; double: a member
+that dies in between holds the others so long."""
 
 
 class PeerLost(Exception):
@@ -42,17 +52,18 @@ class Replicas:
         self.waited_s = 0.0
         """Seconds spent in sums over replicas since the counter was last set to 0."""
 
-    def join(self, message: Join) -> int:
+    def join(self, message: Join, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Become a member of a generation and bring this replica to the truth's state; returns the bytes received.
 
-        Collective over the generation.  Raises `PeerLost` when it does not come about; this process is then in no generation and its state is as before.
+        Collective over the generation; ``interrupted`` ends the wait for members that have not appeared.  Raises `PeerLost` when it does not come about;
+        this process is then in no generation and its state is as before.
         """
         self.leave()
         received: list[torch.Tensor] = []
         counters, error = (self._engine.state.step, self._engine.state.updates), ""
         try:
             if message.size > 1:
-                counters, received = self._form(message)
+                counters, received = self._form(message, interrupted)
         except (RuntimeError, OSError) as failure:
             error = str(failure)
             self.leave()
@@ -68,18 +79,36 @@ class Replicas:
         self.generation = message.generation
         return sum(part.numel() * part.element_size() for part in received)
 
-    def _form(self, message: Join) -> tuple[tuple[int, int], list[torch.Tensor]]:
+    def _assemble(self, store: Store, message: Join, interrupted: Callable[[], bool]) -> None:
+        members = [f"member-{rank}" for rank in range(message.size)]
+        store.set(members[message.rank], "here")
+        deadline = time.monotonic() + self._join_timeout_s
+        while True:
+            # Also when all are there: those that got the newer order are about to leave, and the connect would wait for them.
+            if interrupted():
+                raise RuntimeError("a newer order came")
+            if store.check(members):
+                return
+            if time.monotonic() > deadline:
+                missing = [rank for rank, member in enumerate(members) if not store.check([member])]
+                raise RuntimeError(f"members {missing} of {message.size} did not appear within {self._join_timeout_s:g} s")
+            time.sleep(ANNOUNCE_POLL_S)
+
+    def _form(self, message: Join, interrupted: Callable[[], bool]) -> tuple[tuple[int, int], list[torch.Tensor]]:
         split, state, device = self._engine.split, self._engine.state, self._engine.device
         store = file_store(f"{message.rendezvous}.tp{split.tp_rank}-pp{split.pp_rank}", message.size)
-        self._group = bare_group(device, store, message.rank, message.size, self._join_timeout_s)
+        self._assemble(store, message, interrupted)
+        # NCCL connects in its first collective, which takes seconds for many devices.
+        connect_s = self._join_timeout_s if device.type == "cuda" else min(CONNECT_S, self._join_timeout_s)
+        self._group = bare_group(device, store, message.rank, message.size, connect_s)
         mine = torch.tensor([state.step, state.updates], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(message.size)]
-        wait(self._group.allgather([everyone], [mine]), self._join_timeout_s)
+        wait(self._group.allgather([everyone], [mine]), connect_s)
         counters = [(int(each[0]), int(each[1])) for each in everyone]
         truth = max(range(message.size), key=lambda rank: counters[rank][0])
         if all(each == counters[truth] for each in counters):
             return counters[truth], []
-        options = dist.BroadcastOptions()
+        options = _within(dist.BroadcastOptions(), self._step_timeout_s)
         options.rootRank = truth
         received: list[torch.Tensor] = []
         for part in self._parts():
@@ -104,9 +133,10 @@ class Replicas:
         if self._group is None:
             return
         begin = time.monotonic()
+        options = _within(dist.AllreduceOptions(), self._step_timeout_s)
         try:
             for tensor in tensors:
-                wait(self._group.allreduce([tensor]), self._step_timeout_s)
+                wait(self._group.allreduce([tensor], options), self._step_timeout_s)
         except RuntimeError as failure:
             self.leave()
             raise PeerLost(str(failure)) from failure
@@ -118,3 +148,9 @@ class Replicas:
         group, self._group, self.generation = self._group, None, -1
         if group is not None:
             group.abort()
+
+
+def _within(options: Any, seconds: float) -> Any:
+    """Options of one collective with a timeout of its own: the default is that of the connect."""
+    options.timeout = datetime.timedelta(seconds=seconds)
+    return options

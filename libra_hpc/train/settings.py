@@ -69,7 +69,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: float = 900.0
     """Longest wait for a live but slower peer inside one gradient sum.  A dead peer is noticed at once, by its closed socket."""
     join_timeout_s: float = 60.0
-    """Longest wait for all members of a generation to appear."""
+    """Longest wait for all members of a generation to appear; a newer order ends it at once."""
 
 
 def write_config(config: WorkerConfig, path: Path) -> None:

@@ -18,11 +18,9 @@ from pathlib import Path
 import torch
 
 from libra_hpc.leave import leave
-from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
-    FromWorker,
     Join,
     Joined,
     LoadCheckpoint,
@@ -35,13 +33,12 @@ from libra_hpc.protocol.trainer import (
     TrainStep,
     WorkerError,
     WorkerReady,
-    from_worker,
-    to_worker,
 )
 
 from . import checkpoint, folders
 from .device import choose, file_store
 from .engine import Engine, init_world
+from .link import WorkerSocket
 from .names import hf_shapes
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
@@ -55,7 +52,7 @@ SNAPSHOTS_KEPT = 1
 class Worker:
     """State of one worker process."""
 
-    def __init__(self, config: WorkerConfig, socket: EngineSocket[FromWorker], begin: float) -> None:
+    def __init__(self, config: WorkerConfig, socket: WorkerSocket, begin: float) -> None:
         self._config, self._socket = config, socket
         self._model_dir = Path(config.model_dir)
         torch.manual_seed(config.seed)
@@ -97,9 +94,9 @@ class Worker:
         begin = time.monotonic()
         self._engine.reclaim()
         try:
-            received = self._replicas.join(message)
+            received = self._replicas.join(message, self._socket.interrupted)
         except PeerLost as lost:
-            self._socket.send(WorkerError(f"generation {message.generation} did not form: {lost}", fatal=False))
+            self._socket.send(WorkerError(f"generation {message.generation} did not form: {lost}", fatal=False, generation=message.generation))
             return
         self._socket.send(Joined(message.generation, self._engine.state.step, received, time.monotonic() - begin))
 
@@ -150,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
     parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
     options = parser.parse_args(arguments)
-    socket: EngineSocket[FromWorker] = EngineSocket(options.socket, to_worker, from_worker)
+    socket = WorkerSocket(options.socket)
     try:
         Worker(read_config(options.config), socket, begin).run()
     except (EOFError, ConnectionError):

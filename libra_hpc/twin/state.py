@@ -42,23 +42,32 @@ def weight_file(step: int) -> bytes:
 
 
 def export(path: Path, step: int) -> tuple[int, int]:
-    """Write the weights of ``step``, all at once; returns crc32 and size of the file."""
+    """Write the weights of ``step``, all at once; returns crc32 and size of the file.  Raises `OSError`, and leaves nothing behind, when there is no room."""
     data = weight_file(step)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     return zlib.crc32(data), len(data)
 
 
 def save(folder: Path, step: int, updates: int) -> None:
-    """Write a checkpoint, which appears all at once."""
+    """Write a checkpoint, which appears all at once; raises `OSError`, and leaves nothing behind, when there is no room."""
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     shutil.rmtree(partial, ignore_errors=True)
-    (partial / folders.POLICY_DIR).mkdir(parents=True)
-    export(partial / folders.POLICY_DIR / "model.safetensors", step)
-    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
-    folders.publish(partial, folder)
+    try:
+        folders.check_room(folder, ELEMENTS * 4)
+        (partial / folders.POLICY_DIR).mkdir(parents=True)
+        export(partial / folders.POLICY_DIR / "model.safetensors", step)
+        (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
+        folders.publish(partial, folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def meet(order: Join, local_rank: int, step: int, updates: int, timeout_s: float, interrupted: Callable[[], bool]) -> folders.TrainerState:

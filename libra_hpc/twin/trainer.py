@@ -15,7 +15,6 @@ from pathlib import Path
 
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
-from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -35,10 +34,9 @@ from libra_hpc.protocol.trainer import (
     TrainStep,
     WorkerError,
     WorkerReady,
-    from_worker,
-    to_worker,
 )
 from libra_hpc.train import folders
+from libra_hpc.train.link import WorkerSocket
 from libra_hpc.train.settings import WorkerConfig, read_config
 
 from . import state
@@ -53,13 +51,11 @@ TOKEN_BYTES = 4
 class Trainer:
     """One process of a replica.  Raises `UserError` for hardware or a model that is not known."""
 
-    def __init__(self, config: WorkerConfig, pace: Pace, socket: EngineSocket[FromWorker], begin: float) -> None:
+    def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
         self._config, self._speedup, self._socket = config, pace.speedup, socket
         shape = model_shape(pace.model)
         self._law = TrainLaw(shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s)
         self._generation, self._size = -1, 1
-        self._ahead: ToWorker | None = None
-        """A message that arrived while a generation formed."""
         self._state = folders.TrainerState(0, 0)
         if config.start_dir:
             self._state = folders.read_state(folders.resolve(Path(config.start_dir)))
@@ -69,8 +65,7 @@ class Trainer:
     def run(self) -> None:
         """Obey messages until `Stop`; raises `EOFError` when the agent is gone."""
         while True:
-            message = self._ahead or self._socket.receive()
-            self._ahead = None
+            message = self._socket.receive()
             if message is None or isinstance(message, Stop):
                 return
             self._socket.send_many(self._obey(message))
@@ -101,19 +96,15 @@ class Trainer:
         self._generation = -1
         mine = self._state
         try:
-            truth = state.meet(message, self._config.local_rank, mine.step, mine.updates, self._config.join_timeout_s, self._interrupted)
+            truth = state.meet(message, self._config.local_rank, mine.step, mine.updates, self._config.join_timeout_s, self._socket.interrupted)
         except state.NotMet as error:
-            return [WorkerError(f"generation {message.generation} did not form: {error}", fatal=False)]
+            return [WorkerError(f"generation {message.generation} did not form: {error}", fatal=False, generation=message.generation)]
         received = 0
         if truth != mine:
             received = self._law.state_bytes
             self._take(self._law.receive_s, begin)
         self._state, self._generation, self._size = truth, message.generation, message.size
         return [Joined(message.generation, truth.step, received, time.monotonic() - begin)]
-
-    def _interrupted(self) -> bool:
-        self._ahead = self._socket.receive(0)
-        return self._ahead is not None
 
     def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
         step = self._state.step
@@ -176,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
 
     def work(socket: str, path: Path, pace: Pace) -> None:
-        Trainer(read_config(path), pace, EngineSocket(socket, to_worker, from_worker), begin).run()
+        Trainer(read_config(path), pace, WorkerSocket(socket), begin).run()
 
     return run("trainer", "One simulated process of a training replica.", arguments, work)
 

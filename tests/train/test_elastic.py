@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.protocol.trainer import Join, LoadCheckpoint, Loaded, Standby, StepFailed, TrainStep, WorkerError
+from libra_hpc.protocol.trainer import Join, Joined, LoadCheckpoint, Loaded, SaveCheckpoint, Saved, Standby, StepFailed, TrainStep, WorkerError
 from libra_hpc.train import folders
 from libra_hpc.train.names import Split
 
-from .support import Replica, assert_same_state, fixed_run, join_all, make_model, step_all, train_step
+from .support import WAIT_S, Replica, assert_same_state, fixed_run, join_all, make_model, step_all, train_step
 
 pytestmark = pytest.mark.engine
 
@@ -95,6 +95,30 @@ def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Spl
     assert all((t == want_now[n]).all() for n, t in again.tensors(5).items())
     assert again.ask(LoadCheckpoint(str(shm)), Loaded).step == 4
     assert again.abandon() == [0]
+
+
+def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path, world: Split) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    first, second, third = (Replica(tmp_path, name, model_dir, join_timeout_s=10 * WAIT_S) for name in ("first", "second", "third"))
+    for replica in (first, second, third):
+        replica.ready()
+    # The third dies before it appears.  What was sent meanwhile is done afterwards, in order.
+    third.kill()
+    for rank, replica in enumerate((first, second)):
+        replica.send(Join(1, rank, 3, str(tmp_path / "g1")))
+    first.send(SaveCheckpoint(str(tmp_path / "saved"), 0))
+    for rank, replica in enumerate((first, second)):
+        replica.send(Join(2, rank, 2, str(tmp_path / "g2")))
+        error = replica.receive(WorkerError)
+        assert (error.generation, error.fatal) == (1, False)
+    assert first.receive(Saved).step == 0
+    assert [replica.receive(Joined).generation for replica in (first, second)] == [2, 2]
+    assert [answer.step for answer in step_all([first, second], 1, 2)] == [1, 1]
+    # So does a stop, and the end of the agent.
+    first.send(Join(3, 0, 2, str(tmp_path / "g3")))
+    second.send(Join(4, 0, 2, str(tmp_path / "g4")))
+    assert first.close() + second.abandon() == [0, 0]
 
 
 def test_a_replica_that_cannot_join_or_train_says_so_and_stays_usable(tmp_path: Path) -> None:

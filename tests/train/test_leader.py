@@ -10,7 +10,8 @@ import pytest
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, Log, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
-from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StepFailed, TrainStep
+from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StepFailed, TrainStep, WorkerError
+from libra_hpc.train import leader as module
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 
 
@@ -34,9 +35,9 @@ class Replica:
         if self.silent:
             return
         match message:
-            case Join(generation=generation, size=size):
-                self.world.joining.setdefault(generation, []).append(self)
-                members = self.world.joining[generation]
+            case Join(generation=generation, size=size, rendezvous=rendezvous):
+                members = self.world.joining.setdefault(rendezvous, [])
+                members.append(self)
                 if len(members) == size:
                     truth = max(members, key=lambda r: len(r.history))
                     for member in members:
@@ -56,7 +57,7 @@ class Replica:
 class World:
     def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3) -> None:
         self.replicas: dict[int, Replica] = {}
-        self.joining: dict[int, list[Replica]] = {}
+        self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
         self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
@@ -230,6 +231,69 @@ def test_stop_saves_at_the_next_border() -> None:
 
     play(world, script)
     assert world.saved == [(1, 2, [])]
+
+
+def test_members_that_failed_without_a_death_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.02)
+    world = World(steps=1)
+    replica = world.add(1)
+    replica.take = lambda message: world.reply(1, WorkerError("a connection broke", False, message.generation))  # type: ignore[method-assign]
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        await until(lambda: world.of(ToReplica))
+        await asyncio.sleep(0)
+        del replica.take
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    joins = [message.message for message in world.of(ToReplica) if isinstance(message.message, Join)]
+    assert [join.generation for join in joins] == [1, 1]
+    assert joins[0].rendezvous != joins[1].rendezvous, "a meeting point serves once"
+
+
+def test_a_failure_that_stays_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(module, "NEW_GENERATION_S", 0.05)
+    world = World(steps=1)
+    replica = world.add(1)
+
+    def take(message: Any) -> None:
+        if isinstance(message, TrainStep):
+            world.reply(1, StepFailed(1, 1, "a sample has no tokens"))
+        else:
+            Replica.take(replica, message)
+
+    replica.take = take  # type: ignore[method-assign]
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(Fatal))
+
+    play(world, script)
+    assert world.of(Fatal)[0].reason == "training failed and no node died: replica 1: a sample has no tokens"
+
+
+def test_a_generation_that_forms_gives_way_to_a_newer_order_at_once() -> None:
+    world = World(steps=1)
+    world.add(1)
+    world.add(2).silent = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1, 2))
+        await until(lambda: len(world.of(ToReplica)) == 2)
+        world.leader.on_generation(2, (1,))
+        await until(lambda: len(world.of(ToReplica)) >= 3)
+        # The answer to the order that was given up says nothing about the newer one.
+        world.reply(1, WorkerError("generation 1 did not form", False, 1))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    joins = [message.message for message in world.of(ToReplica) if isinstance(message.message, Join)]
+    assert [join.generation for join in joins] == [1, 1, 2]
 
 
 def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:

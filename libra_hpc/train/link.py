@@ -1,0 +1,59 @@
+"""A worker process's end of the socket to its agent.
+
+- Any thread may send.
+- While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is kept, and handled in order afterwards.
+
+Needs no torch: the simulated trainer speaks through it too.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.trainer import FromWorker, Join, Standby, Stop, from_worker, to_worker
+
+
+class WorkerSocket(EngineSocket[FromWorker]):
+    """See the module docstring.  The socket stays in blocking mode, so that a receiver never changes the mode under a sender."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, to_worker, from_worker)
+        self._ahead: deque[Any] = deque()
+        self._sending = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(self.fileno(), select.POLLIN)
+
+    def send(self, message: FromWorker) -> None:
+        """As the base class, from any thread."""
+        with self._sending:
+            super().send(message)
+
+    def send_many(self, messages: Sequence[FromWorker]) -> None:
+        """As the base class, from any thread."""
+        with self._sending:
+            super().send_many(messages)
+
+    def receive(self, timeout: float | None = None) -> Any | None:
+        """As the base class; messages that `interrupted` read come first."""
+        if self._ahead:
+            return self._ahead.popleft()
+        return self._next(timeout)
+
+    def interrupted(self) -> bool:
+        """True when an order has arrived that a join which still waits for members must give way to.
+
+        Raises `EOFError` when the agent is gone.
+        """
+        while (message := self._next(0.0)) is not None:
+            self._ahead.append(message)
+        return any(isinstance(message, Join | Standby | Stop) for message in self._ahead)
+
+    def _next(self, timeout: float | None) -> Any | None:
+        if timeout is not None and not self._pending and not self._poll.poll(1000.0 * timeout):
+            return None
+        return super().receive()

@@ -1,0 +1,49 @@
+"""Where an attempt starts when checkpoints are damaged, and what its metrics are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.pool.attempt import start_state, whole_start_state
+from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.train import folders
+
+
+def save(run: RunDir, step: int, reports: tuple[folders.StepRecord, ...] = ()) -> Path:
+    folder = run.checkpoint(step)
+    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
+    partial.mkdir(parents=True)
+    (partial / folders.OPTIMIZER_FILE).write_bytes(b"moments")
+    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
+    folders.publish(partial, folder)
+    (folder / folders.POSITION_FILE).write_bytes(msgspec.json.encode(folders.DataPosition(step, 8 * step, (8 * step + 3,), reports)))
+    return folder
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert whole_start_state(run) == (Welcome(0, "", 0, ()), [])
+    folder = {step: save(run, step) for step in (10, 20, 30, 40, 50)}
+    (folder[50] / folders.POSITION_FILE).write_text('{"step": 50, ')
+    (folder[40] / folders.POSITION_FILE).write_text('{"step": 39, "low": 0, "extra": []}')
+    (folder[30] / folders.OPTIMIZER_FILE).write_bytes(b"mements")
+    assert start_state(run).step == 30, "the quick answer reads no weights, and moves nothing"
+    assert folder[50].exists()
+    welcome, damaged = whole_start_state(run)
+    assert welcome == Welcome(20, str(folder[20]), 160, (163,))
+    assert [step for step, _ in damaged] == [50, 40, 30]
+    assert [word in sentence for (_, sentence), word in zip(damaged, ("torn", "step 39", "optimizer.safetensors"), strict=True)] == [True] * 3
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step-000010", "step-000020", "step-000030.damaged", "step-000040.damaged", "step-000050.damaged",
+    ]  # fmt: skip
+    assert run.latest_checkpoint() == (20, folder[20])
+    assert whole_start_state(run) == (welcome, [])
+
+
+def test_a_checkpoint_of_an_older_version_is_taken_as_it_is(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (save(run, 10) / folders.MANIFEST_FILE).unlink()
+    assert whole_start_state(run) == (Welcome(10, str(run.checkpoint(10)), 80, (83,)), [])
