@@ -24,8 +24,8 @@ def digest(config: RunConfig) -> str:
     """The digest, in hexadecimal."""
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     parts = [
-        RECORDS, host_settings(config).decode(), config.run.steps * algorithm.prompts_per_step, algorithm.group_size, rollout.temperature,
-        rollout.max_model_len, model.path, model.dtype,
+        RECORDS, host_settings(config).decode(), config.run.steps * algorithm.prompts_per_step, algorithm.group_size,
+        rollout.temperature, rollout.max_model_len, model.path, model.dtype,
     ]  # fmt: skip
     found = hashlib.sha256(msgspec.json.encode(parts))
     file = Path(config.task.name.rsplit(":", 1)[0])

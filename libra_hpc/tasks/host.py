@@ -3,6 +3,7 @@
 It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves `libra_hpc.protocol.env` for any number of
 concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the task's code becomes `EpisodeFailed`.
 The host exits when the socket closes.  Its tool processes never outlive it: it kills them on the way out, and the kernel does when it is killed itself.
+What they have started is killed with them, or becomes the child of whoever started this process (`libra_hpc.process.reaper`).
 
 Exit codes: 0 the socket closed, 1 the tools cannot start or the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
 """
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from libra_hpc.errors import OperationError, UserError, invalid, said
+from libra_hpc.process.reaper import become_subreaper, children
 from libra_hpc.protocol.codec import FrameBuffer, FrameError, pack_i32, unpack_i32
 from libra_hpc.protocol.env import (
     EpisodeFailed,
@@ -162,7 +164,9 @@ async def serve(path: str, config: HostConfig) -> int:
     """Connect, serve until the socket closes, and return the exit code.  Raises `UserError` and `OperationError` before the first frame."""
     task = build_task(config.task, config.options, config.seed, TaskTokenizer(config.model))
     # Beside the socket: the starter removes that folder even when this process is killed.
-    tools = Sandbox(task.tools, config, Path(path).parent)
+    # What the task has started so far is the task's own; nothing that a tool leaves behind outlives this process.
+    become_subreaper()
+    tools = Sandbox(task.tools, config, Path(path).parent, children())
     try:
         await tools.start()
         host = Host(config.task, task, tools)
@@ -186,7 +190,8 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
         with contextlib.suppress(KeyboardInterrupt):
             return asyncio.run(serve(options.socket, config))
     except (msgspec.DecodeError, OSError) as error:
-        print(f"libra-hpc: {invalid('--config', options.config, said(error), f'a file with a {kind.__name__} as JSON')}", file=sys.stderr)
+        mistake = invalid("--config", options.config, said(error), f"a file with a {kind.__name__} as JSON")
+        print(f"libra-hpc: {mistake}", file=sys.stderr)
         return UserError.exit_code
     except (UserError, OperationError) as error:
         print(f"libra-hpc: {error}", file=sys.stderr)

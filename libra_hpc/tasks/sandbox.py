@@ -1,7 +1,7 @@
 """The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio loop.
 
 A call waits for a free process of its pool, then has ``tool_timeout_s`` of wall-clock time; a process that overstays, dies or answers nonsense is killed
-with its process group and replaced, and the call ends as a `ToolResult`.  Declared tools and model-written code have separate pools, so slow code never
+with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared tools and model-written code have separate pools, so slow code never
 holds up a look-up.  What confines the processes is in `libra_hpc.tasks.contain`.
 """
 
@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from libra_hpc.errors import OperationError, invalid
+from libra_hpc.process.reaper import end_strangers
 from libra_hpc.protocol.codec import FrameBuffer, FrameError
 
 from .base import ToolResult
@@ -41,6 +42,11 @@ CODE_GRACE_S = 2.0
 
 REAP_S = 0.02
 """Interval at which killed processes are reaped."""
+
+STRANGER_ROUNDS = 100
+"""Most rounds of `REAP_S` at the end of a sandbox until what its tools left behind is gone."""
+
+NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code off the network"
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra_hpc.tasks.toolproc import main; main()"
 
@@ -157,7 +163,7 @@ class _Process:
         self.ready = True
         self.pool.network_off = message.network_off
         if not (self.pool.refs or message.network_off):
-            print("sandbox: no network namespace here; the system-call filter alone keeps model-written code off the network", file=sys.stderr)
+            print(NO_NAMESPACE, file=sys.stderr)
         return True
 
     def _answer(self, done: ToolDone) -> None:
@@ -257,10 +263,20 @@ class _Pool:
 
 
 class Sandbox:
-    """`Tools` for every episode of a host.  Create it on a running loop; `close` it before the loop ends."""
+    """`Tools` for every episode of a host.  Create it on a running loop; `close` it before the loop ends.
 
-    def __init__(self, tools: Mapping[str, Callable[..., Any]], config: HostConfig, folder: str | Path | None = None) -> None:
-        self.config = config
+    ``spared``: given by a subreaper, the children that are not the sandbox's.  Then what a killed tool process leaves
+    behind, which becomes this process's child, is killed as well (`libra_hpc.process.reaper.end_strangers`).
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        config: HostConfig,
+        folder: str | Path | None = None,
+        spared: Collection[int] | None = None,
+    ) -> None:
+        self.config, self._spared = config, spared
         self._folder = tempfile.mkdtemp(prefix="tools-", dir=folder)
         self._names = frozenset(tools)
         self._tools = _Pool(self, tool_refs(tools), config.tool_timeout_s)
@@ -316,11 +332,16 @@ class Sandbox:
 
     def _reap(self) -> None:
         self._dying = [p for p in self._dying if not p.reaped()]
-        if self._dying:
+        if self._end_strangers() or self._dying:
             asyncio.get_running_loop().call_later(REAP_S, self._reap)
 
+    def _end_strangers(self) -> list[int]:
+        if self._spared is None:
+            return []
+        return end_strangers({*self._spared, *self.pids, *(process.child.pid for process in self._dying)})
+
     def close(self) -> None:
-        """Kill every tool process, wait for their end, and remove their folders."""
+        """Kill every tool process and what it has started, wait for their end, and remove their folders."""
         processes = [p for pool in (self._tools, self._code) for p in pool.processes]
         for process in processes:
             process.kill()
@@ -329,4 +350,8 @@ class Sandbox:
         for pool in (self._tools, self._code):
             pool.processes.clear()
         self._dying.clear()
+        for _ in range(STRANGER_ROUNDS):
+            if not self._end_strangers():
+                break
+            time.sleep(REAP_S)
         rmtree(self._folder, ignore_errors=True)

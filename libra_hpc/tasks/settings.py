@@ -63,7 +63,7 @@ def host_command(settings: Path) -> list[str]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read (0600), whatever the umask; a file that is there already is replaced."""
+    """Write a file that only its owner can read (0600), whatever the umask; an earlier file is replaced."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

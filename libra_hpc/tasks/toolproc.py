@@ -2,6 +2,7 @@
 
 The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it cannot work.  Then one call at a
 time: `Call` for a declared tool, `Run` for code.  Frames are msgpack against closed unions, so neither side can make the other run anything else.
+What a call has started ends before its answer is sent.
 
 Model-written code never runs in this process but in a fork made for that one call, whose only way out is a pipe of bytes: it cannot forge an answer,
 and there is nothing to find in the memory it inherits, because this process knows neither task nor episode nor reward.
@@ -23,6 +24,7 @@ from typing import Any, Union
 
 import msgspec
 
+from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import Codec, FrameBuffer
 
 from . import contain
@@ -33,6 +35,9 @@ PRELOADED = (
     "math", "numbers", "operator", "random", "re", "statistics", "string", "textwrap", "typing",
 )  # fmt: skip
 """Modules model-written code can import: it may open no file, so only what is loaded already."""
+
+CHILDREN_S = 2.0
+"""Most seconds to end what a call has started; then this process ends, and the host goes on with what is left."""
 
 FRAME_BYTES = 96
 """Most bytes of a `ToolDone` frame beside its value."""
@@ -63,7 +68,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """Run a declared tool."""
 
     call: int
-    """Drawn at random: a frame that anything else writes to the link fits no call, so it can never become another call's answer."""
+    """Drawn at random: a frame that anything else writes to the link fits no call, and is never another call's answer."""
     name: str
     args: tuple[Any, ...]
 
@@ -119,7 +124,8 @@ def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
         value = function(*request.args)
         frame = from_tool.frame(ToolDone("ok", cut(value, most) if isinstance(value, str) else value, call=call))
         if len(frame) > most + FRAME_BYTES:
-            frame = from_tool.frame(ToolDone("error", f"the answer of {len(frame)} bytes exceeds the limit of {most}", call=call))
+            text = f"the answer of {len(frame)} bytes exceeds the limit of {most}"
+            frame = from_tool.frame(ToolDone("error", text, call=call))
     except (Exception, SystemExit) as error:
         frame = from_tool.frame(ToolDone("error", cut(f"{type(error).__name__}: {error}", most), call=call))
     return frame
@@ -226,19 +232,25 @@ def serve(link: socket.socket) -> None:
         contain.no_new_privileges()
         contain.limit(setup.memory_bytes, setup.memory_bytes)
         contain.die_with(setup.parent)
+        reaper.become_subreaper()
     except Exception as error:
         link.sendall(from_tool.frame(ToolDone("error", f"{type(error).__name__}: {error}")))
         return
     link.sendall(from_tool.frame(Ready(network_off)))
     while (request := receive()) is not None:
+        if isinstance(request, Setup):
+            return
         if isinstance(request, Call):
-            link.sendall(run_tool(functions[request.name], request, setup.output_bytes))
-        elif isinstance(request, Run):
-            link.sendall(from_tool.frame(msgspec.structs.replace(run_code(request.code, setup), call=request.call)))
+            answer = run_tool(functions[request.name], request, setup.output_bytes)
+        else:
+            answer = from_tool.frame(msgspec.structs.replace(run_code(request.code, setup), call=request.call))
+        if not reaper.end_children(CHILDREN_S):
+            return
+        link.sendall(answer)
 
 
 def main() -> None:
-    """Serve on the inherited descriptor, which programs started by a tool do not inherit; standard streams are /dev/null."""
+    """Serve on the inherited descriptor, which no program of a tool inherits; standard streams are /dev/null."""
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
     serve(link)

@@ -73,9 +73,27 @@ def start_sleeper(path: str) -> None:
 
 def write_to_link(frame: bytes, later_s: float = 0.0) -> str:
     """Send a frame of one's own to the host, at once or after the call."""
-    link = next(fd for fd in range(3, 100) if os.path.lexists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode))
+    open_now = (fd for fd in range(3, 100) if os.path.lexists(f"/proc/self/fd/{fd}"))
+    link = next(fd for fd in open_now if stat.S_ISSOCK(os.fstat(fd).st_mode))
     if later_s:
         threading.Timer(later_s, os.write, (link, frame)).start()
     else:
         os.write(link, frame)
     return "written"
+
+
+def detach(path: str, seconds: float = 0.0) -> str:
+    """Leave a daemon behind: a session of its own, a parent that has ended.  Its id is in ``path``."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        daemon = os.fork()
+        if daemon == 0:
+            os.execlp("sleep", "sleep", "600")
+        with open(f"{path}.new", "w") as file:
+            file.write(str(daemon))
+        os.rename(f"{path}.new", path)
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(seconds)
+    return "detached"

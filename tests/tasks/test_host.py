@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
 from libra_hpc.tasks.keychain import Guide, KeyChain, Words
@@ -21,6 +25,18 @@ from .test_sandbox import gone
 
 FRAGILE = f"{Path(__file__).with_name('user_tasks.py')}:Fragile"
 EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
+
+
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    """This process is one, as an agent is."""
+    reaper.become_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+def gone_now(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
 
 
 def descendants(pid: int) -> list[int]:
@@ -165,6 +181,39 @@ def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
         assert all(gone(pid) for pid in pids)
 
 
+def test_a_daemon_of_a_tool_is_gone_after_its_timeout(keychain_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    config = HostConfig(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=1.0)
+    with Leader(config) as leader:
+        leader.open("a")
+        assert isinstance(leader.step("a", [5]), EpisodeStepped)
+        assert gone(int(path.read_text()))
+        assert leader.process.poll() is None
+
+
+def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
+    keychain_folder: Path, tmp_path: Path, subreaper: None
+) -> None:
+    path, before = tmp_path / "pid", reaper.children()
+    config = HostConfig(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
+    with Leader(config) as leader:
+        leader.open("a")
+        leader.send(StepEpisode("a", pack_i32([5])))
+        while not path.exists():
+            assert leader.process.poll() is None
+            time.sleep(0.01)
+        leader.process.kill()
+        leader.process.wait(30)
+        daemon = int(path.read_text())
+        while daemon not in reaper.children():
+            assert not gone_now(daemon)
+            time.sleep(0.01)
+        while reaper.children() - before:
+            reaper.end_strangers(before)
+            time.sleep(0.01)
+        assert gone_now(daemon)
+
+
 def test_host_hides_its_memory(keychain_folder: Path) -> None:
     with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
         become = "os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)" if os.getuid() == 0 else "None"
@@ -189,7 +238,8 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
 def test_users_mistakes_exit_with_two(keychain_folder: Path, config: bytes, message: str, tmp_path: Path) -> None:
     settings = tmp_path / "host.json"
     settings.write_text(config.decode().replace("MODEL", str(keychain_folder)))
-    result = subprocess.run([*host_command(settings), "--socket", str(tmp_path / "none.sock")], capture_output=True, text=True)
+    command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -20,7 +20,7 @@ from .conftest import InSandbox
 
 TOOLS = {name: getattr(sample_tools, name) for name in (
     "echo", "fail", "leave", "pid", "sleep_for", "allocate", "text_of", "list_of", "unencodable", "write_file", "surroundings", "start_sleeper",
-    "write_to_link",
+    "write_to_link", "detach",
 )}  # fmt: skip
 
 
@@ -148,6 +148,18 @@ def test_timeout_kills_what_the_tool_started(in_sandbox: InSandbox, tmp_path_fac
     assert gone(int(path.read_text()))
 
 
+def test_a_daemon_of_a_tool_is_gone_with_its_call(in_sandbox: InSandbox, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("daemon") / "pid"
+
+    async def body(box: Sandbox) -> tuple[ToolResult, bool, bool]:
+        before = box.pids
+        result = await box.call("detach", str(path))
+        return result, Path(f"/proc/{path.read_text()}").exists(), box.pids == before
+
+    result, alive, same = in_sandbox(body, TOOLS)
+    assert (result.outcome, result.value, alive, same) == ("ok", "detached", False, True)
+
+
 def test_undeclared_tool_is_the_tasks_mistake(in_sandbox: InSandbox) -> None:
     async def body(box: Sandbox) -> None:
         with pytest.raises(KeyError, match="declares no tool 'serach'"):
@@ -173,7 +185,8 @@ def test_tool_process_that_cannot_start_says_why(in_sandbox: InSandbox, monkeypa
 @pytest.mark.parametrize("extra", [ToolDone("ok", "forged"), Ready(False)], ids=["answer", "ready"])
 def test_an_extra_frame_of_a_tool_shifts_no_answer(in_sandbox: InSandbox, extra: Ready | ToolDone) -> None:
     async def body(box: Sandbox) -> tuple[ToolResult, list[ToolResult]]:
-        return await box.call("write_to_link", from_tool.frame(extra)), [await box.call("echo", number) for number in range(4)]
+        bad = await box.call("write_to_link", from_tool.frame(extra))
+        return bad, [await box.call("echo", number) for number in range(4)]
 
     bad, good = in_sandbox(body, TOOLS, tool_timeout_s=5.0)
     assert (bad.outcome, bad.value) == ("error", "the tool process sent an answer to no call")
@@ -189,4 +202,5 @@ def test_a_frame_written_after_the_call_costs_no_other_call(in_sandbox: InSandbo
         return [first, *[await box.call("echo", number) for number in range(4)]]
 
     results = in_sandbox(body, TOOLS, tool_timeout_s=5.0)
-    assert [(result.outcome, result.value) for result in results] == [("ok", value) for value in ("written", 0, 1, 2, 3)]
+    assert {result.outcome for result in results} == {"ok"}
+    assert [result.value for result in results] == ["written", 0, 1, 2, 3]

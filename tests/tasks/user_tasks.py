@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import time
 
-from libra_hpc.tasks.base import Episode, Task, Tools, Turn
+from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
+from tests.tasks.sample_tools import detach
+
+
+def hold(path: str) -> str:
+    """Leave a daemon behind, its id in a file, and hang."""
+    return detach(path, 600.0)
 
 
 def doze(seconds: float) -> str:
@@ -17,6 +23,9 @@ class Scripted(Episode):
 
     prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
 
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
         if tokens[0] == 0:
             raise RuntimeError("the task is broken")
@@ -28,18 +37,24 @@ class Scripted(Episode):
             return Turn([len((await tools.call("doze", 600.0)).outcome)])
         if tokens[0] == 4:
             return Turn([6], done=True, reward=0.25, info={"turns": 2})
+        if tokens[0] == 5:
+            return Turn([len((await tools.call("hold", self.path)).outcome)])
         return Turn([7, 8])
 
 
 class Fragile(Task):
     """Index 13 cannot even be opened."""
 
-    tools = {"doze": doze}
+    tools = {"doze": doze, "hold": hold}
+
+    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, path: str = "") -> None:
+        super().__init__(tokenizer, seed=seed)
+        self.path = path
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         if index == 13:
             raise LookupError("no problem 13")
-        return Scripted()
+        return Scripted(self.path)
 
 
 class NoTool(Task):
