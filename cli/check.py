@@ -22,19 +22,26 @@ from .split import resolve, show_split
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
     """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
     config, made = resolve(load(run_file, override))
-    check_run(config)
+    warnings = check_run(config)
     environment = jobs.environment_or_none(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
     elif config.slurm.executor != "local":
-        note("no Slurm controller answers: partitions, nodes and limits were not checked")
+        warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
+    warn(warnings)
     if json:
         split = None if made is None else made.chosen
-        say_json({"run_file": str(run_file), "good": True, "checked_against_slurm": environment is not None, "split": split})
+        say_json({"run_file": str(run_file), "good": True, "checked_against_slurm": environment is not None, "warnings": warnings, "split": split})
         return
     if made is not None:
         show_split(made)
     say(f"{run_file} is good")
+
+
+def warn(warnings: Sequence[str]) -> None:
+    """Print what could not be checked, a line each."""
+    for line in warnings:
+        note(f"warning: {line}")
 
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:

@@ -24,7 +24,7 @@ from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.summary import render_summary, summarise
 
 from . import jobs
-from .check import load
+from .check import load, warn
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import note, say, say_json, show
@@ -67,10 +67,11 @@ def submit(
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     config, made = resolve(config)
-    check_run(config)
+    warnings = check_run(config)
     environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
+    warn(warnings)
     number = 1 if run is None else attempt(run) + 1
     if made is not None and not (parsable or json):
         show_split(made, stderr=dry_run)

@@ -136,7 +136,7 @@ def test_a_mistake_in_an_order_for_another_layout(case: str, site: Path, queue: 
 def test_check_finds_the_same_and_prints_nothing_but_the_verdict(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
-    assert facts == {"run_file": "run.toml", "good": True, "checked_against_slurm": True, "split": None}
+    assert facts == {"run_file": "run.toml", "good": True, "checked_against_slurm": True, "warnings": [], "split": None}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert outcome.code == 2
     assert "no such partition" in one_line(outcome)
