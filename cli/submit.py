@@ -19,6 +19,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.planner.initial import Initial, record
 from libra_hpc.slurm.fit import check_fit
+from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.summary import render_summary, summarise
@@ -67,7 +68,7 @@ def submit(
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     config, made = resolve(config)
-    warnings = check_run(config)
+    warnings = check_run(config) + check_python(config)
     environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))

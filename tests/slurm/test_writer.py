@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,23 @@ FULL: dict[str, Any] = {
 
 
 def script(config: dict[str, Any], **changes: Any) -> str:
-    arguments: dict[str, Any] = {"python": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
+    arguments: dict[str, Any] = {"interpreter": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
     return het_script(Launch(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes}))
 
 
 def test_golden_text() -> None:
     assert script(FULL) == Path(__file__).with_name("golden.sbatch").read_text()
+
+
+def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
+    def python(config: dict[str, Any]) -> str:
+        return Launch(RunConfig.model_validate(config), RunDir("/data/demo-001"), 1).python
+
+    assert python({}) == sys.executable
+    assert python({"slurm": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
+    text = script({"slurm": {"python": "/shared/env/bin/python"}}, interpreter="")
+    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.pool.agent") == 1
+    assert sys.executable not in text
 
 
 def test_components_without_nodes_are_left_out() -> None:
