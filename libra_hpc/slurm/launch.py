@@ -52,4 +52,14 @@ class Launch:
     @property
     def variables(self) -> dict[str, str]:
         """Variables the agents get, whatever starts them."""
-        return {**self.environment, "PYTHONUNBUFFERED": "1"}
+        return {**interface_variables(self.config.slurm.interface), **self.environment, "PYTHONUNBUFFERED": "1"}
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """What makes every library of the agents and their engines listen on one network interface; nothing where none is named.
+
+    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  NCCL takes names as prefixes without the equals sign.
+    """
+    if not interface:
+        return {}
+    return {"UCX_NET_DEVICES": interface, "FI_TCP_IFACE": interface, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

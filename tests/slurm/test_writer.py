@@ -48,6 +48,14 @@ def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
     assert sys.executable not in text
 
 
+def test_a_named_interface_reaches_every_library_that_listens() -> None:
+    text = script({**FULL, "slurm": {"interface": "ib0"}})
+    exports = {line.removeprefix("export ") for line in text.splitlines() if line.startswith("export ")}
+    assert exports >= {"UCX_NET_DEVICES=ib0", "FI_TCP_IFACE=ib0", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==ib0"}
+    assert "IFNAME" not in script(FULL)
+    assert "UCX_NET_DEVICES=mlx5_0:1" in script({"slurm": {"interface": "ib0"}}, environment={"UCX_NET_DEVICES": "mlx5_0:1"})
+
+
 def test_components_without_nodes_are_left_out() -> None:
     launch = Launch(RunConfig.model_validate(FULL), RunDir("/data/demo-001"), 1)
     assert [name for name, _ in launch.components] == ["planner", "train", "rollout"]
