@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.twin import TwinSection
 from libra_hpc.slurm.fit import check_fit
+from libra_hpc.slurm.interpreter import check_python
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
@@ -22,19 +25,26 @@ from .split import resolve, show_split
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
     """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
     config, made = resolve(load(run_file, override))
-    check_run(config)
+    warnings = check_run(config) + check_python(config)
     environment = jobs.environment_or_none(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
     elif config.slurm.executor != "local":
-        note("no Slurm controller answers: partitions, nodes and limits were not checked")
+        warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
+    warn(warnings)
     if json:
         split = None if made is None else made.chosen
-        say_json({"run_file": str(run_file), "good": True, "checked_against_slurm": environment is not None, "split": split})
+        say_json({"run_file": str(run_file), "good": True, "checked_against_slurm": environment is not None, "warnings": warnings, "split": split})
         return
     if made is not None:
         show_split(made)
     say(f"{run_file} is good")
+
+
+def warn(warnings: Sequence[str]) -> None:
+    """Print what could not be checked, a line each."""
+    for line in warnings:
+        note(f"warning: {line}")
 
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
@@ -45,9 +55,15 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     if separator:
         task = f"{Path(path).absolute()}:{name}"
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
+    python = config.slurm.python
+    if os.sep in python:
+        python = str(Path(python).expanduser().absolute())
+    elif python:
+        python = shutil.which(python) or python
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
+            "slurm": config.slurm.model_copy(update={"python": python}),
             "model": config.model.model_copy(update={"path": model}),
             "task": config.task.model_copy(update={"name": task}),
             "planner": config.planner.model_copy(update=_absolute(config.planner)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,14 +28,17 @@ def all_runs(parent: Path) -> list[RunDir]:
     """Runs below ``parent``, oldest first."""
     if not parent.is_dir():
         return []
-    found = [RunDir(path) for path in parent.iterdir() if (path / "config.json").is_file()]
+    # os.path rather than Path: the private run of another user is passed over, not an error.
+    found = [RunDir(path) for path in parent.iterdir() if os.path.isfile(path / "config.json")]
     return sorted(found, key=lambda run: (_created(run), run.name))
 
 
 def find_run(wanted: str | None, parent: Path) -> RunDir:
     """The run a user means; raises `UserError` naming the runs there are."""
-    if wanted and (Path(wanted) / "config.json").is_file():
-        return RunDir.open(wanted)
+    if wanted and os.path.isfile(Path(wanted) / "config.json"):
+        return RunDir(wanted)
+    if wanted and os.path.isdir(wanted) and not os.access(wanted, os.X_OK):
+        raise UserError(f"RUN = {wanted!r}: this folder is private to its owner; valid: a run of your own, or one shared with run.share.")
     runs = all_runs(parent)
     if wanted is None:
         if not runs:

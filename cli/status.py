@@ -26,6 +26,7 @@ def status(
 ) -> None:
     """Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason."""
     found = find_run(run, runs)
+    found.resolved()
     if watch and not json:
         follow(found)
         return

@@ -14,17 +14,18 @@ import msgspec
 import typer
 
 from libra_hpc.config.check import check_run
-from libra_hpc.config.load import apply_override, validate
+from libra_hpc.config.load import apply_override, load_resolved, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.planner.initial import Initial, record
 from libra_hpc.slurm.fit import check_fit
+from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.rundir import MODES, RunDir, write_atomic
 from libra_hpc.telemetry.summary import render_summary, summarise
 
 from . import jobs
-from .check import load
+from .check import load, warn
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import note, say, say_json, show
@@ -67,10 +68,11 @@ def submit(
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     config, made = resolve(config)
-    check_run(config)
+    warnings = check_run(config) + check_python(config)
     environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
+    warn(warnings)
     number = 1 if run is None else attempt(run) + 1
     if made is not None and not (parsable or json):
         show_split(made, stderr=dry_run)
@@ -82,6 +84,7 @@ def submit(
         run = create(config, run_file)
     else:
         refuse_if_active(run)
+        share(run, config)
     queued = queue(Launch(config, run, number), environment, made)
     if parsable:
         say(queued)
@@ -97,7 +100,7 @@ def submit(
 def create(config: RunConfig, run_file: Path) -> RunDir:
     """Make the run directory with the run file as written."""
     try:
-        run = RunDir.create(Path(config.run.dir), config.run.name)
+        run = RunDir.create(Path(config.run.dir), config.run.name, MODES[config.run.share])
         write_atomic(run.toml, run_file.read_bytes())
     except OSError as error:
         raise invalid("run.dir", config.run.dir, f"no run directory can be made there ({error.strerror})", "a writable folder") from error
@@ -120,13 +123,24 @@ def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial |
 
 def resumed(run: RunDir, overrides: list[str]) -> RunConfig:
     """The configuration of an earlier attempt with overrides; its identity stays."""
-    data = run.read_json(run.config)
+    load_resolved(run.config)
+    data = run.resolved()
     for override in overrides:
         apply_override(data, override)
     config = validate(data)
     if run.path.parent != Path(config.run.dir) or not run.path.name.startswith(config.run.name):
         raise invalid("--resume", run.name, "a resumed run keeps its run.name and run.dir")
     return config
+
+
+def share(run: RunDir, config: RunConfig) -> None:
+    """Give a resumed run's directory the mode that an override asks for; without one it keeps what it has."""
+    if load_resolved(run.config).run.share == config.run.share:
+        return
+    try:
+        run.path.chmod(MODES[config.run.share])
+    except OSError as error:
+        raise invalid("run.share", config.run.share, f"the mode of {run.path} cannot be changed ({error.strerror})") from error
 
 
 def refuse_if_active(run: RunDir) -> None:

@@ -17,6 +17,7 @@ from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     """Show reward, speed, moves of nodes and failures of a run; writes summary.png into its folder."""
     found = find_run(run, runs)
+    found.resolved()
     draw(found)
     if json:
         say_json(msgspec.to_builtins(summarise(found)))

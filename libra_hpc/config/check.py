@@ -25,6 +25,7 @@ from libra_hpc.tasks.registry import BUILTIN
 from libra_hpc.twin.rehearsal import check_twin
 
 from .job import Component
+from .resources import check_memory
 from .rollout import of_node
 from .run import RunConfig
 
@@ -42,8 +43,8 @@ def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Itera
             yield from model_check(config, model)
 
 
-def check_run(config: RunConfig) -> None:
-    """Raise the first mistake of a run file, model folder, task file and run directory included."""
+def check_run(config: RunConfig) -> list[str]:
+    """Raise the first mistake of a run file, model folder, task file and run directory included; returns what could not be checked, a sentence each."""
     for error in problems(config):
         raise error
     check_run_dir(config)
@@ -51,16 +52,25 @@ def check_run(config: RunConfig) -> None:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "real":
         check_task(config.task.name, config.task.options)
+        return check_engines(config)
     check_engines(config)
+    return check_memory(config, None)
 
 
-def check_engines(config: RunConfig) -> None:
-    """Raise the first mistake that would keep the engines of a configuration from starting; reads the policy's config.json, or what a rehearsal simulates."""
-    twin = config.run.engine == "twin"
-    for error in problems(config, None if twin else read_model_config(config)):
-        raise error
-    if twin:
+def check_engines(config: RunConfig) -> list[str]:
+    """Raise the first mistake that would keep the engines of a configuration from starting; reads the policy's config.json, or what a rehearsal simulates.
+
+    Returns what could not be checked, a sentence each.
+    """
+    if config.run.engine == "twin":
+        for error in problems(config):
+            raise error
         check_twin(config)
+        return []
+    model = read_model_config(config)
+    for error in problems(config, model):
+        raise error
+    return check_memory(config, shape_from_config(model, Path(config.model.path).name))
 
 
 def component_counts(config: RunConfig) -> Iterator[UserError]:
@@ -161,9 +171,10 @@ def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Training shards heads, key-value heads, the MLP and the vocabulary; rollout replicates what it cannot shard, except attention heads."""
     heads = int(model.get("num_attention_heads", 1))
+    kv = int(model.get("num_key_value_heads") or heads)
     widths = {
         "num_attention_heads": heads,
-        "num_key_value_heads": int(model.get("num_key_value_heads", heads)),
+        "num_key_value_heads": kv,
         "intermediate_size": int(model.get("intermediate_size", 0)),
         "vocab_size": int(model.get("vocab_size", 0)),
     }
@@ -174,6 +185,8 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
     for tp in dict.fromkeys(degrees):
         if heads % tp:
             yield invalid("rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads))
+        elif kv % tp and tp % kv:
+            yield invalid("rollout.tp", tp, f"neither divides the model's num_key_value_heads = {kv} nor is a multiple of it", _divisors(kv))
 
 
 def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

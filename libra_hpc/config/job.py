@@ -22,6 +22,8 @@ class RunSection(Section):
     """Seed of the data order and of sampling."""
     steps: int = Field(100, ge=1)
     """Optimizer steps (global batches) to train."""
+    share: Literal["private", "group", "all"] = "private"
+    """Who may read the run directory: its owner (mode 0700), the owner's group too (0750), or everybody (0755)."""
     engine: Literal["real", "twin"] = "real"
     """``twin``: a rehearsal; every process above the engines is the real one, engines, trainers and tools are simulated as ``[twin]`` says."""
 
@@ -39,8 +41,12 @@ class SlurmSection(Section):
     qos: str = ""
     mpi: str = "pmi2"
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
+    python: str = ""
+    """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``; empty: the one that submits."""
+    interface: str = Field("", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15)
+    """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: what each of them chooses (docs/ports.md)."""
     restarts: int = Field(3, ge=0)
-    """How often all ranks restart inside the allocation, from the newest checkpoint, after the planner or a leader died."""
+    """How often all ranks restart inside the allocation from the newest checkpoint, after the planner or a leader died."""
     extra: list[str] = []
     """Further sbatch options, verbatim, for every component (``--constraint=nvlink``)."""
 

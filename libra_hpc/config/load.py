@@ -7,7 +7,6 @@ TOML, or one meant for a text field (``slurm.time_limit=00:30:00`` is a *time* i
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -22,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from libra_hpc.errors import UserError, invalid, nearest, said
+from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.telemetry.rundir import read_object
 
 from .run import RunConfig
 
@@ -45,14 +45,12 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """The configuration of a run (`RunDir.config`); raises `UserError` when it cannot be read or is none."""
+    """The configuration of a run (`RunDir.config`); raises `UserError` naming the file when it cannot be read or is none."""
+    data = read_object(path, "the configuration of the run")
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: the configuration of the run cannot be read: {said(error).rstrip('.')}.") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: the configuration of the run is not a JSON object.")
-    return validate(data)
+        return validate(data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -67,10 +65,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}:{place['line']}: not valid TOML: {what} (column {place['column']}).") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid TOML: byte {error.start} is not UTF-8.") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not valid TOML: it is nested too deeply.") from error
     except OSError as error:
         raise UserError(f"{path}: the run file cannot be read: {error.strerror}.") from error
-    except RecursionError as error:
-        raise UserError(f"{path}: the run file is nested too deeply.") from error
 
 
 def parse_override(override: str, example: str = "algorithm.eta=2") -> tuple[str, Any]:
@@ -126,12 +124,11 @@ def _override_value(text: str, *, as_text: bool) -> Any:
 def validate(data: Mapping[str, Any]) -> RunConfig:
     """Check a parsed run file against the schema; raises `UserError` for the first mistake."""
     try:
-        numbers = list(_numbers(data, ""))
+        for field, value in _numbers(data, ""):
+            if not math.isfinite(value):
+                raise invalid(field, value, "not a finite number")
     except RecursionError as error:
-        raise UserError("the configuration is nested too deeply.") from error
-    for field, value in numbers:
-        if not math.isfinite(value):
-            raise invalid(field, value, "not a finite number")
+        raise UserError("The configuration is nested too deeply.") from error
     try:
         return RunConfig.model_validate(data, strict=True)
     except ValidationError as error:

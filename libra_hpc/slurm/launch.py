@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.telemetry.rundir import RunDir
 
 from .fit import present_components
+from .interpreter import compute_python
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,15 @@ class Launch:
     """1 for the first submission of a run."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables the agents get, beside those that every agent gets."""
-    python: str = sys.executable
-    """Interpreter on the nodes."""
+    interpreter: str = ""
+    """Interpreter on the nodes; empty: that of the run file (`compute_python`)."""
     arguments: Sequence[str] | None = None
     """What the interpreter is given instead of the agent's own arguments."""
+
+    @property
+    def python(self) -> str:
+        """Interpreter that starts the agents."""
+        return self.interpreter or compute_python(self.config)
 
     @property
     def components(self) -> list[tuple[str, Component]]:
@@ -47,4 +52,14 @@ class Launch:
     @property
     def variables(self) -> dict[str, str]:
         """Variables the agents get, whatever starts them."""
-        return {**self.environment, "PYTHONUNBUFFERED": "1"}
+        return {**interface_variables(self.config.slurm.interface), **self.environment, "PYTHONUNBUFFERED": "1"}
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """What makes every library of the agents and their engines listen on one network interface; nothing where none is named.
+
+    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  NCCL takes names as prefixes without the equals sign.
+    """
+    if not interface:
+        return {}
+    return {"UCX_NET_DEVICES": interface, "FI_TCP_IFACE": interface, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

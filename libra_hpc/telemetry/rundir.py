@@ -26,9 +26,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, said
 
 _STEP = re.compile(r"^step-(\d+)$")
+PRIVATE = 0o700
+"""Mode of a run directory that only its owner reads: it holds prompts, answers of tools and everything the run file says."""
+MODES = {"private": PRIVATE, "group": 0o750, "all": 0o755}
+"""Mode of a run directory by ``run.share``."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -72,6 +76,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object; raises `UserError` naming the file, ``what`` it is and why it cannot be had."""
+    try:
+        value = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise UserError(f"{path}: {what} cannot be read: it is nested too deeply.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {what} cannot be read: {said(error).rstrip('.')}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {what} is not a JSON object.")
+    return value
+
+
 class RunDir:
     """Paths of one run."""
 
@@ -79,8 +96,8 @@ class RunDir:
         self.path = Path(path).absolute()
 
     @classmethod
-    def create(cls, parent: Path, name: str) -> RunDir:
-        """Make ``<parent>/<name>-<number>`` with the next free number."""
+    def create(cls, parent: Path, name: str, mode: int = PRIVATE) -> RunDir:
+        """Make ``<parent>/<name>-<number>`` with the next free number; ``mode`` holds whatever the umask."""
         parent.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(re.escape(name) + r"-(\d+)$")
         taken = [int(m.group(1)) for p in parent.iterdir() if (m := pattern.match(p.name))]
@@ -88,18 +105,18 @@ class RunDir:
         while True:
             candidate = parent / f"{name}-{number:03d}"
             try:
-                candidate.mkdir(mode=0o755)
+                candidate.mkdir(mode=PRIVATE)
             except FileExistsError:
                 number += 1
                 continue
+            candidate.chmod(mode)
             return cls(candidate)
 
     @classmethod
     def open(cls, path: Path | str) -> RunDir:
-        """Open an existing run directory; raises `UserError` when it is none."""
+        """Open an existing run directory; raises `UserError` when it is none, or when its configuration cannot be read."""
         run = cls(path)
-        if not run.config.exists():
-            raise UserError(f"{run.path} is not a run directory: it has no {run.config.name}.")
+        run.resolved()
         return run
 
     @property
@@ -222,14 +239,25 @@ class RunDir:
             return []
         return sorted((int(m.group(1)), p) for p in self.checkpoints.iterdir() if (m := _STEP.match(p.name)) and (p / "state.json").exists())
 
+    def resolved(self) -> dict[str, Any]:
+        """The content of `config`, not validated; raises `UserError` when it is missing, damaged, or someone else's."""
+        try:
+            self.config.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{self.path} is not a run directory: it has no {self.config.name}.") from None
+        except OSError:
+            # Whatever keeps it from being looked at is the reason it cannot be read.
+            pass
+        return read_object(self.config, "the configuration of the run")
+
     def write_json(self, path: Path, value: Any) -> None:
         """Atomically write a JSON document of this run."""
         write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Read a JSON document of this run; missing or torn: empty."""
+        """Read a JSON document of this run; missing, unreadable or torn: empty."""
         try:
             value = json.loads(path.read_bytes())
-        except (FileNotFoundError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,9 @@ CASES = {
     "too many CPUs": (["-o", "components.train.cpus=65"], "components.train.cpus = 65: "),
     "too much memory": (["-o", "components.rollout.mem=2T"], "components.rollout.mem = '2T': "),
     "run folder below a file": (["-o", "run.dir=run.toml/runs"], "run.toml is not a folder"),
+    "unknown interpreter": (["-o", "slurm.python=pyhton3"], "slurm.python = 'pyhton3': no such program on PATH"),
+    "an interpreter without engines": (["-o", "slurm.python=./login"], "/login': it lacks libra_hpc, mpi4py, vllm, megatron and torch, which the nodes need;"),
+    "the same on a dry run": (["--dry-run", "-o", "slurm.python=./login"], "/login': it lacks libra_hpc, mpi4py, vllm, megatron and torch"),
     "no such option": (["--wiat"], "--wiat"),
 }  # fmt: skip
 
@@ -64,6 +68,8 @@ def one_line(outcome: Outcome) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_a_mistake_in_the_run_file(case: str, site: Path, queue: Queue, cli: Callable[..., Outcome]) -> None:
     arguments, sentence = CASES[case]
+    (site / "login").write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    (site / "login").chmod(0o755)
     before = sorted(site.rglob("*"))
     outcome = cli("submit", "run.toml", *arguments)
     assert outcome.code == 2
@@ -136,7 +142,7 @@ def test_a_mistake_in_an_order_for_another_layout(case: str, site: Path, queue: 
 def test_check_finds_the_same_and_prints_nothing_but_the_verdict(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
-    assert facts == {"run_file": "run.toml", "good": True, "checked_against_slurm": True, "split": None}
+    assert facts == {"run_file": "run.toml", "good": True, "checked_against_slurm": True, "warnings": [], "split": None}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert outcome.code == 2
     assert "no such partition" in one_line(outcome)

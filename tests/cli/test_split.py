@@ -67,7 +67,7 @@ def test_json_and_parsable_print_nothing_else(auto: Path, queue: Queue, cli: Cli
     assert cli("submit", "run.toml", "--parsable").out == "4711\n"
     split = json.loads(cli("submit", "run.toml", "--json").out)["split"]
     assert split["train.tp"] * split["train.pp"] == 8
-    explicit = ("-o", "components.split=explicit", "-o", "components.rollout.nodes=1")
+    explicit = ("-o", "components.split=explicit", "-o", "components.rollout.nodes=1", "-o", "train.tp=8")
     assert json.loads(cli("submit", "run.toml", *explicit, "--json").out)["split"] is None
     assert not RunDir(auto / "runs" / "quick-003").plan.exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from libra_hpc_cli import follow, jobs, submit
 
 from libra_hpc import compiled
-from libra_hpc.errors import OperationError, SlurmUnreachable
+from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
 from libra_hpc.protocol.order import decode_order
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
@@ -82,6 +83,45 @@ def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, q
     outcome = cli("submit", "--resume", "quick-001", "-o", "run.name=other")
     assert outcome.code == 2
     assert "keeps its run.name" in outcome.err
+
+
+@pytest.mark.parametrize(("share", "mode"), [("", 0o700), ("group", 0o750), ("all", 0o755)])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_run_directory_is_private_unless_the_run_file_shares_it(share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli) -> None:
+    before = os.umask(umask)
+    try:
+        assert cli("submit", "run.toml", *(("-o", f"run.share={share}") if share else ())).code == 0
+    finally:
+        os.umask(before)
+    path = site / "runs" / "quick-001"
+    assert path.stat().st_mode & 0o777 == mode
+    queue.answer = jobs.JobView("4711", "failed")
+    path.chmod(0o711)
+    assert cli("submit", "--resume", "quick-001").code == 0
+    assert path.stat().st_mode & 0o777 == 0o711, "what was not asked for stays"
+    assert cli("submit", "--resume", "quick-001", "-o", f"run.share={'private' if share else 'all'}").code == 0
+    assert path.stat().st_mode & 0o777 == (0o700 if share else 0o755)
+
+
+@pytest.mark.parametrize("content", ['{"run": {"na', "[]", "[" * 100_000])
+def test_a_damaged_configuration_is_named_by_every_verb_that_needs_it(content: str, site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    config = site / "runs" / "quick-001" / "config.json"
+    config.write_text(content)
+    queue.answer = jobs.JobView("4711", "running")
+    for verb in (("status",), ("status", "--json"), ("summary", "quick-001"), ("status", "runs/quick-001"), ("submit", "--resume", "quick-001")):
+        outcome = cli(*verb)
+        assert (outcome.code, outcome.out) == (2, ""), verb
+        assert outcome.err.startswith(f"error: {config}: the configuration of the run "), verb
+    assert cli("cancel", "quick-001").code == 0, "a run must not go on because a file of it is damaged"
+    assert queue.cancelled == ["quick-001"]
+
+
+def test_a_folder_without_a_configuration_is_no_run(site: Path, queue: Queue, cli: Cli) -> None:
+    (site / "runs" / "quick-001").mkdir(parents=True)
+    assert "no run of that name" in cli("status", "quick-001").err
+    with pytest.raises(UserError, match=r"quick-001 is not a run directory: it has no config\.json\.$"):
+        RunDir.open(site / "runs" / "quick-001")
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1)])

@@ -29,7 +29,7 @@ prompts_per_step = 4
 group_size = 8
 skip_zero_advantage = false
 [train]
-tp = 2
+tp = 4
 [rollout]
 tp = [4, 8]
 engines_per_node = [2, 1]
@@ -48,9 +48,9 @@ model = "qwen3-8b"
 presets = ["math"]
 speedup = 40.0
 start_s = 20.0
-mfu = 0.1
+mfu = 0.05
 """
-"""One of eight GPUs of the training node in use at a low MFU: training is the slower stage, so the hybrid node is needed there."""
+"""Half of the eight GPUs of the training node in use at a low MFU: training is the slower stage, so the hybrid node is needed there."""
 
 
 class Rehearsal(Case):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.config.load import load_run_file, validate
+from libra_hpc.config.load import load_resolved, load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 
@@ -73,6 +73,9 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
         ("[slurm]\ntime_limit = 01:00:00\n", "slurm.time_limit = '01:00:00': a date or time must be in quotes"),
         ("[slurm]\nextra = [1]\n", "slurm.extra.0 = 1: wrong type; valid: a list of strings."),
         ("[optimizer]\nlr = inf\n", "optimizer.lr = inf: not a finite number."),
+        ("[slurm]\ninterface = 'ib0 eth0'\n", "slurm.interface = 'ib0 eth0': malformed; valid: a string matching"),
+        ("[slurm]\nrestarts = -1\n", "slurm.restarts = -1: out of range; valid: an integer >= 0."),
+        ("[run]\nshare = 'public'\n", "run.share = 'public': unknown value; valid: private, group, all."),
         ("[run]\nname = 'a b'\n", "run.name = 'a b': malformed; valid: a string matching"),
         ("[components]\ntrain = 3\n", "components.train = 3: wrong type; valid: a table."),
         ("[rollout]\ntp = 0\n", "rollout.tp = 0: out of range; valid: an integer >= 1, or a list of them with one for each hybrid and rollout node."),
@@ -105,3 +108,32 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):
         load_run_file(binary)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"run": {"na', "the configuration of the run cannot be read: Unterminated string starting at"),
+        ("", "the configuration of the run cannot be read: Expecting value"),
+        ("[" * 100_000, "the configuration of the run cannot be read: it is nested too deeply."),
+        ("[]", "the configuration of the run is not a JSON object."),
+        ('{"run": {"nmae": "x"}}', "run.nmae = 'x': unknown key in [run]"),
+        ("\udcff", "the configuration of the run cannot be read: "),
+    ],
+)
+def test_a_damaged_configuration_is_named_with_its_reason(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError) as caught:
+        load_resolved(path)
+    assert str(caught.value).startswith(f"{path}: {reason}")
+
+
+def test_deep_nesting_is_a_sentence_and_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not valid TOML: it is nested too deeply"):
+        load_run_file(write(tmp_path, "[task.options]\nx = " + "[" * 20_000))
+    data: dict[str, object] = {}
+    for _ in range(5_000):
+        data = {"options": data}
+    with pytest.raises(UserError, match="nested too deeply"):
+        validate({"task": data})

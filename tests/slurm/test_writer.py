@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,31 @@ FULL: dict[str, Any] = {
 
 
 def script(config: dict[str, Any], **changes: Any) -> str:
-    arguments: dict[str, Any] = {"python": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
+    arguments: dict[str, Any] = {"interpreter": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
     return het_script(Launch(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes}))
 
 
 def test_golden_text() -> None:
     assert script(FULL) == Path(__file__).with_name("golden.sbatch").read_text()
+
+
+def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
+    def python(config: dict[str, Any]) -> str:
+        return Launch(RunConfig.model_validate(config), RunDir("/data/demo-001"), 1).python
+
+    assert python({}) == sys.executable
+    assert python({"slurm": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
+    text = script({"slurm": {"python": "/shared/env/bin/python"}}, interpreter="")
+    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.pool.agent") == 1
+    assert sys.executable not in text
+
+
+def test_a_named_interface_reaches_every_library_that_listens() -> None:
+    text = script({**FULL, "slurm": {"interface": "ib0"}})
+    exports = {line.removeprefix("export ") for line in text.splitlines() if line.startswith("export ")}
+    assert exports >= {"UCX_NET_DEVICES=ib0", "FI_TCP_IFACE=ib0", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==ib0"}
+    assert "IFNAME" not in script(FULL)
+    assert "UCX_NET_DEVICES=mlx5_0:1" in script({"slurm": {"interface": "ib0"}}, environment={"UCX_NET_DEVICES": "mlx5_0:1"})
 
 
 def test_components_without_nodes_are_left_out() -> None:

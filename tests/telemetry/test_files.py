@@ -231,3 +231,11 @@ def test_the_picture_of_an_empty_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (187, "3:07"), (3723, "1:02:03")])
 def test_durations(seconds: float, text: str) -> None:
     assert summary.duration(seconds) == text
+
+
+@pytest.mark.parametrize("content", [b"", b'{"state": ', b"[]", b"[" * 100_000, b"\xff\xfe"])
+def test_a_torn_document_reads_as_empty(content: bytes, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "torn")
+    run.result.write_bytes(content)
+    assert run.read_json(run.result) == {}
+    assert run.read_json(run.path) == {}, "a folder stands for any file that cannot be read"

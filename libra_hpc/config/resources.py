@@ -1,0 +1,143 @@
+"""Whether the nodes and GPUs of a run file can carry its engines, by the planner's own memory models, before anything is queued.
+
+* Training: the least a replica of TP x PP can need (`libra_hpc.planner.memory`) exceeds the GPU -> refused, with the smallest TP x PP that fits.
+* Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning; shorter ones may never ask for it.
+* Rollout: beside its share of the weights an engine cannot hold one sequence of ``rollout.max_model_len`` tokens -> refused.
+* A GPU in no table -> warning; runs on CPUs have no GPU memory to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.capacity import kv_capacity
+from libra_hpc.hardware.devices import Device, device
+from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.planner.memory import USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
+from libra_hpc.sim.settings import blocks_of
+from libra_hpc.twin.rehearsal import pace
+
+from .job import Component
+from .rollout import of_node
+from .run import RunConfig
+
+MIB = 1 << 20
+UTIL = 0.9
+"""Share of a GPU that an engine takes by itself: vLLM's default, which the engines use."""
+
+
+def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
+    """Raise `UserError` for a layout that GPU memory cannot hold; returns a sentence for each that may not fit or was not checked.
+
+    ``model`` is the shape of the policy; a rehearsal takes that of ``[twin]`` instead, and its engines are `check_twin`'s business.
+    """
+    rehearsed = config.run.engine == "twin"
+    if config.slurm.device == "cpu" and not rehearsed:
+        return []
+    warnings: dict[str, None] = {}
+    for name in ("train", "hybrid", "rollout"):
+        component: Component = getattr(config.components, name)
+        if not component.nodes:
+            continue
+        found = _device(config, name)
+        if found is None:
+            kind = f"GPUs of gpu_type = {component.gpu_type!r} are" if component.gpu_type else "without a gpu_type GPUs are"
+            warnings[f"{kind} in no table, so whether the engines fit their memory was not checked (planner.device, planner.devices)"] = None
+            continue
+        shape = model_shape(pace(config, name).model) if rehearsed or model is None else model
+        shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
+        if name != "rollout":
+            warnings.update(dict.fromkeys(_check_training(config, shape, found, component.gpus)))
+        if name != "train" and not rehearsed:
+            _check_rollout(config, name, shape, found, component.gpus)
+    return list(warnings)
+
+
+def _device(config: RunConfig, component: str) -> Device | None:
+    """The GPU of a component's nodes; None when it is in no table.  Raises `UserError` when the run file names an unknown one to plan with."""
+    planner = config.planner
+    if config.run.engine == "twin":
+        told = pace(config, component)
+        return device(told.device, told.devices or None)
+    file = Path(planner.devices) if planner.devices else None
+    if planner.device:
+        try:
+            return device(planner.device, file)
+        except UserError as error:
+            raise UserError(str(error).replace("device =", "planner.device =", 1)) from None
+    try:
+        return device(getattr(config.components, component).gpu_type, file)
+    except UserError:
+        if file is not None and not file.is_file():
+            raise
+        return None
+
+
+def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int) -> Iterator[str]:
+    """Raise `UserError` when no batch could be trained; yields a sentence when the longest one could not."""
+    train = config.train
+    whole = config.algorithm.prompts_per_step * config.algorithm.group_size * config.rollout.max_model_len
+    tokens = min(train.micro_tokens, whole)
+
+    def memory(tp: int, pp: int, recompute: bool, in_flight: int = 1, pack: int = tokens) -> TrainMemory:
+        layout = TrainLayout(tp, pp, 1, 1, 1, train.micro_tokens, recompute)
+        return train_memory(shape, layout, gpu, in_flight, pack)
+
+    least = memory(train.tp, train.pp, train.recompute)
+    usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
+    if memory_limit(least, gpu) is not None:
+        term, size = max(least.terms().items(), key=lambda item: item[1])
+        why = f"training {shape.name} with TP{train.tp} PP{train.pp} needs {least.total / 1e9:.0f} GB a GPU ({term} {size / 1e9:.0f}) and {usable}"
+        for recompute in dict.fromkeys((train.recompute, True)):
+            for tp, pp in _splits(shape, gpus):
+                if memory_limit(memory(tp, pp, recompute), gpu) is None:
+                    more = "" if recompute == train.recompute else " and train.recompute = true"
+                    raise invalid("train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)")
+        raise invalid("train.tp", train.tp, why, f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits")
+    longest = memory(train.tp, train.pp, train.recompute, train.pp, max(tokens, config.rollout.max_model_len))
+    if memory_limit(longest, gpu) is not None:
+        what = f"a pipeline full of micro-batches of {max(tokens, config.rollout.max_model_len):,} tokens"
+        yield f"training may run out of GPU memory: {what} needs {longest.total / 1e9:.0f} GB a GPU and {usable}"
+
+
+def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
+    """(TP, PP) that divide the model and fit on a node, those of the fewest GPUs first."""
+    degrees = range(1, gpus + 1)
+    widths = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
+    found = [(tp, pp) for tp in degrees for pp in degrees if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)]
+    return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
+
+
+def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: Device, gpus: int) -> None:
+    rollout, hybrid = config.rollout, config.components.hybrid.nodes
+    nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
+    tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
+
+    def missing(tp: int) -> tuple[float, float]:
+        """Bytes of a GPU that are needed, and that there are."""
+        weights, sequence = shape.weight_bytes / tp + gpu.workspace_bytes, tokens * shape.kv_bytes_per_device(tp)
+        if rollout.kv_cache_mb:
+            return weights + max(sequence, rollout.kv_cache_mb * MIB), gpu.memory_bytes
+        return weights + sequence, UTIL * gpu.memory_bytes
+
+    for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
+        if not shape.divides(tp):
+            continue
+        room = rollout.kv_cache_mb * MIB // shape.kv_bytes_per_device(tp) if rollout.kv_cache_mb else kv_capacity(gpu, shape, tp, UTIL)
+        needs, has = missing(tp)
+        if tokens > room and rollout.kv_cache_mb:
+            least = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
+            why = f"it holds {room:,} tokens of {shape.name} at TP{tp} and rollout.max_model_len is {rollout.max_model_len:,}"
+            raise invalid("rollout.kv_cache_mb", rollout.kv_cache_mb, why, f"at least {least}, or 0 (what the GPU has)")
+        if tokens > room or needs > has:
+            why = (
+                f"an engine of {shape.name} needs {needs / 1e9:.0f} GB a GPU for its weights, its workspace and one sequence of "
+                f"{rollout.max_model_len:,} tokens, and {has / 1e9:.0f} GB of one {gpu.name} can be used"
+            )
+            larger = next((n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]), None)
+            valid = f"rollout.tp = {larger}" if larger else f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
+            raise invalid("rollout.tp", tp, why, valid)

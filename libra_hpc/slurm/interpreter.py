@@ -1,0 +1,78 @@
+"""The interpreter of the compute nodes: which one it is, and whether it has what a run needs, asked before anything is queued.
+
+`Launch.python` is the one place others take it from; agents start their children with their own, which is the same.  It is asked by running it once:
+``find_spec`` of top-level names finds a package without importing it, so no engine is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError, invalid
+
+CONTROL = ("libra_hpc", "mpi4py")
+"""Packages of every agent."""
+ENGINES = ("vllm", "megatron", "torch")
+"""Packages of the engines, which rehearsals simulate."""
+OLDEST = (3, 11)
+TIMEOUT_S = 60.0
+"""A cold network file system may take half a minute to start Python; a warm one takes a tenth of a second."""
+MARK = "libra-hpc finds"
+PROBE = f"""
+import importlib.util, sys
+print({MARK!r}, "%d.%d" % sys.version_info[:2], *[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+"""
+
+
+def compute_python(config: RunConfig) -> str:
+    """The interpreter that starts the agents: ``slurm.python``, else the one that submits."""
+    return config.slurm.python or sys.executable
+
+
+def check_python(config: RunConfig) -> list[str]:
+    """Raise `UserError` when the nodes' interpreter cannot run this configuration; returns a sentence when it cannot be seen from here."""
+    named, python = config.slurm.python, compute_python(config)
+    if not os.path.isabs(python):
+        where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
+        raise invalid("slurm.python", named, where, "the absolute path of an interpreter")
+    if not os.path.exists(python):
+        return [f"slurm.python = {named!r} is not visible from here, so whether it has what the nodes need was not checked"]
+    if not os.path.isfile(python) or not os.access(python, os.X_OK):
+        raise invalid("slurm.python", named, "not an executable file", "the absolute path of an interpreter")
+    wanted = CONTROL if config.run.engine == "twin" else (*CONTROL, *ENGINES)
+    who = "it" if named else f"the submitting interpreter {python}"
+    try:
+        version, *missing = _found(python, wanted)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise invalid("slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter") from error
+    fix = f"python3 envs/install.py {config.slurm.device} --venv DIR makes one, and slurm.python = 'DIR/bin/python' names it"
+    if tuple(map(int, version.split("."))) < OLDEST:
+        raise UserError(f"slurm.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}.")
+    if missing:
+        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        raise UserError(f"slurm.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
+    return []
+
+
+@cache
+def _found(python: str, wanted: tuple[str, ...]) -> list[str]:
+    """Version of an interpreter, and which packages it lacks; raises ``OSError`` or ``SubprocessError`` when it does not run."""
+    done = subprocess.run([python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return line.removeprefix(MARK).split()
+    raise subprocess.CalledProcessError(done.returncode, python, done.stdout, done.stderr)
+
+
+def _reason(error: OSError | subprocess.SubprocessError) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer within {TIMEOUT_S:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines()
+        return lines[-1].rstrip(".") if lines else f"exit code {error.returncode}, and it is no Python"
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,0 +1,109 @@
+"""Layouts that GPU memory cannot hold are refused with figures and a way out; what the planner proposes is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import validate
+from libra_hpc.config.resources import check_memory
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.planner.initial import initial_plan
+from libra_hpc.planner.memory import USABLE, TrainLayout, train_memory
+
+NODE = {"gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
+
+
+def configured(**sections: Any) -> RunConfig:
+    data: dict[str, Any] = {
+        "slurm": {"device": "cuda"},
+        "components": {name: dict(NODE) for name in ("train", "hybrid", "rollout")},
+        "model": {"path": "qwen3-14b"},
+        "train": {"tp": 8},
+        "rollout": {"tp": 2, "max_model_len": 32768},
+    }
+    for section, values in sections.items():
+        data[section] = {**data.get(section, {}), **values}
+    return validate(data)
+
+
+def checked(model: str, **sections: Any) -> list[str]:
+    return check_memory(configured(**sections), model_shape(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "sentence"),
+    [
+        ("qwen3-14b", {"train": {"tp": 1}}, "train.tp = 1: training qwen3-14b with TP1 PP1 needs 3"),
+        ("qwen3-14b", {"train": {"tp": 1}}, "(optimizer 177) and 80 GB of one a800 can be used; valid: train.tp = 8, train.pp = 1 (the fewest GPUs)."),
+        ("llama-3.1-70b", {"rollout": {"tp": 4}}, "train.tp = 8: training llama-3.1-70b with TP8 PP1 needs 227 GB a GPU (optimizer 106) and 80 GB of one a800"),
+        ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no TP x PP of the 8 GPUs of a node fits"),
+        ("qwen3-32b", {"train": {"tp": 8}, "planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "valid: rollout.tp = 2."),
+        ("qwen3-14b", {"rollout": {"kv_cache_mb": 100}}, "it holds 1,280 tokens of qwen3-14b at TP2 and rollout.max_model_len is 32,768"),
+        ("qwen3-14b", {"rollout": {"kv_cache_mb": 80_000}}, "rollout.tp = 2: an engine of qwen3-14b needs 102 GB a GPU"),
+        ("qwen3-14b", {"rollout": {"tp": [8, 1], "max_model_len": 400_000}}, "rollout.tp = 1: an engine of qwen3-14b needs 98 GB a GPU"),
+        ("qwen3-14b", {"planner": {"device": "a80"}}, "planner.device = 'a80': unknown device"),
+    ],
+)  # fmt: skip
+def test_a_layout_out_of_memory_is_refused_with_figures_and_a_way_out(model: str, sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(model, **sections)
+    assert sentence in str(caught.value)
+
+
+def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_smallest() -> None:
+    shape, gpu = model_shape("qwen3-14b"), device("a800")
+
+    def total(tp: int, pp: int) -> float:
+        return train_memory(shape, TrainLayout(tp, pp, 1, 1, 1, 8192), gpu, 1, 8192).total
+
+    with pytest.raises(UserError, match=f"needs {total(1, 1) / 1e9:.0f} GB a GPU"):
+        checked("qwen3-14b", train={"tp": 1})
+    assert total(8, 1) <= USABLE * gpu.memory_bytes
+    assert min(total(4, 1), total(2, 2), total(1, 4), total(2, 1)) > USABLE * gpu.memory_bytes
+    assert checked("qwen3-14b", rollout={"max_model_len": 8192}) == []
+
+
+def test_recomputing_is_offered_where_nothing_else_fits() -> None:
+    four = {name: {**NODE, "gpus": 4} for name in ("train", "hybrid", "rollout")}
+    with pytest.raises(UserError, match=r"valid: train\.tp = 4, train\.pp = 1 and train\.recompute = true \(the fewest GPUs\)\.$"):
+        checked("qwen3-14b", train={"tp": 4}, components=four)
+    assert checked("qwen3-14b", train={"tp": 4, "recompute": True}, components=four, rollout={"max_model_len": 8192}) == []
+
+
+def test_one_long_trajectory_is_a_warning_because_shorter_ones_may_never_ask_for_it() -> None:
+    (line,) = checked("qwen3-14b", train={"tp": 8}, rollout={"max_model_len": 131072})
+    assert line.startswith("training may run out of GPU memory: a pipeline full of micro-batches of 131,072 tokens needs ")
+
+
+def test_a_gpu_in_no_table_is_a_warning_and_nothing_is_checked_on_cpus() -> None:
+    odd = {name: {**NODE, "gpu_type": kind} for name, kind in (("train", "mi300"), ("hybrid", "mi300"), ("rollout", ""))}
+    assert checked("qwen3-14b", components=odd, train={"tp": 1}) == [
+        "GPUs of gpu_type = 'mi300' are in no table, so whether the engines fit their memory was not checked (planner.device, planner.devices)",
+        "without a gpu_type GPUs are in no table, so whether the engines fit their memory was not checked (planner.device, planner.devices)",
+    ]
+    with pytest.raises(UserError, match="of one a100 can be used"):
+        checked("qwen3-14b", components=odd, train={"tp": 1}, planner={"device": "a100"})
+    assert checked("qwen3-14b", slurm={"device": "cpu"}, train={"tp": 1}) == []
+
+
+def test_a_rehearsal_is_checked_with_what_it_simulates() -> None:
+    twin = {"run": {"engine": "twin"}, "slurm": {"device": "cpu"}, "twin": {"model": "qwen3-8b"}}
+    assert check_memory(configured(**twin, train={"tp": 4}, rollout={"max_model_len": 1024}), None) == []
+    with pytest.raises(UserError, match=r"training qwen3-8b with TP1 PP1 needs"):
+        check_memory(configured(**twin, train={"tp": 1}), None)
+
+
+@pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "qwen3-14b"])
+@pytest.mark.parametrize("prompts", [1, 64])
+def test_a_split_chosen_by_the_planner_is_never_refused(model: str, prompts: int) -> None:
+    data = configured(components={"split": "auto"}, model={"path": model}, algorithm={"prompts_per_step": prompts}).model_dump(exclude_unset=True)
+    for section, keys in {"train": ("tp",), "rollout": ("tp",)}.items():
+        for key in keys:
+            del data[section][key]
+    made = initial_plan(validate(data))
+    check_memory(made.config, model_shape(model))

@@ -1,0 +1,47 @@
+"""On which interface the ranks of a world listen: what docs/ports.md says, seen from inside the ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import time
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.slurm import local, submit
+from libra_hpc.slurm.launch import Launch
+from libra_hpc.telemetry.rundir import RunDir
+
+WORLD = """
+import os, pathlib, sys
+from mpi4py import MPI
+comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+assert comm.allreduce(1) == 2
+own = {os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink() and os.path.lexists(path)}
+lines = [line.split() for line in pathlib.Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+listening = [fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own]
+(folder / f"listens-{comm.rank}").write_text(" ".join(listening))
+comm.Barrier()
+os._exit(0)
+"""
+
+
+def listeners(tmp_path: Path, interface: str) -> list[str]:
+    """Addresses that the two ranks of a local world listen on."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed")
+    (tmp_path / "world.py").write_text(WORLD)
+    run = RunDir.create(tmp_path, "run")
+    config = RunConfig.model_validate({"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}})
+    local.start(Launch(config, run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
+    while not submit.state(run).state.ended:
+        time.sleep(0.05)
+    found = [word for path in sorted(run.path.glob("listens-*")) for word in path.read_text().split()]
+    assert len(list(run.path.glob("listens-*"))) == 2, [path.read_text() for path in run.logs(1).glob("*.log")]
+    return [str(ipaddress.ip_address(bytes.fromhex(word)[::-1])) for word in found]
+
+
+def test_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
+    assert listeners(tmp_path, "lo") == ["127.0.0.1", "127.0.0.1"]
