@@ -176,6 +176,8 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     step: int
     groups: tuple[Group, ...]
     stats: dict[str, float]
+    given_up: tuple[int, ...] = ()
+    """Prompts whose samples all failed: they count as trained with this batch, so that no start samples them again."""
 
 
 class BatchReady(msgspec.Struct, tag=True, frozen=True):
@@ -297,6 +299,10 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Of trajectories finished since the last report."""
     open_groups: tuple[OpenGroup, ...] = ()
     """By index."""
+    failures: tuple[tuple[str, int, str], ...] = ()
+    """(kind, failed attempts since start, last error), the most frequent first."""
+    paused: str = ""
+    """Why no prompt is admitted at present; empty while prompts are."""
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------------

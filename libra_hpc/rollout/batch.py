@@ -16,7 +16,7 @@ TOKEN_BYTES = 4
 class GroupState:
     """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has finished or begun."""
 
-    __slots__ = ("begun", "done", "index", "missing", "open")
+    __slots__ = ("begun", "done", "failed", "index", "missing", "open", "retried")
 
     def __init__(self, index: int, samples: int, kept: Sequence[Trajectory] = ()) -> None:
         self.index = index
@@ -26,6 +26,8 @@ class GroupState:
         self.missing = tuple(sample for sample in range(samples) if sample not in there)
         """Samples to be run, from the start or, where ``begun`` has them, from where they are."""
         self.open = len(self.missing)
+        self.failed = self.retried = 0
+        """Trajectories given up, and failed attempts that were followed by another."""
 
     def to_group(self) -> Group:
         """The trainer's view, advantages normalised within the group."""
@@ -70,6 +72,8 @@ def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str,
         "turns_p50": quantile(turns, 0.5),
         "turns_p95": quantile(turns, 0.95),
         "context_p50": quantile([float(len(t.context)) for t in trajectories], 0.5),
+        "failed": float(sum(group.failed for group in groups)),
+        "retried": float(sum(group.retried for group in groups)),
     }
     for key in sorted({key for t in trajectories for key in t.info}):
         values = [t.info[key] for t in trajectories if key in t.info]

@@ -7,11 +7,12 @@ goes on meanwhile.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
 from .replay import Replay
 from .trajectory import Trajectory
@@ -20,8 +21,8 @@ from .trajectory import Trajectory
 class Environments:
     """Messages go out through ``send(host, message)``.
 
-    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason, counts)``: its episode is lost and it is to be
-    sampled anew; ``counts`` when that is its own fault.  ``progress(index)``: where its prompt stands in the run.
+    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason)``: its episode is lost and it is to be sampled
+    anew.  ``failed(trajectory, kind, error)``: this attempt failed.  ``progress(index)``: where its prompt stands in the run.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Environments:
         progress: Callable[[int], float],
         ready: Callable[[Trajectory], None],
         finish: Callable[[Trajectory], None],
-        restart: Callable[[Trajectory, str, bool], None],
+        restart: Callable[[Trajectory, str], None],
+        failed: Callable[[Trajectory, str, str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Of every trajectory in play."""
@@ -42,6 +45,7 @@ class Environments:
         self._up = [False] * hosts
         self._group_size, self._max_model_len = group_size, max_model_len
         self._send, self._progress, self._ready, self._finish, self._restart = send, progress, ready, finish, restart
+        self._failed, self._clock = failed, clock
 
     @property
     def up(self) -> bool:
@@ -58,9 +62,13 @@ class Environments:
 
     def answer(self, trajectory: Trajectory) -> None:
         """Its turn is complete: the environment's move, as soon as it is where the trajectory is."""
-        trajectory.place = "tool"
+        trajectory.place, trajectory.stepped_at = "tool", self._clock()
         if trajectory.episode not in self._replays:
             self._send(trajectory.host, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+
+    def close(self, trajectory: Trajectory) -> None:
+        """Have its host forget it."""
+        self._send(trajectory.host, CloseEpisode(trajectory.episode))
 
     def forget(self, trajectory: Trajectory) -> None:
         """It is not in play any more."""
@@ -71,6 +79,8 @@ class Environments:
         """What a host says."""
         if isinstance(message, HostReady):
             self._up[host] = True
+            return
+        if isinstance(message, HostAlive):
             return
         trajectory = self.episodes.get(message.episode)
         if trajectory is None:
@@ -91,8 +101,8 @@ class Environments:
                     self._play(trajectory, replay, replay.answered(message))
                 else:
                     self._stepped(trajectory, message)
-            case EpisodeFailed(error=error):
-                self._restart(trajectory, error, True)
+            case EpisodeFailed(error=error, kind=kind):
+                self._failed(trajectory, kind, error)
 
     def on_down(self, host: int, reason: str) -> None:
         """A host died, and another follows it.
@@ -104,7 +114,7 @@ class Environments:
         for trajectory in [t for t in self.episodes.values() if t.host == host]:
             suspect = trajectory.place == "tool" or trajectory.episode in self._replays
             if not trajectory.prompt_tokens or (suspect and trajectory.replays):
-                self._restart(trajectory, reason, False)
+                self._restart(trajectory, reason)
             else:
                 trajectory.replays += suspect
                 self.open(trajectory)
@@ -112,8 +122,8 @@ class Environments:
     def _play(self, trajectory: Trajectory, replay: Replay, same: bool) -> None:
         """The next turn of a replay, if the environment answered as before."""
         if not same:
-            self._send(trajectory.host, CloseEpisode(trajectory.episode))
-            self._restart(trajectory, "its environment did not answer as it had when its turns were played again", False)
+            self.close(trajectory)
+            self._restart(trajectory, "its environment did not answer as it had when its turns were played again")
         elif (tokens := replay.next()) is not None:
             self._send(trajectory.host, StepEpisode(trajectory.episode, tokens))
         else:
@@ -132,7 +142,7 @@ class Environments:
             return
         trajectory.add_environment(message.tokens)
         if len(trajectory.context) + trajectory.max_tokens > self._max_model_len:
-            self._send(trajectory.host, CloseEpisode(trajectory.episode))
+            self.close(trajectory)
             trajectory.info = {"truncated": 1.0}
             self._finish(trajectory)
             return

@@ -31,8 +31,8 @@ class Trajectory:
 
     __slots__ = (
         "at_signal", "attempt", "attained", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
-        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at", "stop_ids", "turn",
-        "turns", "versions",
+        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at", "stepped_at",
+        "stop_ids", "turn", "turns", "versions",
     )  # fmt: skip
 
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
@@ -55,6 +55,8 @@ class Trajectory:
         self.started_at = self.ready_at = now
         self.sent_at = 0.0
         """When the newest turn went to an engine; 0.0 before the first."""
+        self.stepped_at = 0.0
+        """When the newest turn went to the environment; 0.0 before the first."""
         self.reward = 0.0
         self.info: dict[str, float] = {}
 

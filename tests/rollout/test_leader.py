@@ -14,8 +14,9 @@ from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, E
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from libra_hpc.rollout.kept import Position, Record, Start, gather, verdict
-from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
+from libra_hpc.rollout.leader import RolloutLeader
 from libra_hpc.rollout.record import Ended, decision_line, trace_line
+from libra_hpc.rollout.settings import RolloutSettings
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.midturn import Move, Running
@@ -97,8 +98,11 @@ class Plant:
 
     def __init__(
         self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False,
-        policy: Policy | None = None,
+        policy: Policy | None = None, prompts: int = 2, group: int = 2,
     ) -> None:
+        self.now = 1000.0
+        self.broken: Callable[[Any], str | None] = lambda message: None
+        """What an environment answers a message with instead: the error, if any."""
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
         self.aborts: list[tuple[str, Abort]] = []
@@ -112,11 +116,11 @@ class Plant:
         self.turns, self.version, self.tool = turns, 0, 5
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
-        settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2, in_order)
+        settings = RolloutSettings("toy", prompts, group, eta, steps, 1.0, max_model_len, 4, (eta + 1) * prompts, in_order, rank=5)
         self.leader = RolloutLeader(
             settings, policy or Emptiest(), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m),
             self.on_ended, lambda routed: self.decisions.append(decision_line(routed)),
-            lambda kind, **fields: self.events.append((kind, fields)),
+            lambda kind, **fields: self.events.append((kind, fields)), lambda: self.now,
         )  # fmt: skip
         self.start_engines = engines
 
@@ -170,6 +174,10 @@ class Plant:
     def environment(self) -> None:
         pending, self.host = self.host, []
         for message in pending:
+            error = self.broken(message)
+            if error is not None:
+                self.leader.on_host(0, EpisodeFailed(message.episode, error))
+                continue
             match message:
                 case OpenEpisode(episode=episode, index=index):
                     self.steps_of[episode] = 0
@@ -195,6 +203,20 @@ class Plant:
                 return
             self.serve(2 if pick else 1000, pick)
         raise AssertionError("never happened")
+
+    async def pass_time(self, seconds: float, until: Callable[[], object] = lambda: False) -> None:
+        """A second a round, in which everything that can go on goes on."""
+        end = self.now + seconds
+        while self.now < end and not until():
+            self.leader.report()
+            for _ in range(6):
+                self.environment()
+                await asyncio.sleep(0)
+                self.serve()
+            self.now += 1.0
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.events if name == kind]
 
     def commit(self, batch: Batch) -> None:
         self.version = batch.step
@@ -375,23 +397,104 @@ def test_a_host_that_dies_before_it_opened_anything_costs_nothing() -> None:
     asyncio.run(main())
 
 
-def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries() -> None:
+def opening(index: int, *samples: int) -> Callable[[Any], str | None]:
+    """Samples of a prompt that cannot be opened."""
+    return lambda message: "KeyError: 'x'" if isinstance(message, OpenEpisode) and message.index == index and message.sample in samples else None
+
+
+def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries_with_time_between_them() -> None:
     async def main() -> None:
         plant = Plant(eta=0)
-        real = plant.environment
-
-        def environment() -> None:
-            while broken := [m for m in plant.host if isinstance(m, OpenEpisode) and m.index == 0 and m.sample == 1]:
-                message = broken[0]
-                plant.host.remove(message)
-                plant.leader.on_host(0, EpisodeFailed(message.episode, "KeyError"))
-            real()
-
-        plant.environment = environment  # type: ignore[method-assign]
+        plant.broken = opening(0, 1)
         plant.start()
-        await plant.run(lambda: plant.batches)
+        began = plant.now
+        await plant.pass_time(20, lambda: plant.batches)
         assert [len(g.samples) for g in plant.batches[0].groups] == [1, 2]
-        assert [kind for kind, _ in plant.events] == ["resubmitted", "resubmitted", "trajectory_dropped"]
+        assert [(e["trajectory"], e["given_up"], e["failure"]) for e in plant.kinds("trajectory_failed")] == [
+            ("0.1.0", False, "raised"), ("0.1.1", False, "raised"), ("0.1.2", True, "raised"),
+        ]  # fmt: skip
+        assert plant.now - began >= 3.0, "1 s, then 2 s"
+        stats = plant.batches[0].stats
+        assert (stats["failed"], stats["retried"], stats["trajectories"]) == (1.0, 2.0, 3.0)
+        assert plant.leader.report().failures == (("raised", 3, "KeyError: 'x'"),)
+        assert not plant.kinds("admission_paused"), "one prompt is no outage"
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_fails_as_a_whole_gives_its_place_to_the_next_and_is_not_sampled_again() -> None:
+    async def main() -> None:
+        for eta, in_order in ((0, True), (1, False), (1, True)):
+            plant = Plant(eta=eta, steps=4, in_order=in_order)
+            plant.broken = opening(3, 0, 1)
+            plant.start()
+            for step in range(1, 5):
+                await plant.pass_time(60, lambda plant=plant, step=step: len(plant.batches) >= step)
+                batch = plant.batches[step - 1]
+                assert len(batch.groups) == 2
+                assert all(group.samples for group in batch.groups)
+                plant.commit(batch)
+            assert sorted(g.index for b in plant.batches for g in b.groups) == [0, 1, 2, 4, 5, 6, 7, 8]
+            assert [index for b in plant.batches for index in b.given_up] == [3]
+            assert max(b.stats["staleness_max"] for b in plant.batches) <= eta
+            assert [e["index"] for e in plant.kinds("prompt_given_up")] == [3]
+            order = DataOrder()
+            for batch in plant.batches[:2]:
+                order.trained([*(g.index for g in batch.groups), *batch.given_up])
+            resumed = Plant(eta=eta, steps=4, in_order=in_order)
+            resumed.broken = plant.broken
+            resumed.start(order.low, tuple(order.extra), 2)
+            for step in (3, 4):
+                await resumed.pass_time(60, lambda resumed=resumed, step=step: len(resumed.batches) >= step - 2)
+                resumed.commit(resumed.batches[step - 3])
+            await resumed.pass_time(5)
+            trained = [g.index for b in (*plant.batches[:2], *resumed.batches) for g in b.groups]
+            assert len(set(trained)) == len(trained) == 8
+            assert (3 in order.extra or order.low > 3) == (not resumed.kinds("trajectory_failed"))
+
+    asyncio.run(main())
+
+
+def test_a_judge_that_is_down_for_15_s_costs_no_trajectory() -> None:
+    async def main() -> None:
+        plant = Plant(eta=1, steps=20, prompts=4, group=4)
+        plant.start()
+        await plant.pass_time(60, lambda: plant.batches)
+        down = plant.now
+        plant.broken = lambda m: "ConnectionError" if isinstance(m, StepEpisode) and down <= plant.now < down + 15.0 else None
+        for step in range(1, 21):
+            await plant.pass_time(120, lambda step=step: len(plant.batches) >= step)
+            plant.commit(plant.batches[step - 1])
+        assert all(len(group.samples) == 4 for batch in plant.batches for group in batch.groups)
+        assert plant.now - down < 60.0
+        paused, resumed = plant.kinds("admission_paused"), plant.kinds("admission_resumed")
+        assert len(paused) == len(resumed) == 1
+        assert "the most frequent error (raised" in paused[0]["reason"]
+        assert paused[0]["reason"].count("ConnectionError") == 1
+        assert plant.leader.report().paused == ""
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_error_and_trains_nothing() -> None:
+    async def main() -> None:
+        plant = Plant(eta=1, steps=20, prompts=4, group=4)
+        plant.broken = lambda m: "KeyError: 'x'" if isinstance(m, StepEpisode) else None
+        plant.start()
+        began = plant.now
+        await plant.pass_time(2000, lambda: any(isinstance(m, wire.Fatal) for m in plant.sent))
+        (fatal,) = [m for m in plant.sent if isinstance(m, wire.Fatal)]
+        assert fatal.rank == 5
+        assert "KeyError: 'x'" in fatal.reason
+        assert "max_failed_share = 0.2" in fatal.reason
+        assert 600.0 <= plant.now - began < 700.0
+        assert plant.batches == []
+        assert plant.leader.report().paused
+        tried = [message for _, message in plant.events if _ == "trajectory_failed"]
+        assert len(tried) < 60, "a probe a minute, and no flood of events"
+        await plant.pass_time(300)
+        assert len([m for m in plant.sent if isinstance(m, wire.Fatal)]) == 1
+        assert not plant.inbox, "nothing is sampled any more"
 
     asyncio.run(main())
 
@@ -688,6 +791,8 @@ def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> No
         assert plant.leader.report().waiting_turns == 2
         for attempt in range(3):
             plant.leader.on_host(0, EpisodeFailed(f"0.0.{attempt}", "KeyError"))
+            plant.now += 4.0
+            plant.leader.report()
             await plant.settle()
         assert "0.1.0" in {request.rid.split(":")[0] for _, request in plant.inbox}
         await plant.run(lambda: plant.batches)
