@@ -3,6 +3,9 @@
 An episode is opened, gets the policy's turns, and answers each.  When a host dies its episodes are brought back in the one that follows it, and so are
 those of trajectories that a new start of all ranks took over in mid-course: their turns are played again (`replay`), and a turn that runs at an engine
 goes on meanwhile.
+
+No context grows beyond the longest one that engines take.  An answer is clipped to the room that is left; when no token fits behind it the trajectory ends
+as ``truncated``, with reward 0.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
 from .replay import Replay
-from .trajectory import Trajectory
+from .trajectory import Trajectory, unusable_reward
+
+TOKEN_BYTES = 4
+"""int32 token ids."""
 
 
 class Environments:
@@ -95,7 +101,10 @@ class Environments:
                 trajectory.prompt_id = message.prompt_id
                 trajectory.add_environment(message.tokens)
                 trajectory.prompt_tokens = len(trajectory.context)
-                self._ready(trajectory)
+                if trajectory.room(self._max_model_len) > 0 and trajectory.prompt_tokens > 0:
+                    self._ready(trajectory)
+                else:
+                    self._failed(trajectory, "answer", self._no_room(trajectory))
             case EpisodeStepped():
                 if replay is not None:
                     self._play(trajectory, replay, replay.answered(message))
@@ -137,13 +146,23 @@ class Environments:
         if message.signal is not None:
             trajectory.add_signal(message.signal)
         if message.done:
+            if error := unusable_reward(message.reward, message.info):
+                self._failed(trajectory, "reward", error)
+                return
             trajectory.reward, trajectory.info = message.reward, message.info
             self._finish(trajectory)
             return
-        trajectory.add_environment(message.tokens)
-        if len(trajectory.context) + trajectory.max_tokens > self._max_model_len:
+        room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))
+        trajectory.add_environment(message.tokens[:room])
+        if len(message.tokens) >= room:
             self.close(trajectory)
-            trajectory.info = {"truncated": 1.0}
+            trajectory.clipped, trajectory.info = (len(message.tokens) - room) // TOKEN_BYTES, {"truncated": 1.0}
             self._finish(trajectory)
             return
         self._ready(trajectory)
+
+    def _no_room(self, trajectory: Trajectory) -> str:
+        return (
+            f"The prompt has {trajectory.prompt_tokens} tokens and a turn at most {trajectory.max_tokens}; valid: at least 1 of each, with room for a token "
+            f"below rollout.max_model_len = {self._max_model_len}."
+        )

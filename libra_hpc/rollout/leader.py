@@ -33,7 +33,7 @@ from .record import Ended, Routed
 from .settings import RolloutSettings
 from .staleness import StalenessGate
 from .supply import PromptSupply
-from .trajectory import Trajectory
+from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
 """Engines may fail a trajectory's turns this often before the attempt counts as failed."""
@@ -157,7 +157,7 @@ class RolloutLeader:
             trajectory, name = self._environments.episodes[turn.trajectory], decision.engine
             self._rid += 1
             rid = f"{trajectory.episode}:{self._rid}"
-            room = trajectory.max_tokens - len(trajectory.turn)
+            room = trajectory.room(self.settings.max_model_len)
             request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority, decision.keep_s)
             outbox.setdefault(self._fleet.engines[name].rank, []).append((name, request))
             self._fleet.send(name, rid, trajectory)
@@ -191,8 +191,11 @@ class RolloutLeader:
         self._kick()
 
     def _take(self, trajectory: Trajectory, generated: Generated, engine: str) -> None:
+        if error := unusable(generated):
+            self._failed(trajectory, "logprobs", error)
+            return
         trajectory.add_generated(generated, engine)
-        if generated.finish == "abort" and len(trajectory.turn) < trajectory.max_tokens:
+        if generated.finish == "abort" and trajectory.room(self.settings.max_model_len) > 0:
             self._ready(trajectory)
             return
         self._environments.answer(trajectory)
@@ -234,6 +237,9 @@ class RolloutLeader:
     # --- the end of a trajectory ------------------------------------------------------------------------------------------------------------
 
     def _finish(self, trajectory: Trajectory) -> None:
+        if not trajectory.attained:
+            self._failed(trajectory, "engine", "No token was generated.")
+            return
         self._environments.forget(trajectory)
         trajectory.place = "done"
         now = self._clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -100,7 +101,7 @@ class Plant:
         self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False,
         policy: Policy | None = None, prompts: int = 2, group: int = 2,
     ) -> None:
-        self.now = 1000.0
+        self.now, self.cut = 1000.0, max_model_len < 100
         self.broken: Callable[[Any], str | None] = lambda message: None
         """What an environment answers a message with instead: the error, if any."""
         self.engines: dict[str, int] = {}
@@ -168,7 +169,10 @@ class Plant:
     def serve(self, count: int = 1000, pick: random.Random | None = None) -> None:
         for _ in range(min(count, len(self.inbox))):
             engine, request = self.inbox.pop(pick.randrange(len(self.inbox)) if pick else 0)
-            answer = Generated(request.rid, pack_i32([7, 8, STOP]), pack_f32([-1.0, -2.0, -3.0]), "stop", ((self.engines[engine], 3),), 0, 0.0, 0.0)
+            tokens, logprobs = [7, 8, STOP][: request.max_tokens], [-1.0, -2.0, -3.0][: request.max_tokens]
+            versions = ((self.engines[engine], len(tokens)),)
+            finish = "stop" if STOP in tokens else "length"
+            answer = Generated(request.rid, pack_i32(tokens), pack_f32(logprobs), finish, versions, 0, 0.0, 0.0)
             self.leader.on_turns_done(((engine, answer),))
 
     def environment(self) -> None:
@@ -183,7 +187,7 @@ class Plant:
                     self.steps_of[episode] = 0
                     self.leader.on_host(0, EpisodeOpened(episode, f"p{index}", pack_i32([1, 2, index]), 4, (STOP,)))
                 case StepEpisode(episode=episode, tokens=tokens):
-                    assert unpack_i32(tokens)[-1] == STOP
+                    assert unpack_i32(tokens)[-1] == STOP or self.cut
                     self.steps_of[episode] += 1
                     done = self.steps_of[episode] >= self.turns
                     reward = float(int(episode.split(".")[1]) % 2 == 0)
@@ -590,7 +594,65 @@ def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None:
         plant.start()
         await plant.run(lambda: plant.batches)
         assert plant.batches[0].stats["truncated"] == 1.0
+        assert plant.batches[0].stats["reward"] == 0.0
         assert all(len(unpack_i32(s.tokens)) <= 20 for g in plant.batches[0].groups for s in g.samples)
+        assert [line["clipped"] for line in plant.lines] == [1] * 4
+
+    asyncio.run(main())
+
+
+def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=3, max_model_len=40)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        plant.serve(1)
+        (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+        plant.host.remove(step)
+        plant.leader.on_host(0, EpisodeStepped(step.episode, pack_i32([5] * 1_600_000), None, False, 0.0, {}))
+        await plant.run(lambda: plant.batches)
+        (line,) = [line for line in plant.lines if line["clipped"]]
+        assert (line["clipped"], line["info"], line["reward"], line["turns"][-1]["new_tokens"]) == (1_600_000 - 34, {"truncated": 1.0}, 0.0, 34)
+        assert plant.batches[0].stats["truncated"] == 0.25
+        assert max(len(s.tokens) for g in plant.batches[0].groups for s in g.samples) == 4 * 40
+
+    asyncio.run(main())
+
+
+def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answers() -> None:
+    async def main() -> None:
+        clipped = 0
+        for seed in range(20):
+            pick = random.Random(seed)
+            longest = pick.randrange(5, 60)
+            plant = Plant(eta=0, steps=2, max_model_len=longest)
+            plant.start()
+            for _ in range(120):
+                pending, plant.host = plant.host, []
+                for message in pending:
+                    if isinstance(message, OpenEpisode):
+                        prompt = [1] * pick.choice((1, 2, longest - 1, longest, longest + 9) if message.sample else (1, 2))
+                        plant.leader.on_host(0, EpisodeOpened(message.episode, f"p{message.index}", pack_i32(prompt), pick.randrange(1, 9), (STOP,)))
+                    elif isinstance(message, StepEpisode):
+                        answer, done = [5] * pick.choice((0, 1, 3, longest, 1000)), pick.random() < 0.2
+                        plant.leader.on_host(0, EpisodeStepped(message.episode, pack_i32(answer), None, done, 1.0, {}))
+                await asyncio.sleep(0)
+                inbox, plant.inbox = plant.inbox, []
+                for engine, request in inbox:
+                    context = len(unpack_i32(request.prompt))
+                    assert 0 < request.max_tokens <= longest - context
+                    tokens = pick.randrange(1, request.max_tokens + 1)
+                    finish = pick.choice(("stop", "length", "abort"))
+                    answered = Generated(request.rid, pack_i32([7] * tokens), pack_f32([-1.0] * tokens), finish, ((0, tokens),), 0, 0.0, 0.0)
+                    plant.leader.on_turns_done(((engine, answered),))
+                plant.now += 1.0
+                plant.leader.report()
+                assert all(len(t.context) <= longest for t in (*plant.leader._environments.episodes.values(), *plant.ended))
+            assert plant.batches
+            clipped += sum(line["clipped"] > 0 for line in plant.lines)
+            assert {e["failure"] for e in plant.kinds("trajectory_failed")} <= {"answer"}
+            assert all("rollout.max_model_len = " in e["error"] for e in plant.kinds("trajectory_failed"))
+        assert clipped > 10
 
     asyncio.run(main())
 
@@ -800,5 +862,58 @@ def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> No
         assert sorted(record.trajectory for record in policy.learned) == ["0.1.0", "1.0.0", "1.1.0"]
         learned = next(record for record in policy.learned if record.trajectory == "1.1.0")
         assert (learned.generated_tokens, learned.turns, learned.at_signal, learned.context_tokens) == (6, 2, (3, 6), 10)
+
+    asyncio.run(main())
+
+
+def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch() -> None:
+    async def main() -> None:
+        nan, inf = float("nan"), float("inf")
+        ends: list[tuple[float, dict[str, float], str]] = [
+            (nan, {}, "The reward is nan."), (-inf, {}, "The reward is -inf."), (0.0, {"a": inf}, "info['a'] is inf."), (1e300, {}, ""),
+        ]  # fmt: skip
+        for reward, info, error in ends:
+            plant = Plant(eta=0, turns=1)
+            plant.start()
+            await plant.run(lambda plant=plant: plant.inbox)
+            plant.serve(1)
+            (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+            plant.host.remove(step)
+            plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, reward, info))
+            assert any(isinstance(m, CloseEpisode) for m in plant.host)
+            await plant.pass_time(10, lambda plant=plant: plant.batches)
+            (failed,) = plant.kinds("trajectory_failed")
+            assert (failed["failure"], failed["task"], failed["prompt"]) == ("reward", "toy", "p0")
+            assert not error or failed["error"] == error
+            assert plant.batches[0].stats["reward"] == 0.5
+            assert "a" not in plant.batches[0].stats
+            assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_that_are_not_finite_or_missing_and_empty_trajectories_are_failed_attempts() -> None:
+    async def main() -> None:
+        for tokens, logprobs, kind in (([7, STOP], [-1.0, float("nan")], "logprobs"), ([7, STOP], [-1.0], "logprobs"), ([STOP], [float("-inf")], "logprobs")):
+            plant = Plant(eta=0)
+            plant.start()
+            await plant.run(lambda plant=plant: plant.inbox)
+            engine, request = plant.inbox.pop(0)
+            answer = Generated(request.rid, pack_i32(tokens), pack_f32(logprobs), "stop", ((0, len(tokens)),), 0, 0.0, 0.0)
+            plant.leader.on_turns_done(((engine, answer),))
+            await plant.pass_time(10, lambda plant=plant: plant.batches)
+            assert [(e["failure"], e["prompt"]) for e in plant.kinds("trajectory_failed")] == [(kind, "p0")]
+            assert all(-9.0 < value <= 0.0 for group in plant.batches[0].groups for s in group.samples for value in array("f", s.logprobs))
+        plant = Plant(eta=0, turns=1)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        engine, request = plant.inbox.pop(0)
+        plant.leader.on_turns_done(((engine, Generated(request.rid, b"", b"", "stop", (), 0, 0.0, 0.0)),))
+        (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+        plant.host.remove(step)
+        plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, 1.0, {}))
+        await plant.pass_time(10, lambda: plant.batches)
+        assert [e["error"] for e in plant.kinds("trajectory_failed")] == ["No token was generated."]
+        assert all(any(s.loss_mask) for group in plant.batches[0].groups for s in group.samples)
 
     asyncio.run(main())
