@@ -34,6 +34,11 @@ class TaskSection(Section):
     """Environment host processes."""
     tool_processes: int = Field(1, ge=1)
     """Sandboxed tool processes per host."""
+    max_failed_share: float = Field(0.2, gt=0, lt=1)
+    """When more than this share of the trajectories fails (the environment raises, times out, or answers what cannot be used), no prompt is admitted until
+    an attempt succeeds."""
+    failed_patience_s: float = Field(600.0, gt=0)
+    """Seconds for which that may last; then the run fails with the most frequent error."""
 
 
 class AlgorithmSection(Section):

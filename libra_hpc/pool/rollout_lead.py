@@ -12,8 +12,9 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.env import ToHost, from_host, to_host
 from libra_hpc.rollout.history import history
 from libra_hpc.rollout.kept import Kept, Position, Record
-from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
+from libra_hpc.rollout.leader import RolloutLeader
 from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
+from libra_hpc.rollout.settings import rollout_settings
 from libra_hpc.rollout.spool import Spool
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.registry import make_policy
@@ -45,21 +46,6 @@ class RolloutLead:
     def __init__(self, context: Context) -> None:
         self._context = context
         config = context.config
-        algorithm, rollout = config.algorithm, config.rollout
-        settings = RolloutSettings(
-            task=config.task.name,
-            prompts_per_step=algorithm.prompts_per_step,
-            group_size=algorithm.group_size,
-            eta=algorithm.eta,
-            steps=config.run.steps,
-            temperature=rollout.temperature,
-            max_model_len=rollout.max_model_len,
-            max_inflight=rollout.max_inflight,
-            max_open_groups=max(1, rollout.max_trajectories // algorithm.group_size)
-            if rollout.max_trajectories
-            else (algorithm.eta + 1) * algorithm.prompts_per_step,
-            in_order=algorithm.batch_order == "data",
-        )
         self._trajectories: Journal[Ended] = Journal(context.run.trajectories, trace_line)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._spool = Spool(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
@@ -69,9 +55,9 @@ class RolloutLead:
         self._deaths = [0] * config.task.hosts
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._stopping = False
-        self._policy = make_policy(rollout.policy, config.run.seed)
+        self._policy = make_policy(config.rollout.policy, config.run.seed)
         self.leader = RolloutLeader(
-            settings,
+            rollout_settings(config, context.rank),
             self._policy,
             context.send,
             context.layout.train_leader,

@@ -73,20 +73,28 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
-    """The task's code raised; the trajectory is dropped and reported, the host lives on."""
+    """The task's code raised or broke its contract; the trajectory's attempt is over and reported, the host lives on."""
 
     episode: str
     error: str
+    kind: str = "raised"
+    """``raised`` | ``timeout`` | ``reward`` | ``answer``"""
 
 
 class HostReady(msgspec.Struct, tag=True, frozen=True):
     """The task is constructed."""
 
     task: str
+    step_limit_s: float = 0.0
+    """Longest time the task declares for one step; 0.0: none declared."""
+
+
+class HostAlive(msgspec.Struct, tag=True, frozen=True):
+    """Once a second: the host's loop runs."""
 
 
 ToHost = Union[OpenEpisode, StepEpisode, CloseEpisode]
-FromHost = Union[HostReady, EpisodeOpened, EpisodeStepped, EpisodeFailed]
+FromHost = Union[HostReady, HostAlive, EpisodeOpened, EpisodeStepped, EpisodeFailed]
 
 to_host: Codec[ToHost] = Codec(ToHost)
 from_host: Codec[FromHost] = Codec(FromHost)

@@ -189,7 +189,7 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     groups: tuple[Group, ...]
     stats: dict[str, float]
     given_up: tuple[int, ...] = ()
-    """Prompts without a sample that could be trained; they are done with when the step is committed."""
+    """Prompts whose samples all failed: they count as trained with this batch, so that no start samples them again."""
 
 
 class BatchReady(msgspec.Struct, tag=True, frozen=True):
@@ -312,6 +312,10 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Of trajectories finished since the last report."""
     open_groups: tuple[OpenGroup, ...] = ()
     """By index."""
+    failures: tuple[tuple[str, int, str], ...] = ()
+    """(kind, failed attempts since start, last error), the most frequent first."""
+    paused: str = ""
+    """Why no prompt is admitted at present; empty while prompts are."""
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------------

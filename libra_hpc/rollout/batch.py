@@ -11,12 +11,24 @@ from .trajectory import Trajectory
 
 TOKEN_BYTES = 4
 """int32 token ids."""
+RESERVED = (
+    # of a batch, here and in the rollout leader
+    "reward", "reward_std", "trajectories", "staleness_mean", "staleness_max", "gen_tokens", "gen_tokens_p50", "gen_tokens_p95", "turns_p50", "turns_p95",
+    "context_p50", "failed", "retried", "rollout_s",
+    # of the train leader
+    "generation", "replicas", "wait_s", "tokens", "step_s", "version", "loss", "grad_norm", "entropy", "ratio_mean", "ratio_truncated", "logprob_gap",
+    "loss_tokens", "trained_tokens", "train_s", "train_wall_s", "reduce_s", "export_s", "train_tokens_per_s",
+    # of the coordinator
+    "t", "step", "rollout_nodes", "rollout_tokens_per_s", "predicted_s", "predicted_start_s", "predicted_train_s", "latency_s",
+)  # fmt: skip
+"""Columns of `metrics.jsonl`: a number of the task that has such a name gets `TASK_PREFIX` before it."""
+TASK_PREFIX = "task_"
 
 
 class GroupState:
     """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has finished or begun."""
 
-    __slots__ = ("begun", "done", "index", "missing", "open")
+    __slots__ = ("begun", "done", "failed", "index", "missing", "open", "retried")
 
     def __init__(self, index: int, samples: int, kept: Sequence[Trajectory] = ()) -> None:
         self.index = index
@@ -26,6 +38,8 @@ class GroupState:
         self.missing = tuple(sample for sample in range(samples) if sample not in there)
         """Samples to be run, from the start or, where ``begun`` has them, from where they are."""
         self.open = len(self.missing)
+        self.failed = self.retried = 0
+        """Trajectories given up, and failed attempts that were followed by another."""
 
     def to_group(self) -> Group:
         """The trainer's view, advantages normalised within the group."""
@@ -49,7 +63,10 @@ def batch_ready(batch: Batch) -> BatchReady:
 
 
 def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:
-    """Columns of `metrics.jsonl` that describe a batch: reward, lengths, staleness (versions between first sampling and training), the task's own numbers."""
+    """Columns of `metrics.jsonl` that describe a batch: reward, lengths, staleness (versions between first sampling and training), the task's own numbers.
+
+    Averages are over all trajectories: a number that one of them lacks counts as 0.0 there.
+    """
     trajectories = [t for group in groups for t in group.done]
     if not trajectories:
         return {}
@@ -70,8 +87,10 @@ def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str,
         "turns_p50": quantile(turns, 0.5),
         "turns_p95": quantile(turns, 0.95),
         "context_p50": quantile([float(len(t.context)) for t in trajectories], 0.5),
+        "failed": float(sum(group.failed for group in groups)),
+        "retried": float(sum(group.retried for group in groups)),
     }
     for key in sorted({key for t in trajectories for key in t.info}):
-        values = [t.info[key] for t in trajectories if key in t.info]
-        stats[key] = sum(values) / len(values)
+        name = f"{TASK_PREFIX}{key}" if key in RESERVED else key
+        stats[name] = sum(t.info.get(key, 0.0) for t in trajectories) / len(trajectories)
     return stats

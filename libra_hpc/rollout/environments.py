@@ -3,25 +3,32 @@
 An episode is opened, gets the policy's turns, and answers each.  When a host dies its episodes are brought back in the one that follows it, and so are
 those of trajectories that a new start of all ranks took over in mid-course: their turns are played again (`replay`), and a turn that runs at an engine
 goes on meanwhile.
+
+No context grows beyond the longest one that engines take.  An answer is clipped to the room that is left; when no token fits behind it the trajectory ends
+as ``truncated``, with reward 0.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
 from .replay import Replay
-from .trajectory import Trajectory
+from .trajectory import Trajectory, unusable_reward
+
+TOKEN_BYTES = 4
+"""int32 token ids."""
 
 
 class Environments:
     """Messages go out through ``send(host, message)``.
 
-    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason, counts)``: its episode is lost and it is to be
-    sampled anew; ``counts`` when that is its own fault.  ``progress(index)``: where its prompt stands in the run.
+    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason)``: its episode is lost and it is to be sampled
+    anew.  ``failed(trajectory, kind, error)``: this attempt failed.  ``progress(index)``: where its prompt stands in the run.
     """
 
     def __init__(
@@ -33,7 +40,9 @@ class Environments:
         progress: Callable[[int], float],
         ready: Callable[[Trajectory], None],
         finish: Callable[[Trajectory], None],
-        restart: Callable[[Trajectory, str, bool], None],
+        restart: Callable[[Trajectory, str], None],
+        failed: Callable[[Trajectory, str, str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Of every trajectory in play."""
@@ -42,6 +51,7 @@ class Environments:
         self._up = [False] * hosts
         self._group_size, self._max_model_len = group_size, max_model_len
         self._send, self._progress, self._ready, self._finish, self._restart = send, progress, ready, finish, restart
+        self._failed, self._clock = failed, clock
 
     @property
     def up(self) -> bool:
@@ -58,9 +68,13 @@ class Environments:
 
     def answer(self, trajectory: Trajectory) -> None:
         """Its turn is complete: the environment's move, as soon as it is where the trajectory is."""
-        trajectory.place = "tool"
+        trajectory.place, trajectory.stepped_at = "tool", self._clock()
         if trajectory.episode not in self._replays:
             self._send(trajectory.host, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+
+    def close(self, trajectory: Trajectory) -> None:
+        """Have its host forget it."""
+        self._send(trajectory.host, CloseEpisode(trajectory.episode))
 
     def forget(self, trajectory: Trajectory) -> None:
         """It is not in play any more."""
@@ -71,6 +85,8 @@ class Environments:
         """What a host says."""
         if isinstance(message, HostReady):
             self._up[host] = True
+            return
+        if isinstance(message, HostAlive):
             return
         trajectory = self.episodes.get(message.episode)
         if trajectory is None:
@@ -85,14 +101,17 @@ class Environments:
                 trajectory.prompt_id = message.prompt_id
                 trajectory.add_environment(message.tokens)
                 trajectory.prompt_tokens = len(trajectory.context)
-                self._ready(trajectory)
+                if trajectory.room(self._max_model_len) > 0 and trajectory.prompt_tokens > 0:
+                    self._ready(trajectory)
+                else:
+                    self._failed(trajectory, "answer", self._no_room(trajectory))
             case EpisodeStepped():
                 if replay is not None:
                     self._play(trajectory, replay, replay.answered(message))
                 else:
                     self._stepped(trajectory, message)
-            case EpisodeFailed(error=error):
-                self._restart(trajectory, error, True)
+            case EpisodeFailed(error=error, kind=kind):
+                self._failed(trajectory, kind, error)
 
     def on_down(self, host: int, reason: str) -> None:
         """A host died, and another follows it.
@@ -104,7 +123,7 @@ class Environments:
         for trajectory in [t for t in self.episodes.values() if t.host == host]:
             suspect = trajectory.place == "tool" or trajectory.episode in self._replays
             if not trajectory.prompt_tokens or (suspect and trajectory.replays):
-                self._restart(trajectory, reason, False)
+                self._restart(trajectory, reason)
             else:
                 trajectory.replays += suspect
                 self.open(trajectory)
@@ -112,8 +131,8 @@ class Environments:
     def _play(self, trajectory: Trajectory, replay: Replay, same: bool) -> None:
         """The next turn of a replay, if the environment answered as before."""
         if not same:
-            self._send(trajectory.host, CloseEpisode(trajectory.episode))
-            self._restart(trajectory, "its environment did not answer as it had when its turns were played again", False)
+            self.close(trajectory)
+            self._restart(trajectory, "its environment did not answer as it had when its turns were played again")
         elif (tokens := replay.next()) is not None:
             self._send(trajectory.host, StepEpisode(trajectory.episode, tokens))
         else:
@@ -127,13 +146,23 @@ class Environments:
         if message.signal is not None:
             trajectory.add_signal(message.signal)
         if message.done:
+            if error := unusable_reward(message.reward, message.info):
+                self._failed(trajectory, "reward", error)
+                return
             trajectory.reward, trajectory.info = message.reward, message.info
             self._finish(trajectory)
             return
-        trajectory.add_environment(message.tokens)
-        if len(trajectory.context) + trajectory.max_tokens > self._max_model_len:
-            self._send(trajectory.host, CloseEpisode(trajectory.episode))
-            trajectory.info = {"truncated": 1.0}
+        room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))
+        trajectory.add_environment(message.tokens[:room])
+        if len(message.tokens) >= room:
+            self.close(trajectory)
+            trajectory.clipped, trajectory.info = (len(message.tokens) - room) // TOKEN_BYTES, {"truncated": 1.0}
             self._finish(trajectory)
             return
         self._ready(trajectory)
+
+    def _no_room(self, trajectory: Trajectory) -> str:
+        return (
+            f"The prompt has {trajectory.prompt_tokens} tokens and a turn at most {trajectory.max_tokens}; valid: at least 1 of each, with room for a token "
+            f"below rollout.max_model_len = {self._max_model_len}."
+        )

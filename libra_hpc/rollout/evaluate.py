@@ -95,18 +95,20 @@ class Evaluation:
                 state = self._open.pop(episode)
                 self._results.append({**info, "reward": reward, "turns": float(state.turns), "generated": float(state.generated)})
             case EpisodeStepped(episode=episode, tokens=tokens):
-                self._open[episode].context.frombytes(tokens)
+                context = self._open[episode].context
+                context.frombytes(tokens[: context.itemsize * (self._config.rollout.max_model_len - len(context))])
                 self._turn(episode)
             case EpisodeFailed(error=error):
                 self._failed = error
 
     def _turn(self, episode: str) -> None:
         state = self._open[episode]
-        if len(state.context) + state.max_tokens > self._config.rollout.max_model_len:
+        room = min(state.max_tokens, self._config.rollout.max_model_len - len(state.context))
+        if room <= 0:
             del self._open[episode]
             self._results.append({"reward": 0.0, "truncated": 1.0, "turns": float(state.turns), "generated": float(state.generated)})
             return
-        self._engine.submit(Generate(episode, state.context.tobytes(), state.max_tokens, self._temperature, state.stop_ids))
+        self._engine.submit(Generate(episode, state.context.tobytes(), room, self._temperature, state.stop_ids))
 
     def _generated(self, done: Generated) -> None:
         assert self._host is not None

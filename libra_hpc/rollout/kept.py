@@ -18,6 +18,7 @@ Pure: records and positions in, trajectories out.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ import msgspec
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.trace import signals_of
 
-from .trajectory import ServedTurn, Trajectory
+from .trajectory import ServedTurn, Trajectory, unusable_reward
 
 TRAINED, DAMAGED = "trained", "damaged"
 
@@ -60,13 +61,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sound(self) -> bool:
-        """Whether the arrays agree in length, and the versions and the turns with the mask."""
+        """Whether the arrays agree in length, the versions and the turns with the mask, and every number is finite."""
         generated, turns = self.mask.count(1), self.turns
         return (
             4 * len(self.mask) == len(self.tokens) == len(self.logprobs)
             and generated == sum(count for _, count in self.versions) == sum(turn.gen_tokens for turn in turns) > 0
             and self.prompt_tokens + sum(turn.new_tokens for turn in turns) == len(self.mask) - generated
             and min(min(turn.gen_tokens, turn.new_tokens) for turn in turns) >= 0 < self.prompt_tokens
+            and math.isfinite(sum(array("f", self.logprobs)))
+            and not unusable_reward(self.reward, self.info)
         )
 
     @property

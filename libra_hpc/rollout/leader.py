@@ -16,41 +16,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from libra_hpc.protocol.env import HostReady, ToHost
-from libra_hpc.protocol.mesh import Batch, EngineUp, Length, MeshMessage, RolloutReport, Turns, TurnsDrained
+from libra_hpc.protocol.mesh import Batch, EngineUp, Fatal, Length, MeshMessage, RolloutReport, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Policy, TurnView
 
+from .attempts import Attempts
 from .batch import batch_ready, batch_stats
 from .environments import Environments
+from .failures import Failure, FailureBook
 from .fleet import Fleet
 from .progress import length_of, open_groups
 from .record import Ended, Routed
+from .settings import RolloutSettings
 from .staleness import StalenessGate
 from .supply import PromptSupply
-from .trajectory import Trajectory
+from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
-"""An engine or a task may fail a trajectory this often before its group goes on without it: once is an accident, thrice is the trajectory's own fault."""
-
-
-class RolloutSettings(msgspec.Struct, frozen=True):
-    """What the leader needs of the run file."""
-
-    task: str
-    prompts_per_step: int
-    group_size: int
-    eta: int
-    steps: int
-    temperature: float
-    max_model_len: int
-    max_inflight: int
-    max_open_groups: int
-    in_order: bool
+"""Engines may fail a trajectory's turns this often before the attempt counts as failed."""
 
 
 class RolloutLeader:
@@ -67,8 +53,9 @@ class RolloutLeader:
         ended: Callable[[Ended], None],
         routed: Callable[[Routed], None],
         log: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings
+        self.settings, self._clock = settings, clock
         self._send, self._train_leader, self._log = send, train_leader, log
         self._ended, self._routed = ended, routed
         self._board = Board(settings.max_inflight)
@@ -76,8 +63,9 @@ class RolloutLeader:
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
         self._environments = Environments(
-            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart
+            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart, self._failed, clock
         )  # fmt: skip
+        self._attempts = Attempts(FailureBook(settings.max_failed_share, settings.failed_patience_s), log, self._fail)
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = self.resubmitted = 0
@@ -89,7 +77,7 @@ class RolloutLeader:
         """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
         settings = self.settings
         gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
-        self._supply = PromptSupply(gate, step, low, extra, settings.steps * settings.prompts_per_step, settings.group_size, kept or {}, self._log)
+        self._supply = PromptSupply(gate, step, low, extra, settings.steps, settings.group_size, kept or {}, self._log)
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
@@ -100,10 +88,20 @@ class RolloutLeader:
     def _admit(self) -> None:
         if self._supply is None or not self._environments.up or not self._fleet.engines:
             return
-        now = time.monotonic()
-        for group in self._supply.admit(now):
+        now = self._clock()
+        most = self._attempts.evaluate(len(self._environments.episodes), now)
+        for group in self._supply.admit(now, most):
             for sample in group.missing:
-                self._begin(group.begun.get(sample) or Trajectory(group.index, sample, 0), now)
+                trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
+                if most is None:
+                    self._begin(trajectory, now)
+                else:
+                    self._attempts.hold(trajectory, now)
+        for trajectory in self._attempts.begin(now):
+            self._begin(trajectory, now)
+
+    def _fail(self, reason: str) -> None:
+        self._send(0, Fatal(self.settings.rank, reason))
 
     def _begin(self, trajectory: Trajectory, now: float) -> None:
         trajectory.started_at = trajectory.ready_at = now
@@ -132,7 +130,7 @@ class RolloutLeader:
     # --- turns ------------------------------------------------------------------------------------------------------------------------------
 
     def _ready(self, trajectory: Trajectory) -> None:
-        trajectory.ready_at, trajectory.place = time.monotonic(), "waiting"
+        trajectory.ready_at, trajectory.place = self._clock(), "waiting"
         self._queue.ready(self._view(trajectory), trajectory.ready_at)
         self._kick()
 
@@ -153,13 +151,13 @@ class RolloutLeader:
         self._rebalance()
 
     def _dispatch(self) -> None:
-        now, at = time.monotonic(), time.time()
+        now, at = self._clock(), time.time()
         outbox: dict[int, list[tuple[str, Generate]]] = {}
         for turn, decision in self._queue.dispatch(now):
             trajectory, name = self._environments.episodes[turn.trajectory], decision.engine
             self._rid += 1
             rid = f"{trajectory.episode}:{self._rid}"
-            room = trajectory.max_tokens - len(trajectory.turn)
+            room = trajectory.room(self.settings.max_model_len)
             request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority, decision.keep_s)
             outbox.setdefault(self._fleet.engines[name].rank, []).append((name, request))
             self._fleet.send(name, rid, trajectory)
@@ -170,7 +168,7 @@ class RolloutLeader:
 
     def _rebalance(self) -> None:
         """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its partial output."""
-        for move in self._queue.rebalance(self._fleet.running(self._view), time.monotonic()):
+        for move in self._queue.rebalance(self._fleet.running(self._view), self._clock()):
             rid = self._fleet.request(move.source, move.trajectory)
             self._send(self._fleet.engines[move.source].rank, Turns(((move.source, Abort(rid)),)))
             self._log("turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason)
@@ -184,7 +182,7 @@ class RolloutLeader:
             if generated.finish == "error":
                 trajectory.errors += 1
                 if trajectory.errors >= MAX_ERRORS:
-                    self._restart(trajectory, generated.error)
+                    self._failed(trajectory, "engine", generated.error)
                 else:
                     self._resubmit(trajectory, generated.error)
             else:
@@ -193,8 +191,11 @@ class RolloutLeader:
         self._kick()
 
     def _take(self, trajectory: Trajectory, generated: Generated, engine: str) -> None:
+        if error := unusable(generated):
+            self._failed(trajectory, "logprobs", error)
+            return
         trajectory.add_generated(generated, engine)
-        if generated.finish == "abort" and len(trajectory.turn) < trajectory.max_tokens:
+        if generated.finish == "abort" and trajectory.room(self.settings.max_model_len) > 0:
             self._ready(trajectory)
             return
         self._environments.answer(trajectory)
@@ -204,39 +205,51 @@ class RolloutLeader:
         self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
         self._ready(trajectory)
 
-    def _restart(self, trajectory: Trajectory, reason: str, counts: bool = True) -> None:
-        """Sample the trajectory anew from its prompt; after `MAX_ERRORS` faults of its own its group goes on without it."""
-        now = time.monotonic()
+    def _drop(self, trajectory: Trajectory, now: float) -> None:
+        """This attempt is over; answers to it will find nothing."""
         self._environments.forget(trajectory)
         self._fleet.drop(trajectory)
         # Siblings that wait for this one to finish would wait for ever.
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
         self._kick()
-        attempt = trajectory.attempt + 1
-        if counts and attempt >= MAX_ERRORS:
-            self._log("trajectory_dropped", trajectory=trajectory.episode, reason=reason)
-            self._close(trajectory.index)
-            return
+
+    def _restart(self, trajectory: Trajectory, reason: str) -> None:
+        """Sample the trajectory anew from its prompt, through no fault of its own."""
+        now = self._clock()
+        self._drop(trajectory, now)
         self.resubmitted += 1
         self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
-        self._begin(Trajectory(trajectory.index, trajectory.sample, attempt), now)
+        self._begin(Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1), now)
+
+    def _failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
+        """This attempt failed: try again later, or let the group go on without the trajectory, or give the group up with its last one."""
+        now, supply, index = self._clock(), self._supply, trajectory.index
+        assert supply is not None
+        self._environments.close(trajectory)
+        self._drop(trajectory, now)
+        prompt = trajectory.prompt_id or f"number {index} of the data order"
+        if self._attempts.failed(trajectory, Failure(kind, self.settings.task, prompt, error), now):
+            supply.groups[index].retried += 1
+        elif not supply.close(index, failed=True):
+            self._attempts.book.settled(index)
+            self._log("prompt_given_up", index=index, prompt=prompt, reason=f"All its trajectories failed, the last one with: {error}")
 
     # --- the end of a trajectory ------------------------------------------------------------------------------------------------------------
 
     def _finish(self, trajectory: Trajectory) -> None:
+        if not trajectory.attained:
+            self._failed(trajectory, "engine", "No token was generated.")
+            return
         self._environments.forget(trajectory)
         trajectory.place = "done"
-        now = time.monotonic()
+        now = self._clock()
+        self._attempts.book.succeeded((trajectory.index, trajectory.sample), trajectory.stepped_at)
         self._queue.finished(trajectory.finished(self.settings.task), now)
         self._lengths.append(length_of(trajectory))
         self._ended(Ended(trajectory, time.time(), now - trajectory.started_at))
         assert self._supply is not None
         self._supply.groups[trajectory.index].done.append(trajectory)
-        self._close(trajectory.index)
-
-    def _close(self, index: int) -> None:
-        assert self._supply is not None
-        self._supply.close(index)
+        self._supply.close(trajectory.index)
         self._kick()
 
     def _compose(self) -> None:
@@ -244,7 +257,7 @@ class RolloutLeader:
             step, groups = due
             stats = batch_stats(groups, step - 1)
             stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, len(self._fleet.engines))
-            batch = Batch(step, tuple(group.to_group() for group in groups), stats)
+            batch = Batch(step, tuple(group.to_group() for group in groups), stats, self._supply.take_given_up())
             self._send(self._train_leader, batch)
             self._send(0, batch_ready(batch))
 
@@ -314,10 +327,11 @@ class RolloutLeader:
         # Time alone may change a policy's mind about a turn it has let wait.
         self._kick()
         lengths, self._lengths = tuple(self._lengths), []
-        fleet, supply, episodes, now = self._fleet, self._supply, self._environments.episodes.values(), time.monotonic()
+        fleet, supply, episodes, now = self._fleet, self._supply, self._environments.episodes.values(), self._clock()
         ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
         return RolloutReport(
-            len(episodes), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding, self.resubmitted,
-            supply.blocked_share(now) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
+            len(episodes) + len(self._attempts), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding,
+            self.resubmitted, supply.blocked_share(now) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
             fleet.buckets(episodes), lengths, open_groups(episodes, now, fleet.decode_s()),
+            self._attempts.book.counts, self._attempts.book.paused,
         )  # fmt: skip

@@ -1,7 +1,9 @@
 """What the rollout leader leaves behind: the lines of `trajectories.jsonl` and `decisions.jsonl`.
 
 A trajectory's line is a `libra_hpc.protocol.trace.TrajectoryRecord`, so that a user can replay their own run in the simulator; its other fields are for
-people.  A decision's line says which turn of which trajectory went where, the policy's reason and the numbers it rests on.  Times are epoch seconds,
+people; ``clipped`` are the tokens of its last answer for which the context had no room.
+
+A decision's line says which turn of which trajectory went where, the policy's reason and the numbers it rests on.  Times are epoch seconds,
 durations seconds.
 """
 
@@ -40,7 +42,7 @@ def trace_line(ended: Ended) -> dict[str, Any]:
         "prompt_id": trajectory.prompt_id, "sample": trajectory.sample, "prompt_tokens": trajectory.prompt_tokens,
         "turns": [turn.line() | {"tool_s": round(turn.tool_s, 6)} for turn in trajectory.turns],
         "reward": trajectory.reward, "index": trajectory.index, "attempt": trajectory.attempt, "info": trajectory.info, "versions": trajectory.versions,
-        "started_at": ended.at - ended.seconds, "finished_at": ended.at,
+        "clipped": trajectory.clipped, "started_at": ended.at - ended.seconds, "finished_at": ended.at,
     }  # fmt: skip
 
 

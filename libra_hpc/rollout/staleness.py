@@ -26,6 +26,11 @@ published.
 
 Batches may be taken ahead of publication: the next batch is fixed while the trainer still works on the present one, so it never waits for a hand-over.
 
+A group that is *withdrawn* (none of its trajectories can be trained) gives its place back: ``slots`` counts the groups admitted and not withdrawn.  Both
+bounds are statements about those alone.  For the first, consumption is unchanged.  For the second, a withdrawal lowers the ordinals of the groups behind it
+and raises none, and the group that takes the place is admitted under the newest version, behind everything: its ordinal is at most (eta + v + 1) * B - 1 by
+the same formula.  In the other order, fewer groups are left behind, and the newcomer is one of at most (eta + v + 1 - batches) * B outstanding ones.
+
 A start from version s may *take in* groups that earlier ranks began to sample under versions a <= s and never trained: `admit` with that version.  Each counts
 against the credit like any other, so outstanding <= (eta + 1) * B stands, and `fits` says whether it can still be consumed by trainer version a + eta:
 
@@ -37,7 +42,8 @@ Taken in by index, as they were admitted first, all of them fit and find credit 
 admitted, and s * B of all groups are trained at s.  In data order those come first, so the group's place from the beginning, which does not change, is
 below (eta + a + 1) * B.  In the other order the earlier gate held the second rule from the moment at which batch s was consumed, so of the groups under
 versions <= a that are untrained at s at most (a + eta + 1 - s) * B were left, and a = s makes that (eta + 1) * B for all.  A new start gets less only when the
-configuration has changed in between (a smaller eta), or when ``max_open`` lets a group in late; then `fits` is False and the group is sampled anew.
+configuration has changed in between (a smaller eta), when ``max_open`` lets a group in late, or when it samples a prompt again that was withdrawn after s,
+which moves the groups behind it by one place; then `fits` is False and the group is sampled anew.
 """
 
 from __future__ import annotations
@@ -131,6 +137,14 @@ class StalenessGate:
             raise ValueError(f"group {group} was already finished")
         state.finished = True
         self._open -= 1
+
+    def withdraw(self, group: str) -> None:
+        """An open group will never be trained: its place is free for another one."""
+        if self._known(group).finished:
+            raise ValueError(f"group {group} was already finished")
+        del self._groups[group]
+        self._open -= 1
+        self._slots -= 1
 
     def batch(self) -> tuple[str, ...]:
         """The B finished groups the next step is to train on, oldest first.

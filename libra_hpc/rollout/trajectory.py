@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Literal
 
@@ -30,9 +31,9 @@ class Trajectory:
     """Mutable state of one sample of a group.  `context` is int32, `mask` uint8 (1: the policy generated it), `logprobs` float32, all of one length."""
 
     __slots__ = (
-        "at_signal", "attempt", "attained", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
-        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at", "stop_ids", "turn",
-        "turns", "versions",
+        "at_signal", "attempt", "attained", "clipped", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
+        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at", "stepped_at",
+        "stop_ids", "turn", "turns", "versions",
     )  # fmt: skip
 
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
@@ -50,13 +51,21 @@ class Trajectory:
         self.first_version = -1
         self.engine = ""
         self.place: Place = "tool"
+        self.clipped = 0
+        """Tokens of the last answer that the context had no room for."""
         self.replays = 0
         """How often its environment was lost while it may have been the one that broke it."""
         self.started_at = self.ready_at = now
         self.sent_at = 0.0
         """When the newest turn went to an engine; 0.0 before the first."""
+        self.stepped_at = 0.0
+        """When the newest turn went to the environment; 0.0 before the first."""
         self.reward = 0.0
         self.info: dict[str, float] = {}
+
+    def room(self, max_model_len: int) -> int:
+        """Tokens that the turn may still generate: by its own limit, and by the longest context engines take."""
+        return min(self.max_tokens - len(self.turn), max_model_len - len(self.context))
 
     def add_environment(self, tokens: bytes) -> None:
         """Append tokens the policy did not generate (int32 bytes; the prompt, then answers of tools), and open the next turn."""
@@ -111,3 +120,27 @@ class Trajectory:
     def sample_for_training(self, advantage: float) -> Sample:
         """The trainer's view."""
         return Sample(f"{self.index}.{self.sample}", self.context.tobytes(), bytes(self.mask), self.logprobs.tobytes(), advantage)
+
+
+LARGEST_REWARD = 3.4e38
+"""What float32 holds: beyond it the advantages of a group are not finite either."""
+
+
+def unusable(generated: Generated) -> str:
+    """Why an engine's answer cannot be trained on; empty when it can."""
+    if len(generated.logprobs) != len(generated.tokens) or len(generated.tokens) % 4:
+        return f"{len(generated.tokens)} bytes of tokens came with {len(generated.logprobs)} bytes of log-probabilities."
+    logprobs = array("f", generated.logprobs)
+    # A float64 sum of float32 values is finite exactly when all of them are.
+    if not math.isfinite(sum(logprobs)):
+        place = next(place for place, value in enumerate(logprobs) if not math.isfinite(value))
+        return f"The log-probability of token {place} of the turn is {logprobs[place]}."
+    return ""
+
+
+def unusable_reward(reward: float, info: dict[str, float]) -> str:
+    """Why what an environment said at the end cannot be trained on; empty when it can."""
+    if not abs(reward) <= LARGEST_REWARD:
+        return f"The reward is {reward}."
+    wrong = [key for key, value in info.items() if not math.isfinite(value)]
+    return f"info[{wrong[0]!r}] is {info[wrong[0]]}." if wrong else ""

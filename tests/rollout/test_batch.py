@@ -1,11 +1,19 @@
-"""What the coordinator is told of a batch."""
+"""What the coordinator is told of a batch, and its columns of `metrics.jsonl`."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.mesh import Batch, BatchReady, Group
+from libra_hpc.protocol.mesh import Batch, BatchReady, Group, StepReport, TrainingFinished
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.rollout.batch import batch_ready
+from libra_hpc.rollout.batch import RESERVED, GroupState, batch_ready, batch_stats
+from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.telemetry.rundir import read_lines
+from tests.pool.test_coordinator import Scene
+from tests.train.test_leader import World, batch, play, until
 
 
 def sample(uid: str, tokens: int, generated: int, advantage: float) -> Sample:
@@ -20,3 +28,45 @@ def test_a_batch_is_summed_over_groups_with_and_without_what_has_no_gradient() -
     )
     assert batch_ready(Batch(3, groups, {})) == BatchReady(3, 46, 30, 12)
     assert batch_ready(Batch(1, (), {})) == BatchReady(1, 0, 0, 0)
+
+
+def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
+    trajectory = Trajectory(index, sample, 0)
+    trajectory.add_environment(pack_i32([1, 2]))
+    trajectory.place, trajectory.info, trajectory.first_version = "done", info, 0
+    return trajectory
+
+
+def test_a_number_that_one_trajectory_lacks_counts_as_zero_there() -> None:
+    group = GroupState(0, 4, [finished(0, 0, {"solved": 1.0}), *(finished(0, sample, {"truncated": 1.0}) for sample in (1, 2, 3))])
+    stats = batch_stats([group], 0)
+    assert (stats["solved"], stats["truncated"]) == (0.25, 0.75)
+
+
+def test_a_number_of_the_task_never_overwrites_a_column() -> None:
+    info = dict.fromkeys(RESERVED, 7.0)
+    stats = batch_stats([GroupState(0, 2, [finished(0, sample, info) for sample in (0, 1)])], 0)
+    assert (stats["reward"], stats["task_reward"], stats["trajectories"], stats["task_loss"]) == (0.0, 7.0, 2.0, 7.0)
+    assert "loss" not in stats
+
+
+def test_every_column_is_reserved(tmp_path: Path) -> None:
+    """The rollout leader's, the train leader's and the coordinator's, as they write them."""
+    columns = {*batch_stats([GroupState(0, 1, [finished(0, 0, {})])], 0), "rollout_s"}
+    world = World(steps=1, checkpoint_every=0)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    (report,) = world.of(StepReport)
+    assert "train_s" in report.metrics
+    scene = Scene(tmp_path, config=RunConfig())
+    scene.hello()
+    scene.tell((1, report), (1, TrainingFinished(1)))
+    asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
+    (line,) = read_lines(scene.run.metrics)
+    assert columns | set(line) <= set(RESERVED), sorted((columns | set(line)) - set(RESERVED))

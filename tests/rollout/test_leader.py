@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,8 +15,9 @@ from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, E
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from libra_hpc.rollout.kept import Position, Record, Start, gather, verdict
-from libra_hpc.rollout.leader import RolloutLeader, RolloutSettings
+from libra_hpc.rollout.leader import RolloutLeader
 from libra_hpc.rollout.record import Ended, decision_line, trace_line
+from libra_hpc.rollout.settings import RolloutSettings
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.midturn import Move, Running
@@ -97,8 +99,11 @@ class Plant:
 
     def __init__(
         self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False,
-        policy: Policy | None = None,
+        policy: Policy | None = None, prompts: int = 2, group: int = 2,
     ) -> None:
+        self.now, self.cut = 1000.0, max_model_len < 100
+        self.broken: Callable[[Any], str | None] = lambda message: None
+        """What an environment answers a message with instead: the error, if any."""
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
         self.aborts: list[tuple[str, Abort]] = []
@@ -112,11 +117,11 @@ class Plant:
         self.turns, self.version, self.tool = turns, 0, 5
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
-        settings = RolloutSettings("toy", 2, 2, eta, steps, 1.0, max_model_len, 4, (eta + 1) * 2, in_order)
+        settings = RolloutSettings("toy", prompts, group, eta, steps, 1.0, max_model_len, 4, (eta + 1) * prompts, in_order, rank=5)
         self.leader = RolloutLeader(
             settings, policy or Emptiest(), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m),
             self.on_ended, lambda routed: self.decisions.append(decision_line(routed)),
-            lambda kind, **fields: self.events.append((kind, fields)),
+            lambda kind, **fields: self.events.append((kind, fields)), lambda: self.now,
         )  # fmt: skip
         self.start_engines = engines
 
@@ -164,18 +169,25 @@ class Plant:
     def serve(self, count: int = 1000, pick: random.Random | None = None) -> None:
         for _ in range(min(count, len(self.inbox))):
             engine, request = self.inbox.pop(pick.randrange(len(self.inbox)) if pick else 0)
-            answer = Generated(request.rid, pack_i32([7, 8, STOP]), pack_f32([-1.0, -2.0, -3.0]), "stop", ((self.engines[engine], 3),), 0, 0.0, 0.0)
+            tokens, logprobs = [7, 8, STOP][: request.max_tokens], [-1.0, -2.0, -3.0][: request.max_tokens]
+            versions = ((self.engines[engine], len(tokens)),)
+            finish = "stop" if STOP in tokens else "length"
+            answer = Generated(request.rid, pack_i32(tokens), pack_f32(logprobs), finish, versions, 0, 0.0, 0.0)
             self.leader.on_turns_done(((engine, answer),))
 
     def environment(self) -> None:
         pending, self.host = self.host, []
         for message in pending:
+            error = self.broken(message)
+            if error is not None:
+                self.leader.on_host(0, EpisodeFailed(message.episode, error))
+                continue
             match message:
                 case OpenEpisode(episode=episode, index=index):
                     self.steps_of[episode] = 0
                     self.leader.on_host(0, EpisodeOpened(episode, f"p{index}", pack_i32([1, 2, index]), 4, (STOP,)))
                 case StepEpisode(episode=episode, tokens=tokens):
-                    assert unpack_i32(tokens)[-1] == STOP
+                    assert unpack_i32(tokens)[-1] == STOP or self.cut
                     self.steps_of[episode] += 1
                     done = self.steps_of[episode] >= self.turns
                     reward = float(int(episode.split(".")[1]) % 2 == 0)
@@ -195,6 +207,20 @@ class Plant:
                 return
             self.serve(2 if pick else 1000, pick)
         raise AssertionError("never happened")
+
+    async def pass_time(self, seconds: float, until: Callable[[], object] = lambda: False) -> None:
+        """A second a round, in which everything that can go on goes on."""
+        end = self.now + seconds
+        while self.now < end and not until():
+            self.leader.report()
+            for _ in range(6):
+                self.environment()
+                await asyncio.sleep(0)
+                self.serve()
+            self.now += 1.0
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.events if name == kind]
 
     def commit(self, batch: Batch) -> None:
         self.version = batch.step
@@ -375,23 +401,104 @@ def test_a_host_that_dies_before_it_opened_anything_costs_nothing() -> None:
     asyncio.run(main())
 
 
-def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries() -> None:
+def opening(index: int, *samples: int) -> Callable[[Any], str | None]:
+    """Samples of a prompt that cannot be opened."""
+    return lambda message: "KeyError: 'x'" if isinstance(message, OpenEpisode) and message.index == index and message.sample in samples else None
+
+
+def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries_with_time_between_them() -> None:
     async def main() -> None:
         plant = Plant(eta=0)
-        real = plant.environment
-
-        def environment() -> None:
-            while broken := [m for m in plant.host if isinstance(m, OpenEpisode) and m.index == 0 and m.sample == 1]:
-                message = broken[0]
-                plant.host.remove(message)
-                plant.leader.on_host(0, EpisodeFailed(message.episode, "KeyError"))
-            real()
-
-        plant.environment = environment  # type: ignore[method-assign]
+        plant.broken = opening(0, 1)
         plant.start()
-        await plant.run(lambda: plant.batches)
+        began = plant.now
+        await plant.pass_time(20, lambda: plant.batches)
         assert [len(g.samples) for g in plant.batches[0].groups] == [1, 2]
-        assert [kind for kind, _ in plant.events] == ["resubmitted", "resubmitted", "trajectory_dropped"]
+        assert [(e["trajectory"], e["given_up"], e["failure"]) for e in plant.kinds("trajectory_failed")] == [
+            ("0.1.0", False, "raised"), ("0.1.1", False, "raised"), ("0.1.2", True, "raised"),
+        ]  # fmt: skip
+        assert plant.now - began >= 3.0, "1 s, then 2 s"
+        stats = plant.batches[0].stats
+        assert (stats["failed"], stats["retried"], stats["trajectories"]) == (1.0, 2.0, 3.0)
+        assert plant.leader.report().failures == (("raised", 3, "KeyError: 'x'"),)
+        assert not plant.kinds("admission_paused"), "one prompt is no outage"
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_fails_as_a_whole_gives_its_place_to_the_next_and_is_not_sampled_again() -> None:
+    async def main() -> None:
+        for eta, in_order in ((0, True), (1, False), (1, True)):
+            plant = Plant(eta=eta, steps=4, in_order=in_order)
+            plant.broken = opening(3, 0, 1)
+            plant.start()
+            for step in range(1, 5):
+                await plant.pass_time(60, lambda plant=plant, step=step: len(plant.batches) >= step)
+                batch = plant.batches[step - 1]
+                assert len(batch.groups) == 2
+                assert all(group.samples for group in batch.groups)
+                plant.commit(batch)
+            assert sorted(g.index for b in plant.batches for g in b.groups) == [0, 1, 2, 4, 5, 6, 7, 8]
+            assert [index for b in plant.batches for index in b.given_up] == [3]
+            assert max(b.stats["staleness_max"] for b in plant.batches) <= eta
+            assert [e["index"] for e in plant.kinds("prompt_given_up")] == [3]
+            order = DataOrder()
+            for batch in plant.batches[:2]:
+                order.trained([*(g.index for g in batch.groups), *batch.given_up])
+            resumed = Plant(eta=eta, steps=4, in_order=in_order)
+            resumed.broken = plant.broken
+            resumed.start(order.low, tuple(order.extra), 2)
+            for step in (3, 4):
+                await resumed.pass_time(60, lambda resumed=resumed, step=step: len(resumed.batches) >= step - 2)
+                resumed.commit(resumed.batches[step - 3])
+            await resumed.pass_time(5)
+            trained = [g.index for b in (*plant.batches[:2], *resumed.batches) for g in b.groups]
+            assert len(set(trained)) == len(trained) == 8
+            assert (3 in order.extra or order.low > 3) == (not resumed.kinds("trajectory_failed"))
+
+    asyncio.run(main())
+
+
+def test_a_judge_that_is_down_for_15_s_costs_no_trajectory() -> None:
+    async def main() -> None:
+        plant = Plant(eta=1, steps=20, prompts=4, group=4)
+        plant.start()
+        await plant.pass_time(60, lambda: plant.batches)
+        down = plant.now
+        plant.broken = lambda m: "ConnectionError" if isinstance(m, StepEpisode) and down <= plant.now < down + 15.0 else None
+        for step in range(1, 21):
+            await plant.pass_time(120, lambda step=step: len(plant.batches) >= step)
+            plant.commit(plant.batches[step - 1])
+        assert all(len(group.samples) == 4 for batch in plant.batches for group in batch.groups)
+        assert plant.now - down < 60.0
+        paused, resumed = plant.kinds("admission_paused"), plant.kinds("admission_resumed")
+        assert len(paused) == len(resumed) == 1
+        assert "the most frequent error (raised" in paused[0]["reason"]
+        assert paused[0]["reason"].count("ConnectionError") == 1
+        assert plant.leader.report().paused == ""
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_error_and_trains_nothing() -> None:
+    async def main() -> None:
+        plant = Plant(eta=1, steps=20, prompts=4, group=4)
+        plant.broken = lambda m: "KeyError: 'x'" if isinstance(m, StepEpisode) else None
+        plant.start()
+        began = plant.now
+        await plant.pass_time(2000, lambda: any(isinstance(m, wire.Fatal) for m in plant.sent))
+        (fatal,) = [m for m in plant.sent if isinstance(m, wire.Fatal)]
+        assert fatal.rank == 5
+        assert "KeyError: 'x'" in fatal.reason
+        assert "max_failed_share = 0.2" in fatal.reason
+        assert 600.0 <= plant.now - began < 700.0
+        assert plant.batches == []
+        assert plant.leader.report().paused
+        tried = [message for _, message in plant.events if _ == "trajectory_failed"]
+        assert len(tried) < 60, "a probe a minute, and no flood of events"
+        await plant.pass_time(300)
+        assert len([m for m in plant.sent if isinstance(m, wire.Fatal)]) == 1
+        assert not plant.inbox, "nothing is sampled any more"
 
     asyncio.run(main())
 
@@ -487,7 +594,65 @@ def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None:
         plant.start()
         await plant.run(lambda: plant.batches)
         assert plant.batches[0].stats["truncated"] == 1.0
+        assert plant.batches[0].stats["reward"] == 0.0
         assert all(len(unpack_i32(s.tokens)) <= 20 for g in plant.batches[0].groups for s in g.samples)
+        assert [line["clipped"] for line in plant.lines] == [1] * 4
+
+    asyncio.run(main())
+
+
+def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=3, max_model_len=40)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        plant.serve(1)
+        (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+        plant.host.remove(step)
+        plant.leader.on_host(0, EpisodeStepped(step.episode, pack_i32([5] * 1_600_000), None, False, 0.0, {}))
+        await plant.run(lambda: plant.batches)
+        (line,) = [line for line in plant.lines if line["clipped"]]
+        assert (line["clipped"], line["info"], line["reward"], line["turns"][-1]["new_tokens"]) == (1_600_000 - 34, {"truncated": 1.0}, 0.0, 34)
+        assert plant.batches[0].stats["truncated"] == 0.25
+        assert max(len(s.tokens) for g in plant.batches[0].groups for s in g.samples) == 4 * 40
+
+    asyncio.run(main())
+
+
+def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answers() -> None:
+    async def main() -> None:
+        clipped = 0
+        for seed in range(20):
+            pick = random.Random(seed)
+            longest = pick.randrange(5, 60)
+            plant = Plant(eta=0, steps=2, max_model_len=longest)
+            plant.start()
+            for _ in range(120):
+                pending, plant.host = plant.host, []
+                for message in pending:
+                    if isinstance(message, OpenEpisode):
+                        prompt = [1] * pick.choice((1, 2, longest - 1, longest, longest + 9) if message.sample else (1, 2))
+                        plant.leader.on_host(0, EpisodeOpened(message.episode, f"p{message.index}", pack_i32(prompt), pick.randrange(1, 9), (STOP,)))
+                    elif isinstance(message, StepEpisode):
+                        answer, done = [5] * pick.choice((0, 1, 3, longest, 1000)), pick.random() < 0.2
+                        plant.leader.on_host(0, EpisodeStepped(message.episode, pack_i32(answer), None, done, 1.0, {}))
+                await asyncio.sleep(0)
+                inbox, plant.inbox = plant.inbox, []
+                for engine, request in inbox:
+                    context = len(unpack_i32(request.prompt))
+                    assert 0 < request.max_tokens <= longest - context
+                    tokens = pick.randrange(1, request.max_tokens + 1)
+                    finish = pick.choice(("stop", "length", "abort"))
+                    answered = Generated(request.rid, pack_i32([7] * tokens), pack_f32([-1.0] * tokens), finish, ((0, tokens),), 0, 0.0, 0.0)
+                    plant.leader.on_turns_done(((engine, answered),))
+                plant.now += 1.0
+                plant.leader.report()
+                assert all(len(t.context) <= longest for t in (*plant.leader._environments.episodes.values(), *plant.ended))
+            assert plant.batches
+            clipped += sum(line["clipped"] > 0 for line in plant.lines)
+            assert {e["failure"] for e in plant.kinds("trajectory_failed")} <= {"answer"}
+            assert all("rollout.max_model_len = " in e["error"] for e in plant.kinds("trajectory_failed"))
+        assert clipped > 10
 
     asyncio.run(main())
 
@@ -688,6 +853,8 @@ def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> No
         assert plant.leader.report().waiting_turns == 2
         for attempt in range(3):
             plant.leader.on_host(0, EpisodeFailed(f"0.0.{attempt}", "KeyError"))
+            plant.now += 4.0
+            plant.leader.report()
             await plant.settle()
         assert "0.1.0" in {request.rid.split(":")[0] for _, request in plant.inbox}
         await plant.run(lambda: plant.batches)
@@ -695,5 +862,58 @@ def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> No
         assert sorted(record.trajectory for record in policy.learned) == ["0.1.0", "1.0.0", "1.1.0"]
         learned = next(record for record in policy.learned if record.trajectory == "1.1.0")
         assert (learned.generated_tokens, learned.turns, learned.at_signal, learned.context_tokens) == (6, 2, (3, 6), 10)
+
+    asyncio.run(main())
+
+
+def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch() -> None:
+    async def main() -> None:
+        nan, inf = float("nan"), float("inf")
+        ends: list[tuple[float, dict[str, float], str]] = [
+            (nan, {}, "The reward is nan."), (-inf, {}, "The reward is -inf."), (0.0, {"a": inf}, "info['a'] is inf."), (1e300, {}, ""),
+        ]  # fmt: skip
+        for reward, info, error in ends:
+            plant = Plant(eta=0, turns=1)
+            plant.start()
+            await plant.run(lambda plant=plant: plant.inbox)
+            plant.serve(1)
+            (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+            plant.host.remove(step)
+            plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, reward, info))
+            assert any(isinstance(m, CloseEpisode) for m in plant.host)
+            await plant.pass_time(10, lambda plant=plant: plant.batches)
+            (failed,) = plant.kinds("trajectory_failed")
+            assert (failed["failure"], failed["task"], failed["prompt"]) == ("reward", "toy", "p0")
+            assert not error or failed["error"] == error
+            assert plant.batches[0].stats["reward"] == 0.5
+            assert "a" not in plant.batches[0].stats
+            assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_that_are_not_finite_or_missing_and_empty_trajectories_are_failed_attempts() -> None:
+    async def main() -> None:
+        for tokens, logprobs, kind in (([7, STOP], [-1.0, float("nan")], "logprobs"), ([7, STOP], [-1.0], "logprobs"), ([STOP], [float("-inf")], "logprobs")):
+            plant = Plant(eta=0)
+            plant.start()
+            await plant.run(lambda plant=plant: plant.inbox)
+            engine, request = plant.inbox.pop(0)
+            answer = Generated(request.rid, pack_i32(tokens), pack_f32(logprobs), "stop", ((0, len(tokens)),), 0, 0.0, 0.0)
+            plant.leader.on_turns_done(((engine, answer),))
+            await plant.pass_time(10, lambda plant=plant: plant.batches)
+            assert [(e["failure"], e["prompt"]) for e in plant.kinds("trajectory_failed")] == [(kind, "p0")]
+            assert all(-9.0 < value <= 0.0 for group in plant.batches[0].groups for s in group.samples for value in array("f", s.logprobs))
+        plant = Plant(eta=0, turns=1)
+        plant.start()
+        await plant.run(lambda: plant.inbox)
+        engine, request = plant.inbox.pop(0)
+        plant.leader.on_turns_done(((engine, Generated(request.rid, b"", b"", "stop", (), 0, 0.0, 0.0)),))
+        (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+        plant.host.remove(step)
+        plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, 1.0, {}))
+        await plant.pass_time(10, lambda: plant.batches)
+        assert [e["error"] for e in plant.kinds("trajectory_failed")] == ["No token was generated."]
+        assert all(any(s.loss_mask) for group in plant.batches[0].groups for s in group.samples)
 
     asyncio.run(main())

@@ -211,7 +211,11 @@ def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
     record = Record.of(played(0))
     turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
-    wrongs = ({"mask": b"\1"}, {"logprobs": b""}, {"versions": ()}, {"versions": ((0, 1),)}, {"prompt_tokens": 2}, *({"turns": wrong} for wrong in turns))
+    not_finite = ({"reward": float("nan")}, {"info": {"a": float("inf")}}, {"logprobs": pack_f32([0.0, 0.0, 0.0, -1.0, float("nan")])})
+    wrongs = (
+        *not_finite, {"mask": b"\1"}, {"logprobs": b""}, {"versions": ()}, {"versions": ((0, 1),)}, {"prompt_tokens": 2},
+        *({"turns": wrong} for wrong in turns),
+    )  # fmt: skip
     for wrong in wrongs:
         (run.folder / "00000-000001.frames").write_bytes(spools.frame(msgspec.structs.replace(record, **wrong)))
         assert read_segment(run.folder / "00000-000001.frames") == ([], False)

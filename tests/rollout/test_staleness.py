@@ -23,6 +23,8 @@ class GateMachine(RuleBasedStateMachine):
         self.first = version
         self.trained: list[tuple[str, ...]] = []
         self.sampled: dict[str, int] = {}
+        self.given_up: list[tuple[int, str]] = []
+        """(batch with which it counts as trained, group)"""
         self.start(version, {})
 
     def start(self, version: int, kept: dict[str, int]) -> None:
@@ -32,8 +34,10 @@ class GateMachine(RuleBasedStateMachine):
         self.admitted: dict[str, int] = {}
         self.running: set[str] = set()
         self.version = self.consumed = version
-        self.done = {name for batch in self.trained for name in batch}
+        self.done = {name for batch in self.trained for name in batch} | {name for _, name in self.given_up}
         self.count = 0
+        self.again = False
+        """Whether this start samples a prompt once more that an earlier one gave up."""
 
     @precondition(lambda self: self.gate.capacity > 0)
     @rule()
@@ -44,7 +48,7 @@ class GateMachine(RuleBasedStateMachine):
         self.count += 1
         version = self.kept.pop(name, self.version)
         if not self.gate.fits(version):
-            assert self.max_open < (self.eta + 1) * self.size, "all that is kept is taken in, unless it could not be at once"
+            assert self.again or self.max_open < (self.eta + 1) * self.size, "all that is kept is taken in, unless it could not be at once"
             version = self.version
         assert self.gate.admit(name, version) == version
         self.admitted[name] = self.sampled[name] = version
@@ -59,6 +63,17 @@ class GateMachine(RuleBasedStateMachine):
     def finish_group(self, name: str) -> None:
         self.gate.finish(name)
         self.running.remove(name)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        before = self.gate.capacity
+        self.gate.withdraw(name)
+        assert before <= self.gate.capacity <= before + 1
+        self.running.remove(name)
+        del self.admitted[name], self.sampled[name]
+        self.given_up.append((self.consumed + 1, name))
 
     @precondition(lambda self: self.gate.batch())
     @rule()
@@ -83,6 +98,7 @@ class GateMachine(RuleBasedStateMachine):
     def restart(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(self.first, self.consumed), "step")
         del self.trained[step - self.first :]
+        before, self.given_up = self.given_up, [entry for entry in self.given_up if entry[0] <= step]
         done = {name for batch in self.trained for name in batch}
         left = sorted(name for name, version in self.sampled.items() if name not in done and version <= step)
         assert len(left) <= (self.eta + 1) * self.size
@@ -91,6 +107,7 @@ class GateMachine(RuleBasedStateMachine):
         assert all(version + self.eta >= step for version in versions.values())
         self.sampled = {name: version for name, version in self.sampled.items() if name in done or name in kept}
         self.start(step, versions)
+        self.again = len(before) > len(self.given_up)
         while self.kept and self.gate.capacity:
             self.admit()
             if data.draw(st.booleans(), "whole"):
@@ -184,6 +201,22 @@ def test_what_is_taken_in_keeps_its_deadline_or_is_refused(in_order: bool) -> No
         assert gate.consume((name,)) == 2
 
 
+def test_a_withdrawn_group_gives_its_place_to_one_under_the_newest_version() -> None:
+    gate = StalenessGate(1, 2, max_open=8, in_order=True)
+    for name in "abcd":
+        gate.admit(name)
+    gate.withdraw("b")
+    assert gate.capacity == 1
+    gate.admit("e")
+    for name in "acde":
+        gate.finish(name)
+    assert gate.batch() == ("a", "c")
+    gate.consume(("a", "c"))
+    gate.publish(1)
+    assert gate.capacity == 2
+    assert gate.consume(("d", "e")) == 1
+
+
 def test_breaking_the_protocol_is_refused() -> None:
     gate = StalenessGate(1, 1, max_open=1)
     gate.admit("a")
@@ -195,8 +228,9 @@ def test_breaking_the_protocol_is_refused() -> None:
             wrong()
     assert gate.outstanding == 1
     gate.finish("a")
-    with pytest.raises(ValueError, match="already finished"):
-        gate.finish("a")
+    for call in (gate.finish, gate.withdraw):
+        with pytest.raises(ValueError, match="already finished"):
+            call("a")
     gate.consume(("a",))
     gate.publish(1)
     with pytest.raises(ValueError, match="cannot follow"):

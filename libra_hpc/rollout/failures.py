@@ -1,0 +1,171 @@
+"""Failed attempts of trajectories: how long each waits for the next one, when admission pauses, and when the run ends.
+
+- Attempt failed -> the trajectory waits 1, 2, 4, ... s (at most `LONGEST_S`); at its `MAX_STRIKES`-th failure it is given up.
+- More than ``max_share`` of the window failed -> pause: no prompt is admitted, and one attempt at a time (a *probe*) begins.
+- Probe failed -> the next one waits twice as long.  No failure of a pause, or that led to it, counts against its trajectory.
+- Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
+- Paused for ``patience_s`` in all, with no sound window in between -> fail.
+
+The window has one entry a trajectory, how its newest attempt ended, for the last `WINDOW` of them.  It is judged from `ENOUGH` entries on, or when every
+open trajectory waits.  One prompt alone never pauses the others: its failures are its own, and it is given up after its strikes.
+
+Pure: times are seconds of any monotonic clock, given as arguments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Literal, NamedTuple
+
+MAX_STRIKES = 3
+"""Once is an accident, thrice is the trajectory's own fault."""
+WINDOW = 64
+"""Half: a burst of accidents looks like an outage; double: an outage costs twice the attempts before it is seen."""
+ENOUGH = 8
+"""Entries that make a share."""
+PROMPTS = 2
+"""Prompts whose failures make an outage."""
+FIRST_S, LONGEST_S = 1.0, 60.0
+"""Back-off: an outage of 15 s is over within two probes, one of an hour costs a probe a minute."""
+TEXTS, TEXT_CHARS = 256, 200
+"""Different error texts that are counted one by one, and how much of each: a text may contain a number that never repeats."""
+
+Key = tuple[int, int]
+"""(index of the prompt, sample)"""
+
+
+class Failure(NamedTuple):
+    """Why an attempt failed."""
+
+    kind: str
+    """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
+    task: str
+    prompt: str
+    error: str
+
+
+class Admission(NamedTuple):
+    """A decision about the whole run, with the reason in words."""
+
+    action: Literal["pause", "resume", "fail"]
+    reason: str
+
+
+class FailureBook:
+    """See the module docstring.  `failed` and `succeeded` take what happened, `evaluate` decides."""
+
+    def __init__(self, max_share: float, patience_s: float) -> None:
+        self._max_share, self._patience_s = max_share, patience_s
+        self.last: dict[str, tuple[int, Failure]] = {}
+        """Failures so far and the last one, by kind."""
+        self._texts: Counter[tuple[str, str]] = Counter()
+        self._window: OrderedDict[Key, bool] = OrderedDict()
+        self._strikes: Counter[Key] = Counter()
+        self.paused = ""
+        """Why nothing is admitted; empty while prompts are."""
+        self.probe: Key | None = None
+        """The one attempt that runs on purpose during a pause."""
+        self._probe_at = self._paused_at = self._paused_s = 0.0
+        self._delay_s = FIRST_S
+        self._failed_at = float("-inf")
+        self._resume = self._over = False
+
+    # --- what happened ----------------------------------------------------------------------------------------------------------------------
+
+    def failed(self, key: Key, failure: Failure, now: float) -> float | None:
+        """An attempt failed; seconds until the next one of this trajectory, None when it is given up."""
+        count = self.last[failure.kind][0] if failure.kind in self.last else 0
+        self.last[failure.kind] = (count + 1, failure)
+        text = (failure.kind, failure.error[:TEXT_CHARS])
+        if text in self._texts or len(self._texts) < TEXTS:
+            self._texts[text] += 1
+        self._ended(key, False)
+        self._failed_at = now
+        if self.paused:
+            if key == self.probe:
+                self.probe = None
+                self._delay_s = min(LONGEST_S, 2.0 * self._delay_s)
+                self._probe_at = now + self._delay_s
+            return FIRST_S
+        self._strikes[key] += 1
+        if self._strikes[key] >= MAX_STRIKES:
+            del self._strikes[key]
+            return None
+        return min(LONGEST_S, FIRST_S * 2.0 ** (self._strikes[key] - 1))
+
+    def succeeded(self, key: Key, sent_at: float) -> None:
+        """An attempt ended as it should; its last turn went to the environment at ``sent_at``."""
+        self._ended(key, True)
+        self._strikes.pop(key, None)
+        if self.paused and (key == self.probe or sent_at > self._failed_at):
+            self._resume = True
+        if key == self.probe:
+            self.probe = None
+
+    def settled(self, index: int) -> None:
+        """A prompt is given up as a whole: it says nothing of the others."""
+        for key in [key for key in self._window if key[0] == index]:
+            del self._window[key]
+
+    def probing(self, key: Key) -> None:
+        """A probe began."""
+        self.probe = key
+
+    def may_probe(self, now: float) -> bool:
+        """Whether a probe may begin."""
+        return bool(self.paused) and not self._over and self.probe is None and now >= self._probe_at
+
+    def _ended(self, key: Key, well: bool) -> None:
+        self._window[key] = well
+        self._window.move_to_end(key)
+        if len(self._window) > WINDOW:
+            self._window.popitem(last=False)
+
+    # --- what follows -----------------------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, running: int, waiting: int, now: float) -> Admission | None:
+        """What to do now, None for going on; ``running`` attempts are in play, ``waiting`` trajectories wait for their next one."""
+        if not self.paused:
+            return self._pause(now) if self._outage(running, waiting) else None
+        if self._resume:
+            return self._resumed(now)
+        paused_s = self._paused_s + now - self._paused_at
+        if self.probe is None and not self._over and paused_s > self._patience_s:
+            self._over = True
+            return Admission("fail", f"{self._sentence()} Admission was paused for {paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
+        return None
+
+    def _outage(self, running: int, waiting: int) -> bool:
+        failed = [key for key, well in self._window.items() if not well]
+        ended = len(self._window)
+        if ended < ENOUGH:
+            return bool(waiting) and running == 0 and len(failed) == ended > 0
+        if len(failed) <= self._max_share * ended:
+            self._paused_s, self._delay_s = 0.0, FIRST_S
+            return False
+        return len({index for index, _ in failed}) >= PROMPTS or len(failed) == ended
+
+    def _pause(self, now: float) -> Admission:
+        self.paused = f"{self._sentence()} One attempt at a time goes on until one succeeds."
+        self._strikes.clear()
+        self._paused_at, self._probe_at, self.probe, self._resume = now, now + self._delay_s, None, False
+        return Admission("pause", self.paused)
+
+    def _resumed(self, now: float) -> Admission:
+        seconds = now - self._paused_at
+        self._paused_s += seconds
+        self.paused, self.probe, self._resume = "", None, False
+        self._window.clear()
+        return Admission("resume", f"An attempt succeeded after a pause of {seconds:.0f} s.")
+
+    def _sentence(self) -> str:
+        failed, ended = sum(not well for well in self._window.values()), len(self._window)
+        (kind, text), count = self._texts.most_common(1)[0]
+        share = f"{failed} of the last {ended} trajectories failed ([task] max_failed_share = {self._max_share:g})"
+        return f"{share}; the most frequent error ({kind}, {count} times): {text.rstrip('.')}."
+
+    @property
+    def counts(self) -> tuple[tuple[str, int, str], ...]:
+        """(kind, failures, last error), the most frequent first."""
+        found = [(kind, count, failure.error[:TEXT_CHARS]) for kind, (count, failure) in self.last.items()]
+        return tuple(sorted(found, key=lambda entry: (-entry[1], entry[0])))

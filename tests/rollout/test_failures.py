@@ -1,0 +1,146 @@
+"""When failures wait, pause admission, and end a run: the book under scripted and under random histories."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.rollout.failures import ENOUGH, LONGEST_S, MAX_STRIKES, WINDOW, Failure, FailureBook
+
+
+def why(error: str = "KeyError: 'x'", kind: str = "raised") -> Failure:
+    return Failure(kind, "toy", "p", error)
+
+
+def paused(patience_s: float = 600.0) -> FailureBook:
+    book = FailureBook(0.2, patience_s)
+    for index in range(ENOUGH):
+        book.failed((index, 0), why(), 0.0)
+    decision = book.evaluate(4, ENOUGH, 0.0)
+    assert decision is not None
+    assert decision.action == "pause"
+    return book
+
+
+def test_a_trajectory_waits_longer_each_time_and_is_given_up_at_its_third_failure() -> None:
+    book = FailureBook(0.2, 600.0)
+    assert [book.failed((0, 0), why(), 0.0) for _ in range(MAX_STRIKES)] == [1.0, 2.0, None]
+    assert book.failed((0, 0), why(), 0.0) == 1.0
+
+
+def test_a_success_clears_the_strikes() -> None:
+    book = FailureBook(0.2, 600.0)
+    book.failed((0, 0), why(), 0.0)
+    book.succeeded((0, 0), 0.0)
+    assert book.failed((0, 0), why(), 0.0) == 1.0
+
+
+def test_the_share_counts_trajectories_of_several_prompts_and_not_attempts() -> None:
+    book = FailureBook(0.2, 600.0)
+    for index in range(8):
+        book.succeeded((index, 0), 0.0)
+    for _ in range(5):
+        book.failed((8, 0), why(), 0.0)
+        book.failed((9, 0), why(), 0.0)
+    assert book.evaluate(1, 2, 0.0) is None, "2 of 10"
+    book.failed((9, 1), why(), 0.0)
+    decision = book.evaluate(1, 2, 0.0)
+    assert decision is not None
+    assert decision.reason.startswith("3 of the last 11 trajectories failed ([task] max_failed_share = 0.2); the most frequent error (raised, 11 times): Key")
+
+
+def test_one_prompt_alone_is_no_outage_and_leaves_the_window_when_given_up() -> None:
+    book = FailureBook(0.2, 600.0)
+    for sample in range(8):
+        book.succeeded((0, sample), 0.0)
+        book.failed((1, sample), why(), 0.0)
+    assert book.evaluate(0, 8, 0.0) is None
+    book.settled(1)
+    book.failed((2, 0), why(), 0.0)
+    assert book.evaluate(0, 1, 0.0) is None, "1 of 9"
+
+
+def test_a_small_run_is_judged_when_every_open_trajectory_waits() -> None:
+    book = FailureBook(0.2, 600.0)
+    for sample in range(2):
+        book.failed((0, sample), why(), 0.0)
+    assert book.evaluate(2, 2, 0.0) is None
+    decision = book.evaluate(0, 4, 0.0)
+    assert decision is not None
+    assert decision.action == "pause"
+
+
+def test_probes_come_one_at_a_time_and_ever_later() -> None:
+    book, now, began = paused(1e9), 0.0, []
+    while len(began) < 9:
+        now += 1.0
+        if book.may_probe(now):
+            began.append(now)
+            book.probing((0, 0))
+            assert not book.may_probe(now + 1000.0)
+            assert book.failed((0, 0), why(), now) is not None, "it is not held against the trajectory"
+    assert [b - a for a, b in pairwise(began)] == [2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_S, LONGEST_S, LONGEST_S]
+
+
+def test_a_probe_or_what_was_sent_after_the_last_failure_resumes() -> None:
+    for key, sent_at, resumed in (((0, 0), 0.0, True), ((5, 0), 0.0, False), ((5, 0), 1.0, True)):
+        book = paused()
+        book.probing((0, 0))
+        book.succeeded(key, sent_at)
+        decision = book.evaluate(1, 7, 9.0)
+        assert (decision is not None and decision.action == "resume") is resumed
+        assert bool(book.paused) is not resumed
+
+
+def test_patience_is_of_the_pauses_together_until_a_sound_window_and_waits_for_the_probe() -> None:
+    book, now = paused(10.0), 0.0
+    for _ in range(2):
+        now += 4.0
+        book.probing((0, 0))
+        book.succeeded((0, 0), now)
+        assert book.evaluate(1, 1, now) is not None
+        for index in range(ENOUGH):
+            book.failed((index, 0), why(), now)
+        decision = book.evaluate(1, 1, now)
+        assert decision is not None
+        assert decision.action == "pause"
+    book.probing((0, 0))
+    assert book.evaluate(1, 1, now + 4.0) is None, "12 s, but an attempt is on its way"
+    book.failed((0, 0), why(), now + 4.0)
+    decision = book.evaluate(1, 1, now + 4.0)
+    assert decision is not None
+    assert decision.action == "fail"
+    assert "Admission was paused for 12 s ([task] failed_patience_s = 10)." in decision.reason
+    assert book.evaluate(1, 1, now + 9.0) is None, "once"
+    assert not book.may_probe(now + 1000.0)
+
+
+def test_counts_are_by_kind_with_the_last_error() -> None:
+    book = FailureBook(0.2, 600.0)
+    for number in range(1000):
+        book.failed((number, 0), why(f"error {number}"), 0.0)
+    book.failed((0, 1), why("late", "timeout"), 0.0)
+    assert book.counts == (("raised", 1000, "error 999"), ("timeout", 1, "late"))
+    assert len(book._texts) <= 256
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 3)), max_size=200))
+def test_no_history_breaks_the_book(history: list[tuple[bool, int, int]]) -> None:
+    book, now = FailureBook(0.2, 30.0), 0.0
+    over = False
+    for well, index, sample in history:
+        now += 0.5
+        if book.may_probe(now):
+            book.probing((index, sample))
+        if well:
+            book.succeeded((index, sample), now)
+        else:
+            delay = book.failed((index, sample), why(), now)
+            assert delay is None or 1.0 <= delay <= LONGEST_S
+            assert not (book.paused and delay is None), "nothing is given up during a pause"
+        decision = book.evaluate(1, 1, now)
+        over = over or (decision is not None and decision.action == "fail")
+        assert not (over and book.may_probe(now + 1000.0) and book.paused)
+        assert len(book._window) <= WINDOW
