@@ -33,7 +33,7 @@ from libra_hpc.train import folders
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
-from .attempt import start_state
+from .attempt import whole_start_state
 from .context import Context
 from .coordinator import Coordinator
 from .layout import Layout, check_world
@@ -47,6 +47,8 @@ from .train_node import TrainNode
 HEARTBEAT_S = 1.0
 ORPHAN_S = 90.0
 """The coordinator repeats the roles every 2 s; an agent that hears nothing for so long is alone and leaves, whatever the launcher saw."""
+FIRST_WORD_S = 1800.0
+"""Before its first word the coordinator reads a whole checkpoint, which takes minutes for a large one."""
 QUIET_S = 5.0
 """Silence of the coordinator after which an agent asks what the launcher saw: a file look-up, so not every second."""
 SAVE_S = 60.0
@@ -91,13 +93,15 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.set_exception_handler(self._on_defect)
-        self._spawn(self.mesh.run())
         if self.rank == 0:
-            self._enter(start_state(self.run_dir))
+            # Before any message is read: what comes for the coordinator waits in MPI until there is one.
+            start, damaged = await asyncio.to_thread(whole_start_state, self.run_dir)
+            self._enter(start)
             assert self.context is not None
-            self.coordinator = Coordinator(self.context)
+            self.coordinator = Coordinator(self.context, damaged)
             self.mesh.from_lost = self._on_lost_message
             self._spawn(self.coordinator.run(), then=self._stop.set)
+        self._spawn(self.mesh.run())
         self._hello()
         self._spawn(self._heartbeats())
         await self._stop.wait()
@@ -187,7 +191,7 @@ class Agent:
     async def _orphaned(self) -> bool:
         """Whether the coordinator is gone: the launcher saw its end, or it has been silent for `ORPHAN_S`."""
         silent_s = time.monotonic() - self._heard
-        if silent_s > ORPHAN_S:
+        if silent_s > (FIRST_WORD_S if self.context is None else ORPHAN_S):
             log.error("no word from the coordinator for %.0f s: leaving", silent_s)
             return True
         if silent_s > QUIET_S and 0 in await asyncio.to_thread(read_gone, self.run_dir.gone(self.attempt)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from libra_hpc.planner.calibrate import Split, StepForecast
@@ -48,11 +48,14 @@ time limit comes 60 s early."""
 class Coordinator:
     """See the module docstring.  `run` returns when the run is over; ``state`` then says how."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, damaged: Sequence[tuple[int, str]] = ()) -> None:
+        """``damaged``: checkpoints that were passed over at the start, as step and sentence."""
         self._context, self._config, self._run_dir = context, context.config, context.run
         forget_steps_after(context.run, context.start.step)
         self._records = Records(context)
         self._event = self._records.event
+        for step, sentence in damaged:
+            self._event("checkpoint_damaged", step=step, reason=sentence)
         now = time.time()
         self._observations = Observations()
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
