@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
 
-.PHONY: help venv dev run test lint bench clean
+.PHONY: help venv dev run test chaos lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    a complete run on this machine: environment, Slurm, tiny policy, job, summary"
 	@echo "make test   the test suite        make lint   ruff and mypy"
+	@echo "make chaos  every injected fault, the slow ones too"
 	@echo "make bench  the benchmarks        make clean  undo everything"
 
 venv:
@@ -28,6 +29,9 @@ run: venv
 
 test: dev
 	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+chaos: dev
+	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"
 
 lint: dev
 	@$(BIN)/ruff check .

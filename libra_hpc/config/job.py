@@ -90,6 +90,9 @@ class DeadlinesSection(Section):
     factor: float = Field(10.0, gt=1)
     """A measured operation may take this many times the longest of its last durations."""
 
+    storage_s: float = Field(900.0, gt=0)
+    """How long the run directory may take no writes, in seconds; then the run saves if it can, and stops."""
+
     @property
     def settings(self) -> DeadlineSettings:
         """As the runtime takes them."""

@@ -44,6 +44,9 @@ GONE_S = 1.0
 NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
 """How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use); the notice before the
 time limit comes 60 s early."""
+SAVE_S = 600.0
+"""How long a checkpoint may take when nobody else waits for it."""
+
 
 class Coordinator:
     """See the module docstring.  `run` returns when the run is over; ``state`` then says how."""
@@ -123,9 +126,12 @@ class Coordinator:
         """SIGTERM or the time-limit notice: save at the next step border, then stop."""
         if self._stop_deadline is None and not self._finished.is_set():
             self._event("stop_requested", signal=name)
-            self._stop_deadline = time.time() + NOTICE_S[name]
-            self._message = f"{name}: saving and stopping"
-            self._context.send(self._context.layout.train_leader, wire.StopTraining(name))
+            self._stop(name, NOTICE_S[name])
+
+    def _stop(self, reason: str, patience_s: float) -> None:
+        self._stop_deadline = time.time() + patience_s
+        self._message = f"{reason}: saving and stopping"
+        self._context.send(self._context.layout.train_leader, wire.StopTraining(reason))
 
     def on_back(self, rank: int) -> None:
         """A node that was declared lost is heard again."""
@@ -214,7 +220,8 @@ class Coordinator:
             self._end("cancelled", "stopped before the last step could be saved; the last checkpoint stands")
         if self._recovery.reason and now > self._recovery.deadline:
             self._end("restarting", f"{self._recovery.reason}; all ranks restart from the newest checkpoint")
-        self._records.check_storage()
+        if (fault := self._records.check_storage()) and not self._stopping:
+            self._stop(fault, SAVE_S)
 
     def _poll(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -27,7 +27,7 @@ class Records:
     """Every method returns at once, except `close`."""
 
     def __init__(self, context: Context) -> None:
-        self._attempt = context.attempt
+        self._attempt, self._patience_s = context.attempt, context.config.deadlines.storage_s
         self._facts = FactsWriter(context.run)
         self._notices = Notices()
         self._fault = ""
@@ -55,12 +55,14 @@ class Records:
         """A committed step, once."""
         self._facts.step(line)
 
-    def check_storage(self) -> None:
-        """Note when the run directory stops or begins again to take writes."""
+    def check_storage(self) -> str:
+        """Note when the run directory stops or begins again to take writes; returns why it has taken none for longer than it may, else nothing."""
         if self._facts.fault != self._fault:
             self._fault = self._facts.fault
             reason = self._fault or "the run directory takes writes again"
             self.event("storage_fault" if self._fault else "storage_ok", reason=reason)
+        fault_s = self._facts.fault_s(time.monotonic())
+        return f"the run directory has taken no writes for {fault_s:.0f} s: {self._fault}" if fault_s > self._patience_s else ""
 
     def notices(self, now: float) -> list[str]:
         """What went wrong lately, newest first."""

@@ -125,6 +125,10 @@ class FactsWriter:
         with self._changed:
             return self._changed.wait_for(lambda: not self._any() and self._busy_since is None, patience_s)
 
+    def fault_s(self, now: float) -> float:
+        """Seconds since writes began to fail, at monotonic time ``now``; 0.0 while they succeed."""
+        return max(0.0, now - self.fault_since) if self.fault else 0.0
+
     def slow_s(self, now: float) -> float:
         """Seconds the write in progress has taken at monotonic time ``now``; 0.0 between writes."""
         since = self._busy_since

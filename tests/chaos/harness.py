@@ -31,7 +31,8 @@ group_size = 4
 eta = 1
 skip_zero_advantage = false
 [train]
-tp = 1
+tp = 2
+recompute = true
 [rollout]
 tp = 8
 max_model_len = 4096
@@ -44,7 +45,7 @@ every = 5
 floor_s = 4.0
 first_s = 30.0
 [twin]
-model = "qwen3-8b"
+model = "qwen3-4b"
 presets = ["search"]
 speedup = 100.0
 start_s = 20.0

@@ -1,0 +1,77 @@
+"""Run directories that fill up, and checkpoints that are not what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.harness import Chaos, sound
+
+pytestmark = [pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB for the run directory."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("file systems may not be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no free block; returns the file that holds them."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(65536))
+    return filler
+
+
+def test_a_run_goes_on_through_a_full_disk_and_loses_nothing(tmp_path: Path, disk: Path) -> None:
+    case = Chaos(tmp_path, steps=80)
+    case.submit()
+    case.reach(5)
+    filler = fill(disk)
+    case.wait(lambda: any("storage fault" in notice for notice in case.status()["notices"]), "the status that says so")
+    step = case.status()["step"]
+    case.wait(lambda: case.status()["step"] > step + 2, "steps meanwhile")
+    filler.unlink()
+    case.wait(lambda: case.events("storage_ok"), "writes again")
+    sound(case)
+
+
+def test_a_disk_that_stays_full_stops_the_run_with_that_reason(tmp_path: Path, disk: Path) -> None:
+    case = Chaos(tmp_path, steps=4000)
+    run = case.submit("-o", "deadlines.storage_s=5")
+    case.reach(5)
+    fill(disk)
+    case.wait(lambda: run.result.exists(), "it ended")
+    assert run.read_json(run.result)["state"] == "failed"
+    assert "No space left" in case.message() or "free" in case.message(), case.message()
+    assert case.status()["state"] == "failed"
+    assert not case.events("recovered"), "a restart would find the same full disk"
+
+
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=12)
+    run = case.submit()
+    sound(case)
+    newest = run.checkpoint(12)
+    weights = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size > 16 and path.name != "manifest.json")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    case.cli("submit", "--resume", str(run.path), "--wait", "-o", "run.steps=15")
+    case.values["steps"] = 15
+    sound(case)
+    (damaged,) = case.events("checkpoint_damaged")
+    assert damaged["step"] == 12
+    assert weights.name in damaged["reason"]
+    assert [event["step"] for event in case.events("job_started")] == [0, 10]
