@@ -78,7 +78,12 @@ class Child:
         self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     def send(self, message: Any) -> None:
-        """Send one message; to a child that is gone it is dropped (its `on_exit` tells the owner)."""
+        """Send one message; to a child that is gone it is dropped (its `on_exit` tells the owner).
+
+        What a child does not read is kept until it is gone: the owner ends one that gives no sign of life.
+        """
+        if self.ended:
+            return
         frame = self._outbound.frame(message)
         if self._writer is None:
             self._queue.append(frame)
@@ -151,4 +156,5 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.ended = True
+        self._queue.clear()
         self._on_exit(self, code)

@@ -3,6 +3,10 @@
 An engine is announced to the rollout leader (`EngineUp`) only once it samples from the newest weights there are: after its start, after a restart and
 after standby it asks for them first.  In standby the process stays alive with its device memory released, so that coming back costs a weight update
 instead of a start.
+
+- An engine is late (`EngineWatch`) -> event ``slow``.  It hangs -> event ``hung``, stacks into its log, SIGKILL.
+- A process ends unasked -> `EngineDied`, and the coordinator orders the next start.
+- It ended too often (`RestartBudget`), or `MAX_STARTS` times in a row before it was ready -> `Fatal`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.process.budget import RestartBudget
 from libra_hpc.protocol.mesh import (
     EngineDied,
     EngineDown,
@@ -52,8 +57,13 @@ from .child import Child
 from .commands import engine_command
 from .context import Context
 from .devices import MAX_STARTS, engine_environment
+from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 
 KIND = "rollout"
+WATCH_S = 1.0
+"""Between two looks at the deadlines; the shortest is a minute."""
+STALL_S = 2.0
+"""A look that comes later than this was held up with the whole agent: that time counts for no engine."""
 
 
 class _Engine:
@@ -64,8 +74,15 @@ class _Engine:
         """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``lost``"""
         self.ready: EngineReady | None = None
         self.version = -1
+        self.updating = -1
+        """The newest version it was sent."""
         self.starts = 0
         """Since it was last ready."""
+        self.budget = RestartBudget()
+        self.hung = ""
+        """Why it was ended."""
+        self.told: EngineStats | None = None
+        """The counters that the leader has."""
 
 
 class RolloutNode:
@@ -77,6 +94,9 @@ class RolloutNode:
         serves = context.component in ("hybrid", "rollout")
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
         self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
+        self._watch = EngineWatch(context.config.deadlines.settings)
+        self._changing = asyncio.Lock()
+        """Held while processes are started or all of them ended."""
         self._receiver = Receiver(
             context.shared_memory,
             context.send,
@@ -106,16 +126,18 @@ class RolloutNode:
 
     async def start(self) -> None:
         """Bring every engine of the node up: start what is missing, wake what sleeps."""
-        self._wanted, self._ordered_at = True, time.monotonic()
-        for engine in self._engines.values():
-            if engine.state == "standby" and engine.child is not None:
-                # Waking leaves an engine without weights, so it needs a file even when the version it had is still the newest.
-                engine.state, engine.version = "loading", -1
-                engine.child.send(Wake())
-                self._catch_up(engine)
-            elif engine.state == "lost":
-                await self._spawn(engine)
-        self._maybe_ready()
+        async with self._changing:
+            self._wanted, self._ordered_at = True, time.monotonic()
+            for engine in self._engines.values():
+                if engine.state == "standby" and engine.child is not None:
+                    # Waking leaves an engine without weights, so it needs a file even when the version it had is still the newest.
+                    engine.state, engine.version, engine.updating = "loading", -1, -1
+                    engine.child.send(Wake())
+                    self._watch.began(engine.name, WAKE, self._ordered_at)
+                    self._catch_up(engine)
+                elif engine.state == "lost":
+                    await self._spawn(engine)
+            self._maybe_ready()
 
     def standby(self) -> None:
         """Put every engine to sleep; the rollout leader has drained them."""
@@ -124,16 +146,44 @@ class RolloutNode:
             if engine.child is not None and engine.state in ("ready", "loading"):
                 engine.state = "standby"
                 engine.child.send(Sleep())
+                # It answers no update any more.
+                self._watch.gone(engine.name)
+                self._watch.sign(engine.name, time.monotonic())
                 self._context.tell_leader(EngineDown(self._context.rank, engine.name, "standby"))
 
     async def stop(self) -> None:
         """End every engine."""
         self._wanted = False
         for engine in self._engines.values():
+            self._watch.gone(engine.name)
             if engine.child is not None and not engine.child.ended:
                 engine.child.stopping = True
                 engine.child.send(Shutdown())
         await asyncio.gather(*(e.child.stop() for e in self._engines.values() if e.child is not None))
+
+    async def reset(self) -> None:
+        """End every engine at once, without a word to anyone, and be as just constructed: this node was declared lost and is taken back."""
+        async with self._changing:
+            children = [engine.child for engine in self._engines.values() if engine.child is not None]
+            self._wanted, self._outbox = False, []
+            for engine in self._engines.values():
+                self._watch.gone(engine.name)
+            self._engines = {name: _Engine(name) for name in self._engines}
+            self._receiver.reset()
+            await asyncio.gather(*(child.stop(0.0) for child in children))
+
+    async def watch(self) -> None:
+        """End engines that hang and ask for weights that do not arrive, until cancelled."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            if now - looked > WATCH_S + STALL_S:
+                self._watch.discount(now - looked - WATCH_S)
+                self._receiver.discount(now - looked - WATCH_S)
+            self._receiver.watch(now)
+            await self._end_hung(now)
+            looked = time.monotonic()
 
     def on_turns(self, message: Turns) -> None:
         """Pass requests on; one whose engine is gone is refused."""
@@ -177,33 +227,58 @@ class RolloutNode:
         )
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
-        engine.state, engine.ready = "starting", None
+        engine.state, engine.ready, engine.updating, engine.hung, engine.told = "starting", None, -1, "", None
         engine.child = Child(engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited)
         argv = engine_command(context.config, context.component, path)
         first = list(self._engines).index(engine.name) * self._tp
         environment = engine_environment(os.environ, config.device, first, self._tp, rollout.threads)
         engine.starts += 1
+        self._watch.began(engine.name, START, time.monotonic())
         await engine.child.start(argv, environment, context.logs / f"{engine.name}.log")
 
     def _message(self, child: Child, message: Any) -> None:
-        engine = self._engines[child.name]
+        engine, now = self._engines[child.name], time.monotonic()
+        if child is not engine.child:
+            return
         match message:
             case Generated():
                 self._answer(engine.name, message)
             case EngineStats():
-                self._context.tell_leader(EngineLoad(engine.name, message))
+                if not message.asleep:
+                    self._watch.ended(engine.name, WAKE, now)
+                if message != engine.told:
+                    engine.told = message
+                    self._context.tell_leader(EngineLoad(engine.name, message))
             case WeightsApplied(version=version, seconds=seconds):
                 engine.version = version
+                self._watch.ended(engine.name, WAKE, now)
+                self._watch.ended(engine.name, WEIGHTS, now)
+                if version < engine.updating:
+                    self._watch.began(engine.name, WEIGHTS, now)
                 self._context.log("weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds)
                 if engine.state == "ready":
                     self._context.tell_leader(EngineVersion(self._context.rank, engine.name, version))
                 elif engine.state == "loading":
                     self._catch_up(engine)
             case EngineReady():
+                self._watch.ended(engine.name, START, now)
                 engine.ready, engine.version, engine.state = message, message.version, "loading"
                 self._catch_up(engine)
             case EngineError(what=what, fatal=fatal):
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
+        self._watch.sign(engine.name, now)
+
+    async def _end_hung(self, now: float) -> None:
+        for late in self._watch.late(now):
+            self._context.log("slow", rank=self._context.rank, part=late.engine, reason=late.reason)
+        ends = []
+        for hung in self._watch.hung(now):
+            engine = self._engines[hung.engine]
+            if engine.child is not None and not engine.child.ended:
+                self._context.log("hung", rank=self._context.rank, part=hung.engine, reason=hung.reason)
+                engine.hung = hung.reason
+                ends.append(engine.child.end_hung())
+        await asyncio.gather(*ends)
 
     def _answer(self, name: str, generated: Generated) -> None:
         if not self._outbox:
@@ -219,9 +294,15 @@ class RolloutNode:
         assert engine.child is not None
         newest = self._receiver.newest
         if newest is not None and newest.version > engine.version:
-            engine.child.send(UpdateWeights(str(newest.path), newest.version, newest.crc32))
+            self._update(engine, newest)
         else:
             self._receiver.ask(engine.version, time.monotonic())
+
+    def _update(self, engine: _Engine, file: WeightFile) -> None:
+        assert engine.child is not None
+        engine.updating = file.version
+        self._watch.began(engine.name, WEIGHTS, time.monotonic())
+        engine.child.send(UpdateWeights(str(file.path), file.version, file.crc32))
 
     def _up(self, engine: _Engine) -> None:
         assert engine.ready is not None
@@ -238,21 +319,28 @@ class RolloutNode:
     def _weights_complete(self, file: WeightFile) -> None:
         for engine in self._engines.values():
             if engine.child is not None and engine.state in ("ready", "loading"):
-                engine.child.send(UpdateWeights(str(file.path), file.version, file.crc32))
+                self._update(engine, file)
 
     def _exited(self, child: Child, code: int) -> None:
         engine = self._engines[child.name]
+        if child is not engine.child:
+            return
         was, engine.state, engine.version = engine.state, "lost", -1
+        self._watch.gone(engine.name)
         if child.stopping:
             return
         reason = f"engine process ended with {code}" if code >= 0 else f"engine process was killed by signal {-code}"
+        if engine.hung:
+            reason = f"{reason}: {engine.hung}"
         self._context.log("engine_lost", rank=self._context.rank, engine=engine.name, reason=reason, state=was)
         self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
-        if engine.starts >= MAX_STARTS:
-            where = self._context.logs / f"{engine.name}.log"
-            self._context.send(0, Fatal(self._context.rank, f"{reason} {engine.starts} times before it was ready; see {where}"))
+        in_budget = engine.budget.spend(time.monotonic())
+        if in_budget and engine.starts < MAX_STARTS:
+            self._context.send(0, EngineDied(self._context.rank, KIND, reason))
             return
-        self._context.send(0, EngineDied(self._context.rank, KIND, reason))
+        often = f"{engine.starts} times before it was ready" if in_budget else f"{engine.budget.spent} times in {engine.budget.window_s:.0f} s"
+        where = self._context.logs / f"{engine.name}.log"
+        self._context.send(0, Fatal(self._context.rank, f"engine {engine.name} ended {often}, the last time because {reason}; see {where}"))
 
 
 def _refused(request: Generate, reason: str) -> Generated:

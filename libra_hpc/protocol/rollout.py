@@ -71,7 +71,7 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
-    """Sent at most every 0.5 s while busy, and once when the engine falls idle.  Counters are totals since start."""
+    """Sent at most every 0.5 s while busy, once when the engine falls idle, and once a second while it is.  Counters are totals since start."""
 
     version: int
     running: int
@@ -88,6 +88,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """Share of the KV cache that is only kept for later turns (`Generate.keep_s`); it gives way to any request."""
     update_s: float = 0.0
     """Of ``busy_s``: in weight updates."""
+    asleep: bool = False
+    """Whether the engine is in standby."""
 
     @property
     def stepping_s(self) -> float:

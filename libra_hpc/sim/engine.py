@@ -133,6 +133,10 @@ class Engine:
         if not self._due:
             return None
         self._due = False
+        return self.snapshot(now)
+
+    def snapshot(self, now: float) -> EngineStats:
+        """The counters at any time."""
         cache, counters = self._cache, self.counters
         cache.expire(now)
         return EngineStats(

@@ -149,6 +149,10 @@ class TwinEngine:
         self._extra_s = self._pace.wake_s
         self._engine.version = -1
 
+    def stats(self, now: float) -> EngineStats:
+        """The present load and the totals since start."""
+        return self._wall(self._engine.snapshot(now))
+
     def run_until(self, now: float) -> list[FromEngine]:
         """Everything that happens up to ``now``."""
         out: list[FromEngine] = []
@@ -203,7 +207,8 @@ class TwinEngine:
         )
 
     def _wall(self, stats: EngineStats) -> EngineStats:
-        return msgspec.structs.replace(stats, busy_s=stats.busy_s / self._pace.speedup, update_s=stats.update_s / self._pace.speedup)
+        speedup = self._pace.speedup
+        return msgspec.structs.replace(stats, busy_s=stats.busy_s / speedup, update_s=stats.update_s / speedup, asleep=self._asleep)
 
 
 def _refusal(rid: str, why: str) -> Generated:

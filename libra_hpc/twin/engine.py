@@ -1,7 +1,7 @@
 """The twin of a rollout engine process: ``python -m libra_hpc.twin.engine --socket PATH --config JSON --pace JSON``.
 
 ``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread, which sleeps until a message comes or
-something is due; an idle engine takes no time at all.  It ends as the real one does: on `Shutdown`, or when the agent closes the socket.
+something is due; an idle engine reports once a second.  It ends as the real one does: on `Shutdown`, or when the agent closes the socket.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.rollout import Abort, FromEngine, Generate, Shutdown, Sleep, ToEngine, UpdateWeights, Wake, from_engine, to_engine
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.stats import IDLE_INTERVAL_S
 from libra_hpc.sim.engine import IDLE
 
 from .clock import Clock, wait
@@ -33,8 +34,9 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
     wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
     clock = Clock(pace.speedup)
     socket.send(engine.ready(time.monotonic() - begin))
+    said = time.monotonic()
     while True:
-        timeout = None if engine.next_at == IDLE else max(0.0, clock.wall(engine.next_at - clock.now()))
+        timeout = IDLE_INTERVAL_S if engine.next_at == IDLE else min(IDLE_INTERVAL_S, max(0.0, clock.wall(engine.next_at - clock.now())))
         message = socket.receive(timeout)
         now = clock.now()
         replies = engine.run_until(now)
@@ -43,6 +45,10 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
                 return
             replies += _obey(engine, message, now)
             message = socket.receive(0)
+        if time.monotonic() - said >= IDLE_INTERVAL_S:
+            replies.append(engine.stats(now))
+        if replies:
+            said = time.monotonic()
         socket.send_many(replies)
 
 

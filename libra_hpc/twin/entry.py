@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
+from libra_hpc.process.dump import dump_on_request
 
 from .settings import Pace
 
@@ -24,6 +25,7 @@ def run(module: str, description: str, arguments: list[str] | None, work: Callab
     parser.add_argument("--config", required=True, type=Path, help="JSON file, as the process it stands for would get")
     parser.add_argument("--pace", required=True, help="Pace as JSON")
     options = parser.parse_args(arguments)
+    dump_on_request()
     pace = msgspec.json.decode(options.pace, type=Pace)
     try:
         work(options.socket, options.config, pace)

@@ -7,6 +7,7 @@ import sys
 
 from libra_hpc.errors import UserError
 from libra_hpc.leave import leave
+from libra_hpc.process.dump import dump_on_request
 
 from .settings import prepare_process, read_config
 
@@ -17,6 +18,7 @@ def main() -> int:
     parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")
     parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
     args = parser.parse_args()
+    dump_on_request()
     try:
         config = read_config(args.config)
     except UserError as error:

@@ -222,7 +222,7 @@ class RolloutEngine:
         """The present load and the totals since start."""
         self._scheduler.pins.expire(time.monotonic())
         running, waiting = self._scheduler.get_request_counts()
-        return self._counters.message(self._version, running, waiting, *self._scheduler.pins.shares())
+        return self._counters.message(self._version, running, waiting, *self._scheduler.pins.shares(), self._client.is_sleeping())
 
     def close(self) -> None:
         """Free the device and end the worker processes."""

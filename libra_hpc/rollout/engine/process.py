@@ -1,7 +1,8 @@
 """The engine process's loop: messages in, steps, answers out, on one thread that sleeps when there is nothing to do.
 
-Between two steps the socket is drained without blocking, so a request joins the next batch; all answers of a step leave in one system call; an idle engine
-blocks in ``select``.  A weight file is verified in a thread while steps go on, then applied between two of them, in the order received.
+Between two steps the socket is drained without blocking, so a request joins the next batch; all answers of a step leave in one system call.  An idle engine
+blocks in ``select`` and reports once a second.  A weight file is verified in a thread while steps go on, then applied between two of them, in the order
+received.
 
 How it ends: `Shutdown`, or the agent closing the socket, or SIGTERM: exit 0.  A failed step or a half-applied update: every request in flight is answered
 with finish reason ``error``, then `EngineError` with ``fatal``, exit 1.  If the agent vanishes while a step or the start-up hangs, a watcher ends the process.
@@ -39,7 +40,7 @@ from libra_hpc.protocol.rollout import (
 
 from .core import DuplicateRequest, RolloutEngine
 from .settings import EngineConfig
-from .stats import Pacer
+from .stats import IDLE_INTERVAL_S, Pacer
 from .weightfile import WeightFileError
 
 HANGUP_GRACE_S = 10.0
@@ -148,9 +149,9 @@ class _Loop:
 
     def _wait(self, engine: RolloutEngine) -> None:
         expiry = engine.next_expiry
-        timeout = None if expiry is None else max(0.0, expiry - time.monotonic())
+        timeout = IDLE_INTERVAL_S if expiry is None else min(IDLE_INTERVAL_S, max(0.0, expiry - time.monotonic()))
         if not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout)):
-            # Nothing else will tell the agent that the room is free again.
+            # A sign of life; and nothing else will tell the agent that the room of an expired prefix is free again.
             self._socket.send(engine.stats())
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)

@@ -14,6 +14,8 @@ from libra_hpc.protocol.rollout import EngineStats
 
 INTERVAL_S = 0.5
 """Shortest time between two reports of a busy engine: fresh enough for a scheduler that decides in tool gaps, cheap enough to ignore."""
+IDLE_INTERVAL_S = 1.0
+"""Between two reports of an idle engine, which say that it is alive.  The shortest deadline in use is a minute."""
 
 
 class Counters:
@@ -33,7 +35,7 @@ class Counters:
         self.prefill_tokens += stats.num_computed_tokens
         self.cached_tokens += stats.num_cached_tokens
 
-    def message(self, version: int, running: int, waiting: int, kv_use: float, kv_pinned: float) -> EngineStats:
+    def message(self, version: int, running: int, waiting: int, kv_use: float, kv_pinned: float, asleep: bool) -> EngineStats:
         """The report as it goes to the agent."""
         return EngineStats(
             version=version,
@@ -48,6 +50,7 @@ class Counters:
             busy_s=self.busy_s,
             kv_pinned=kv_pinned,
             update_s=self.update_s,
+            asleep=asleep,
         )
 
 

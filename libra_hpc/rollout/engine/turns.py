@@ -14,6 +14,8 @@ import numpy as np
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.rollout import Generate, Generated
 
+NOT_FINITE = "log-probabilities are not finite"
+
 
 class Rejected(Exception):
     """A request the engine cannot run; the message is one sentence for its sender."""
@@ -74,8 +76,14 @@ class Turn:
             self._spans.append([version, len(tokens)])
 
     def finish(self, reason: str, now: float, error: str = "") -> Generated:
-        """The answer, with every token so far."""
+        """The answer, with every token so far; with none, as an error, when a log-probability is not finite.
+
+        One such number would make every weight of the policy NaN in the next step.
+        """
         started = min(self.scheduled, now)
+        if not math.isfinite(sum(self.logprobs)):
+            self.tokens, self.logprobs, self._spans = [], [], []
+            reason, error = "error", error or NOT_FINITE
         return Generated(
             rid=self.rid,
             tokens=pack_i32(self.tokens),

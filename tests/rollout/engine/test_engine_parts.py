@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.rollout.engine.settings import EngineConfig, engine_arguments, environment, read_config
 from libra_hpc.rollout.engine.stats import Pacer
-from libra_hpc.rollout.engine.turns import Rejected, Turn, read_prompt
+from libra_hpc.rollout.engine.turns import NOT_FINITE, Rejected, Turn, read_prompt
 
 
 @pytest.fixture
@@ -95,6 +96,16 @@ def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) 
 def test_a_turn_that_never_ran_only_queued() -> None:
     done = Turn("r", arrived=1.0).finish("abort", now=3.0)
     assert (done.queue_s, done.run_s) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_a_turn_with_a_log_probability_that_is_not_finite_is_an_error_without_tokens(logprob: float) -> None:
+    turn = Turn("r", arrived=1.0)
+    turn.extend([1, 2], [-0.5, -0.1], 3)
+    turn.extend([4], [logprob], 3)
+    done = turn.finish("stop", now=3.0)
+    assert (done.finish, done.error) == ("error", NOT_FINITE)
+    assert (done.tokens, done.logprobs, done.versions) == (b"", b"", ())
 
 
 def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:

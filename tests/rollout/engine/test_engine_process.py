@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from libra_hpc.protocol.rollout import Abort, EngineError, Generate, Generated, Sleep, UpdateWeights, Wake, WeightsApplied
+from libra_hpc.rollout.engine.turns import NOT_FINITE
 from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -240,6 +241,24 @@ def test_asleep_and_woken_without_weights_it_refuses(engine: EngineUnderTest, ol
     assert "weights" in stale.error
     engine.apply(new.update(next(versions)))
     request = turn("awake", prompt(9), 8)
+    assert_agrees(new, request, engine.generate(request)[0])
+
+
+def test_idle_it_reports_every_second(engine: EngineUnderTest) -> None:
+    engine.idle()
+    since = len(engine.stats)
+    engine.wait_stats(since, lambda report: len(engine.stats) >= since + 2)
+
+
+def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_serve_again(
+    engine: EngineUnderTest, new: Model, tmp_path: Path
+) -> None:
+    broken = rewrite(new.weights, tmp_path / "nan.safetensors", lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    engine.apply(UpdateWeights(str(broken), next(versions), zlib.crc32(broken.read_bytes())))
+    for done in engine.generate(turn("sampled", prompt(9), 8), turn("greedy", prompt(9), 8, temperature=0.0)):
+        assert (done.finish, done.error, done.tokens, done.logprobs, done.versions) == ("error", NOT_FINITE, b"", b"", ())
+    engine.apply(new.update(next(versions)))
+    request = turn("after", prompt(9), 8)
     assert_agrees(new, request, engine.generate(request)[0])
 
 

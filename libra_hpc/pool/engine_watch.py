@@ -1,0 +1,84 @@
+"""How long the engines of a node may make no progress: start, weight update, waking, and between these a sign of life.
+
+- `EngineWatch.began` -> the operation has the limit of `Deadlines`, by the durations of the node's engines; silence meanwhile is no fault.
+- No operation in flight -> any message is a sign of life; engines send `EngineStats` at least once a second, idle ones too.
+- Half of a limit is used up -> *late*, found once.  All of it -> *hung*.
+
+Times are seconds of any monotonic clock, given as arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from libra_hpc.process.deadlines import Deadlines, DeadlineSettings
+
+Operation = Literal["start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"]
+START: Operation = "start of the engine"
+WEIGHTS: Operation = "weight update of the engine"
+WAKE: Operation = "waking of the engine"
+SILENCE: Operation = "silence of the engine"
+LATE_SHARE = 0.5
+
+
+class Finding(NamedTuple):
+    """An engine that takes too long."""
+
+    engine: str
+    reason: str
+
+
+class EngineWatch:
+    """See the module docstring."""
+
+    def __init__(self, settings: DeadlineSettings) -> None:
+        self._deadlines = Deadlines(settings)
+        self._in_flight: dict[str, set[Operation]] = {}
+        self._late: set[tuple[str, Operation]] = set()
+
+    def began(self, engine: str, operation: Operation, now: float) -> None:
+        """An operation starts; one that is in flight already goes on."""
+        operations = self._in_flight.setdefault(engine, set())
+        if operation not in operations:
+            operations.add(operation)
+            self._deadlines.forget((engine, SILENCE))
+            self._deadlines.begin(operation, (engine, operation), now)
+
+    def ended(self, engine: str, operation: Operation, now: float) -> None:
+        """It has ended; one that is not in flight is ignored."""
+        self._in_flight.get(engine, set()).discard(operation)
+        self._deadlines.end((engine, operation), now)
+        self._late.discard((engine, operation))
+
+    def sign(self, engine: str, now: float) -> None:
+        """The engine sent something."""
+        self.ended(engine, SILENCE, now)
+        if not self._in_flight.get(engine):
+            self._deadlines.begin(SILENCE, (engine, SILENCE), now)
+
+    def gone(self, engine: str) -> None:
+        """Nothing is expected of the engine any more."""
+        for operation in (START, WEIGHTS, WAKE, SILENCE):
+            self._deadlines.forget((engine, operation))
+            self._late.discard((engine, operation))
+        self._in_flight.pop(engine, None)
+
+    def discount(self, seconds: float) -> None:
+        """This process was stopped for so long."""
+        self._deadlines.discount(seconds)
+
+    def late(self, now: float) -> list[Finding]:
+        """Engines that became late since the last call."""
+        found = {pending.key: pending.sentence for pending in self._deadlines.pending(now, LATE_SHARE) if pending.key not in self._late}
+        self._late.update(found)  # type: ignore[arg-type]
+        return [Finding(key[0], sentence) for key, sentence in found.items()]  # type: ignore[index]
+
+    def hung(self, now: float) -> list[Finding]:
+        """Engines beyond a limit, each once; they are not watched any more."""
+        found: dict[str, str] = {}
+        for pending in self._deadlines.pending(now):
+            engine: str = pending.key[0]  # type: ignore[index]
+            found.setdefault(engine, pending.sentence)
+        for engine in found:
+            self.gone(engine)
+        return [Finding(engine, sentence) for engine, sentence in found.items()]
