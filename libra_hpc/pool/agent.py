@@ -149,12 +149,21 @@ class Agent:
             retain=config.train.snapshot_every + 2,
         )
 
+        def remove(folder: Path) -> None:
+            # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
+            asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, folder, ignore_errors=True))
+
         def saved(step: int, order: DataOrder) -> None:
-            folders.write_position(self.run_dir.checkpoint(step), folders.DataPosition(step, order.low, tuple(sorted(order.extra))))
+            folder = self.run_dir.checkpoint(step)
+            try:
+                folders.write_position(folder, folders.DataPosition(step, order.low, tuple(sorted(order.extra))))
+            except OSError:
+                # Renamed at once: the next attempt may write the same folder.
+                remove(folder.rename(folder.with_name(f".{folder.name}{folders.TEMPORARY}")))
+                raise
             context.log("checkpoint_saved", step=step)
             for _, old in self.run_dir.complete_checkpoints()[: -config.checkpoint.keep]:
-                # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
-                asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, old, ignore_errors=True))
+                remove(old)
 
         order = DataOrder(start.low, start.extra)
         leader = self.layout.rollout_leader

@@ -16,12 +16,17 @@ from typing import Any
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
 from libra_hpc.protocol.trainer import (
     Export,
+    Exported,
+    ExportFailed,
     FromWorker,
     Joined,
+    Saved,
+    SaveFailed,
     Standby,
     StepDone,
     Stop,
     ToWorker,
+    Warned,
     WorkerError,
     WorkerReady,
     from_worker,
@@ -37,6 +42,8 @@ from .context import Context
 from .devices import MAX_STARTS, engine_environment
 
 KIND = "train"
+WARNING_S = 60.0
+"""A full file system fails a snapshot at every one of them: one event a minute says it."""
 
 
 class TrainNode:
@@ -50,6 +57,7 @@ class TrainNode:
         self._state = "none"
         self._starts = self._failed_starts = 0
         self._ordered_at = 0.0
+        self._warned_at = float("-inf")
         self._stopping = False
         self._publisher = Publisher(context.send)
         self.step = -1
@@ -188,15 +196,23 @@ class TrainNode:
                 self._context.log("replica_ready", rank=self._context.rank, step=self.step, seconds=seconds)
                 self._context.send(0, EngineIsReady(self._context.rank, KIND, seconds))
             return
+        if isinstance(message, Warned):
+            now = time.monotonic()
+            if now - self._warned_at >= WARNING_S:
+                self._warned_at = now
+                self._context.log("snapshot_failed", rank=self._context.rank, reason=message.what)
+            return
         if isinstance(message, WorkerError):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
             self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
             return
-        answers = self._answers.setdefault(type(message).__name__, {})
+        # Local rank 0 alone writes files, so it alone may have failed to.
+        asked = {SaveFailed: Saved, ExportFailed: Exported}.get(type(message), type(message)).__name__
+        answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(self._children):
-            del self._answers[type(message).__name__]
+            del self._answers[asked]
             answer = answers[0]
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step

@@ -149,6 +149,27 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
     seconds: float
 
 
+class SaveFailed(msgspec.Struct, tag=True, frozen=True):
+    """The checkpoint could not be written (no room, for example); nothing of it is left, and the process goes on."""
+
+    folder: str
+    step: int
+    reason: str
+
+
+class ExportFailed(msgspec.Struct, tag=True, frozen=True):
+    """The weight file could not be written; nothing of it is left, and the process goes on."""
+
+    version: int
+    reason: str
+
+
+class Warned(msgspec.Struct, tag=True, frozen=True):
+    """A snapshot could not be written; nothing of it is left, and training goes on without."""
+
+    what: str
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """State replaced; now at ``step``."""
 
@@ -165,7 +186,9 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
-FromWorker = Union[WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, Loaded, WorkerError]
+FromWorker = Union[
+    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Loaded, WorkerError,
+]  # fmt: skip
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)
 from_worker: Codec[FromWorker] = Codec(FromWorker)

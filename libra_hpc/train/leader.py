@@ -1,6 +1,6 @@
 """The train leader: carries out membership generations, runs global batches, commits.  It runs in the agent of the lowest training rank, without weights.
 
-One loop.  At a step border the newest generation ordered by the coordinator is formed (`Join`, in which newcomers receive weights and optimizer state
+One loop.  At a step boundary the newest generation ordered by the coordinator is formed (`Join`, in which newcomers receive weights and optimizer state
 from the member with the highest step).  Then one step: the batch is sharded over the members, every member answers `StepDone`, the step is committed, its
 weights are exported and published, and the batch's prompts are reported as trained.
 
@@ -14,15 +14,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
 
 from libra_hpc.protocol.mesh import (
     Batch,
     Committed,
-    Fatal,
-    Log,
     MemberJoined,
     MeshMessage,
     Publish,
@@ -33,11 +28,12 @@ from libra_hpc.protocol.mesh import (
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
+    ExportFailed,
     FromWorker,
-    Join,
     Joined,
     SaveCheckpoint,
     Saved,
+    SaveFailed,
     StepDone,
     StepFailed,
     TrainStep,
@@ -45,33 +41,22 @@ from libra_hpc.protocol.trainer import (
 )
 
 from .columns import train_columns
+from .members import LeaderSettings as LeaderSettings
+from .members import Members
 from .order import DataOrder as DataOrder
+from .retry import Exports, Retry
 from .shards import loss_tokens_of, shard, tokens_of
 
-NEW_GENERATION_S = 120.0
-"""A step or join that keeps failing for so long although no member died would go on to fail."""
-RETRY_S = 5.0
-"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.  Silence for so long means that
-nobody died (a member was slow, a connection broke): the same members try again."""
+SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
+"""Pauses after a checkpoint that failed; training goes on meanwhile, and each attempt costs the time of a checkpoint."""
+LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
+"""Of the last checkpoint, which must not fail; a run that was told to stop has seconds."""
 SKIPPED_STEPS = 3
 """Steps in a row without any update, because no gradient was finite, that end the run.  One may be an accident of a batch; three are the policy itself.
 Half: a single pair of bad batches ends a run; double: as many batches more are spent on nothing."""
 
 
-class LeaderSettings(msgspec.Struct, frozen=True):
-    """What the leader needs of the run file."""
-
-    steps: int
-    minibatches: int
-    skip_zero_advantage: bool
-    checkpoint_every: int
-    rendezvous: str
-    checkpoints: str
-    retain: int
-    """Committed batches kept for replay: at least the steps between two snapshots."""
-
-
-class TrainLeader:
+class TrainLeader(Members):
     """See the module docstring.  Inputs are the ``on_*`` methods, called from the agent's message handler; `run` is its one task."""
 
     def __init__(
@@ -86,46 +71,23 @@ class TrainLeader:
         saved: Callable[[int, DataOrder], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings, self.step, self.order = settings, step, order
-        self._send, self._rollout_leader, self._receivers, self._saved, self._clock = send, rollout_leader, receivers, saved, clock
-        self.generation = 0
-        self.members: tuple[int, ...] = ()
-        self.exporter = rank
+        super().__init__(settings, rank, send, clock)
+        self.step, self.order = step, order
+        self._rollout_leader, self._receivers, self._saved = rollout_leader, receivers, saved
         self._state_step = step
-        self._ordered: tuple[int, tuple[int, ...]] = (0, ())
-        self._broken = True
         self._batches: dict[int, Batch] = {}
-        self._replies: dict[int, Any] = {}
-        self._failed: str = ""
-        self._died = False
-        """Whether the last failure is a member's death, which the coordinator answers by a new generation."""
-        self._failing_since: float | None = None
-        """First failure without a death since the last step that succeeded."""
-        self._joins = 0
-        self._wake = asyncio.Event()
         self._stop_reason = ""
         self._last_commit = clock()
         # The start's weights are published too: an engine that wakes from standby needs a file even before the first step.
-        self._exported = self._export_asked = step - 1
-        self._export_s = 0.0
+        self._exports = Exports(step - 1)
+        self._saves = Retry(SAVE_FIRST_S, SAVE_LONGEST_S)
+        self._save_due = False
+        self._hopeless = ""
         self._skipped_in_row = 0
         self._totals: list[int] = []
         """Loss tokens of the minibatches of the last step that have any."""
 
     # --- inputs -----------------------------------------------------------------------------------------------------------------------------
-
-    def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
-        """The coordinator orders a membership for the next step border."""
-        if generation > self._ordered[0]:
-            self._ordered = (generation, ranks)
-        self._wake.set()
-
-    def on_replica_down(self, rank: int, reason: str) -> None:
-        """A replica died: whatever runs fails with it."""
-        if rank in self.members or rank in self._joining:
-            self._failed = self._failed or f"replica {rank}: {reason}"
-            self._broken = self._died = True
-        self._wake.set()
 
     def on_batch(self, batch: Batch) -> None:
         """The global batch of a step arrived."""
@@ -142,11 +104,18 @@ class TrainLeader:
                 self._replies[rank] = message
                 if isinstance(message, StepFailed):
                     self._failed = self._failed or f"replica {rank}: {message.error}"
-            case Saved():
-                self._replies[rank] = message
+            case Saved(step=step) | SaveFailed(step=step):
+                if step == self.step:
+                    self._replies[rank] = message
+            case ExportFailed(version=version, reason=reason):
+                self._log("export_failed", step=version, reason=reason)
+                now = self._clock()
+                if self._exports.failed(now):
+                    self._hopeless = f"the weights of step {version} could not be written for the rollout engines: {reason}"
+                else:
+                    asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._export)
             case Exported(version=version, crc32=crc32, seconds=seconds):
-                self._export_s = seconds
-                self._exported = max(self._exported, version)
+                self._exports.written(version, seconds)
                 if version == self.step:
                     self._send(rank, Publish(version, crc32, self._receivers()))
             case WorkerError(what=what, generation=generation):
@@ -158,13 +127,11 @@ class TrainLeader:
         self._wake.set()
 
     def on_stop(self, reason: str) -> None:
-        """Finish early: checkpoint at the next step border."""
+        """Finish early: checkpoint at the next step boundary."""
         self._stop_reason = reason
         self._wake.set()
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
-
-    _joining: tuple[int, ...] = ()
 
     async def run(self) -> None:
         """Train to the last step; returns after the final checkpoint."""
@@ -174,33 +141,22 @@ class TrainLeader:
             if self._state_step < self.step:
                 await self._replay()
                 continue
+            if self._save_due and self._saves.due(self._clock()) and await self._save() is None:
+                return
             self._export()
             waiting = self._clock()
             await self._until(self._batch_or_change)
+            if self._hopeless:
+                self._fail(self._hopeless)
+                return
             ready = self.step + 1 in self._batches and not self._membership_due()
             if ready and not await self._train(self._batches[self.step + 1], self._clock() - waiting):
                 return
-        if await self._checkpoint():
+        if await self._save_last():
             self._send(0, TrainingFinished(self.step))
 
     def _batch_or_change(self) -> bool:
-        return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason)
-
-    def _membership_due(self) -> bool:
-        return self._broken or self._ordered_newer()
-
-    def _ordered_newer(self) -> bool:
-        return self._ordered[0] > self.generation
-
-    async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        deadline = None if timeout is None else self._clock() + timeout
-        while not condition():
-            self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock()))
-            except TimeoutError:
-                return condition()
-        return True
+        return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason) or bool(self._hopeless)
 
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""
@@ -212,7 +168,7 @@ class TrainLeader:
             if not await self._join(wanted):
                 continue
             self.members, self._broken, self.exporter = wanted, False, wanted[0]
-            self._export_asked = self._exported
+            self._exports.ask_again()
             self._state_step = self._replies[wanted[0]].step
             for rank in wanted:
                 joined: Joined = self._replies[rank]
@@ -222,38 +178,6 @@ class TrainLeader:
             elif not (self._state_step == self.step or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))):
                 return self._fail(f"the replicas hold step {self._state_step}, the run is at step {self.step}, and the batches between are gone")
         return True
-
-    async def _order_or_retry(self) -> bool:
-        """Wait for a newer order, or until it is time to try the last one again; False when that was tried for too long."""
-        while not self._ordered_newer():
-            alive = bool(self._failed) and not self._died
-            if alive and self._failing_since is None:
-                self._failing_since = self._clock()
-            if not await self._until(self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None):
-                return self._failing_since is None or self._clock() - self._failing_since < NEW_GENERATION_S
-        return True
-
-    def _order_or_death(self) -> bool:
-        return self._ordered_newer() or self._died
-
-    async def _join(self, wanted: tuple[int, ...]) -> bool:
-        """Have these ranks form the generation; False when that failed, or when a newer order came before all had joined."""
-        self._joining, self._broken = wanted, True
-        self._ask_anew()
-        self._joins += 1
-        path = f"{self.settings.rendezvous}/generation-{self.generation:06d}.{self._joins}"
-        for position, rank in enumerate(wanted):
-            self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path)))
-
-        def joined() -> bool:
-            return all(isinstance(self._replies.get(rank), Joined) for rank in wanted)
-
-        await self._until(lambda: bool(self._failed) or joined() or self._ordered_newer())
-        self._joining = ()
-        return joined() and not self._failed
-
-    def _ask_anew(self) -> None:
-        self._replies, self._failed, self._died = {}, "", False
 
     async def _replay(self) -> None:
         """Redo one committed step on a state that is behind; the batch is the same, so the state becomes what it was."""
@@ -271,13 +195,8 @@ class TrainLeader:
         self._commit(batch, [self._replies[rank] for rank in self.members], waited_s, self._clock() - started)
         every = self.settings.checkpoint_every
         if every and self.step % every == 0 and self.step < self.settings.steps:
-            await self._checkpoint()
+            self._save_due = True
         return self._skipped_in_row < SKIPPED_STEPS or self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
-
-    def _fail(self, reason: str) -> bool:
-        """The run cannot go on; always False."""
-        self._send(0, Fatal(self.exporter, reason))
-        return False
 
     def _note_skipped(self, step: int, done: StepDone) -> None:
         minibatches = len(self._totals)
@@ -285,9 +204,6 @@ class TrainLeader:
         if done.skipped:
             reason = f"the gradient or the loss of {done.skipped} of {minibatches} minibatches was not finite"
             self._log("update_skipped", step=step, reason=reason)
-
-    def _log(self, kind: str, **fields: str | int | float) -> None:
-        self._send(0, Log(kind, time.time(), dict(fields)))
 
     async def _ask(self, batch: Batch) -> bool:
         """Run one step on every member; False when it failed, and the membership is then due."""
@@ -317,7 +233,7 @@ class TrainLeader:
             generation=self.generation, replicas=len(self.members), wait_s=waited_s, tokens=tokens, step_s=now - self._last_commit, version=self.step
         )
         if replies:
-            metrics.update(train_columns(replies, tokens, wall_s, self._export_s))
+            metrics.update(train_columns(replies, tokens, wall_s, self._exports.seconds))
             self._note_skipped(batch.step, replies[0])
         self._last_commit = now
         self._send(0, StepReport(self.step, metrics))
@@ -325,21 +241,46 @@ class TrainLeader:
 
     def _export(self) -> None:
         """Have the newest weights written and published, once; the exporter serves this before its next `TrainStep`."""
-        if self._state_step == self.step and self._export_asked < self.step:
-            self._export_asked = self.step
+        if not self._broken and self._state_step == self.step and self._exports.ask(self.step, self._clock()):
             self._send(self.exporter, ToReplica(Export("", self.step)))
 
-    async def _checkpoint(self) -> bool:
-        """Save through one member; when that member dies meanwhile, through another."""
+    async def _save(self) -> str | None:
+        """Save through one member; when that member dies meanwhile, through another.  Empty: saved; None: the run cannot go on; else why it failed."""
         while await self._membership():
             if self._state_step < self.step:
                 await self._replay()
                 continue
             self._ask_anew()
             self._send(self.members[0], ToReplica(SaveCheckpoint(f"{self.settings.checkpoints}/step-{self.step:06d}", self.step)))
-            await self._until(lambda: bool(self._failed) or any(isinstance(reply, Saved) for reply in self._replies.values()))
-            if not self._failed:
+            await self._until(lambda: bool(self._failed) or bool(self._replies))
+            if self._failed:
+                self._broken = True
+                continue
+            self._failing_since = None
+            return self._note_saved(self._replies[self.members[0]])
+        return None
+
+    def _note_saved(self, reply: Saved | SaveFailed) -> str:
+        reason = reply.reason if isinstance(reply, SaveFailed) else ""
+        if not reason:
+            try:
                 self._saved(self.step, self.order)
-                return True
-            self._broken = True
-        return False
+            except OSError as error:
+                reason = str(error)
+        if reason:
+            self._saves.failed(self._clock())
+            self._log("checkpoint_failed", step=self.step, reason=reason)
+        else:
+            self._saves.succeeded()
+            self._save_due = False
+        return reason
+
+    async def _save_last(self) -> bool:
+        """Save at the end of the run; False when that cannot be done."""
+        for left in reversed(range(1 + LAST_RETRIES)):
+            reason = await self._save()
+            if not reason:
+                return reason is not None
+            if left:
+                await asyncio.sleep(LAST_PAUSE_S)
+        return self._fail(f"the last step could not be saved: {reason}")

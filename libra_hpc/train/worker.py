@@ -2,9 +2,10 @@
 
     python -m libra_hpc.train.worker --socket PATH --config JSON
 
-One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone writes exports.  Failures come in three
-sizes: a step or a join that did not happen but left this process usable (`StepFailed`, `WorkerError(fatal=False)`), and anything unforeseen, after which the
-process says ``WorkerError(fatal=True)`` and exits with 1; its closed sockets tell every peer.
+One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone writes exports.  Failures come in two
+sizes: a step, a join or a file that did not come about but left this process usable (`StepFailed`, `SaveFailed`, `ExportFailed`, `Warned`,
+`WorkerError(fatal=False)`), and anything unforeseen, after which the process says ``WorkerError(fatal=True)`` and exits with 1; its closed sockets tell every
+peer.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from libra_hpc.leave import leave
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
+    ExportFailed,
     Join,
     Joined,
     LoadCheckpoint,
     Loaded,
     SaveCheckpoint,
     Saved,
+    SaveFailed,
     Standby,
     StepFailed,
     Stop,
     TrainStep,
+    Warned,
     WorkerError,
     WorkerReady,
 )
@@ -113,11 +117,20 @@ class Worker:
 
     def _export(self, message: Export) -> None:
         begin = time.monotonic()
-        crc, size = checkpoint.export(self._engine, Path(message.path))
+        try:
+            crc, size = checkpoint.export(self._engine, Path(message.path))
+        except OSError as error:
+            self._socket.send(ExportFailed(message.version, str(error)))
+            return
         self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
 
     def _snapshot(self, parent: Path) -> None:
-        checkpoint.save(self._engine, self._model_dir, parent / f"step-{self._engine.state.step:08d}")
+        try:
+            checkpoint.save(self._engine, self._model_dir, parent / f"step-{self._engine.state.step:08d}")
+        except OSError as error:
+            if self._config.local_rank == 0:
+                self._socket.send(Warned(str(error)))
+            return
         if self._config.local_rank == 0:
             folders.keep_newest(parent, SNAPSHOTS_KEPT)
 
@@ -126,7 +139,11 @@ class Worker:
         if message.step != self._engine.state.step:
             self._socket.send(WorkerError(f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}", fatal=False))
             return
-        checkpoint.save(self._engine, self._model_dir, Path(message.folder))
+        try:
+            checkpoint.save(self._engine, self._model_dir, Path(message.folder))
+        except OSError as error:
+            self._socket.send(SaveFailed(message.folder, message.step, str(error)))
+            return
         self._socket.send(Saved(message.folder, message.step, time.monotonic() - begin))
 
     def _load(self, message: LoadCheckpoint) -> None:

@@ -18,6 +18,7 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
+    ExportFailed,
     FromWorker,
     Join,
     Joined,
@@ -26,12 +27,14 @@ from libra_hpc.protocol.trainer import (
     Sample,
     SaveCheckpoint,
     Saved,
+    SaveFailed,
     Standby,
     StepDone,
     StepFailed,
     Stop,
     ToWorker,
     TrainStep,
+    Warned,
     WorkerError,
     WorkerReady,
 )
@@ -82,8 +85,7 @@ class Trainer:
             case Join():
                 return self._join(message, begin)
             case Export(path=path, version=version):
-                crc32, size = state.export(Path(path), self._state.step) if self._config.local_rank == 0 else (0, 0)
-                return [Exported(version, crc32, size, time.monotonic() - begin)]
+                return [self._export(Path(path), version, begin)]
             case SaveCheckpoint(folder=folder, step=step):
                 return [self._save(Path(folder), step, begin)]
             case LoadCheckpoint(folder=folder):
@@ -118,7 +120,7 @@ class Trainer:
         skipped = sum(any(not math.isfinite(sample.advantage) for sample in minibatch) for minibatch in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
-        self._snapshot()
+        warned = self._snapshot()
         done = StepDone(
             step=message.step,
             generation=message.generation,
@@ -135,19 +137,33 @@ class Trainer:
             optimizer_s=0.0,
             skipped=skipped,
         )
-        return [done]
+        return [done, *warned]
 
-    def _snapshot(self) -> None:
+    def _snapshot(self) -> list[FromWorker]:
         every, where = self._config.snapshot_every, self._config.snapshot_dir
         if where and every and self._state.step % every == 0 and self._config.local_rank == 0:
-            state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
+            try:
+                state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
+            except OSError as error:
+                return [Warned(str(error))]
             folders.keep_newest(Path(where), 1)
+        return []
+
+    def _export(self, path: Path, version: int, begin: float) -> FromWorker:
+        try:
+            crc32, size = state.export(path, self._state.step) if self._config.local_rank == 0 else (0, 0)
+        except OSError as error:
+            return ExportFailed(version, str(error))
+        return Exported(version, crc32, size, time.monotonic() - begin)
 
     def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
         if step != self._state.step:
             return WorkerError(f"this replica is at step {self._state.step}, it cannot save step {step}", fatal=False)
         if self._config.local_rank == 0:
-            state.save(folder, step, self._state.updates)
+            try:
+                state.save(folder, step, self._state.updates)
+            except OSError as error:
+                return SaveFailed(str(folder), step, str(error))
         return Saved(str(folder), step, time.monotonic() - begin)
 
     def _load(self, folder: Path) -> FromWorker:

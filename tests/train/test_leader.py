@@ -10,8 +10,22 @@ import pytest
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, Log, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
-from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StepFailed, TrainStep, WorkerError
-from libra_hpc.train import leader as module
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    ExportFailed,
+    Join,
+    Joined,
+    Sample,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    StepDone,
+    StepFailed,
+    TrainStep,
+    WorkerError,
+)
+from libra_hpc.train import leader, members
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 
 
@@ -30,6 +44,8 @@ class Replica:
         self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
         self.silent = False
         self.skipped = 0
+        self.full = False
+        self.bad_exports = 0
 
     def take(self, message: Any) -> None:
         if self.silent:
@@ -49,9 +65,11 @@ class Replica:
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
                 self.world.reply(self.rank, StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0, self.skipped))
             case Export(version=version):
-                self.world.reply(self.rank, Exported(version, 77, 100, 0.0))
+                self.bad_exports -= 1
+                self.world.reply(self.rank, ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0))
             case SaveCheckpoint(folder=folder, step=step):
-                self.world.reply(self.rank, Saved(folder, step, 0.0))
+                self.world.tried.append(step)
+                self.world.reply(self.rank, SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0))
 
 
 class World:
@@ -59,14 +77,19 @@ class World:
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
+        self.no_position = False
+        self.tried: list[int] = []
+        self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
         settings = LeaderSettings(steps, 1, True, checkpoint_every, "/rendezvous", "/checkpoints", retain)
 
         def saved(at: int, order: DataOrder) -> None:
+            if self.no_position:
+                raise OSError("no room for the position")
             self.saved.append((at, order.low, sorted(order.extra)))
 
-        self.leader = TrainLeader(settings, 1, step, DataOrder(2 * step), self.send, 3, lambda: (3,), saved)
+        self.leader = TrainLeader(settings, 1, step, DataOrder(2 * step), self.send, 3, lambda: (3,), saved, lambda: self.now)
 
     def send(self, rank: int, message: Any) -> None:
         self.sent.append((rank, message))
@@ -234,7 +257,7 @@ def test_stop_saves_at_the_next_border() -> None:
 
 
 def test_members_that_failed_without_a_death_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.02)
+    monkeypatch.setattr(members, "RETRY_S", 0.02)
     world = World(steps=1)
     replica = world.add(1)
     replica.take = lambda message: world.reply(1, WorkerError("a connection broke", False, message.generation))  # type: ignore[method-assign]
@@ -254,8 +277,7 @@ def test_members_that_failed_without_a_death_try_again(monkeypatch: pytest.Monke
 
 
 def test_a_failure_that_stays_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.01)
-    monkeypatch.setattr(module, "NEW_GENERATION_S", 0.05)
+    monkeypatch.setattr(members, "RETRY_S", 0.01)
     world = World(steps=1)
     replica = world.add(1)
 
@@ -270,6 +292,9 @@ def test_a_failure_that_stays_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     async def script() -> None:
         world.leader.on_generation(1, (1,))
         world.leader.on_batch(batch(1))
+        await until(lambda: len([m for m in world.of(ToReplica) if isinstance(m.message, Join)]) == 3)
+        assert not world.of(Fatal)
+        world.now = members.NEW_GENERATION_S
         await until(lambda: world.of(Fatal))
 
     play(world, script)
@@ -294,6 +319,83 @@ def test_a_generation_that_forms_gives_way_to_a_newer_order_at_once() -> None:
     play(world, script)
     joins = [message.message for message in world.of(ToReplica) if isinstance(message.message, Join)]
     assert [join.generation for join in joins] == [1, 1, 2]
+
+
+def test_a_checkpoint_that_fails_is_tried_again_at_a_later_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(steps=9, checkpoint_every=2)
+    replica = world.add(1)
+
+    async def step(number: int) -> None:
+        world.leader.on_batch(batch(number))
+        await until(lambda: len(world.of(Committed)) == number)
+        await asyncio.sleep(0.005)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        replica.full = True
+        await step(1)
+        await step(2)
+        world.now = 9.0
+        await step(3)
+        assert world.tried == [2], "after a pause"
+        world.now = 10.0
+        await step(4)
+        assert world.tried == [2, 4]
+        replica.full, world.no_position = False, True
+        world.now = 30.0
+        await step(5)
+        assert world.tried == [2, 4, 5]
+        world.no_position, world.now = False, 70.0
+        await step(6)
+        await step(7)
+
+    play(world, script)
+    assert world.tried == [2, 4, 5, 6]
+    assert [step for step, *_ in world.saved] == [6]
+    events = [(log.fields["step"], log.fields["reason"]) for log in world.of(Log) if log.kind == "checkpoint_failed"]
+    assert events == [(2, "no room"), (4, "no room"), (5, "no room for the position")]
+    assert not world.of(Fatal)
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_the_last_checkpoint_is_tried_four_times_before_the_run_fails(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+    monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.001)
+    world = World(steps=1)
+    world.add(1).full = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: len(world.tried) >= 2)
+        world.replicas[1].full = not freed
+        await until(lambda: world.of(TrainingFinished) or world.of(Fatal))
+
+    play(world, script)
+    if freed:
+        assert [step for step, *_ in world.saved] == [1]
+    else:
+        assert world.tried == [1] * 4
+        assert [fatal.reason for fatal in world.of(Fatal)] == ["the last step could not be saved: no room"]
+
+
+def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader.Exports, "FIRST_S", 0.0)
+    world = World(steps=9)
+    replica = world.add(1)
+
+    async def script() -> None:
+        replica.bad_exports = 2
+        world.leader.on_generation(1, (1,))
+        # Nothing else happens: with a staleness bound of 0 no batch comes before the version is out.
+        await until(lambda: world.of(Publish))
+        replica.bad_exports = 9
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(Fatal))
+
+    play(world, script)
+    assert [p.version for p in world.of(Publish)] == [0]
+    assert [log.fields["step"] for log in world.of(Log)] == [0] * 2 + [1] * 5
+    assert world.of(Fatal)[0].reason == "the weights of step 1 could not be written for the rollout engines: no room"
 
 
 def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:

@@ -1,0 +1,127 @@
+"""Which replicas train together: forms the membership generations that the coordinator orders.
+
+- A newer order -> it is formed, and a formation that is not finished is given up for it.
+- A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
+- A step or join failed and nobody died -> after `RETRY_S` the same members meet again, for at most `NEW_GENERATION_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol.mesh import Fatal, Log, MeshMessage, ToReplica
+from libra_hpc.protocol.trainer import Join, Joined
+
+NEW_GENERATION_S = 120.0
+"""A step or join that keeps failing for so long although no member died would go on to fail."""
+RETRY_S = 5.0
+"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.  Silence for so long means that
+nobody died (a member was slow, a connection broke): the same members try again."""
+
+
+class LeaderSettings(msgspec.Struct, frozen=True):
+    """What the leader needs of the run file."""
+
+    steps: int
+    minibatches: int
+    skip_zero_advantage: bool
+    checkpoint_every: int
+    rendezvous: str
+    checkpoints: str
+    retain: int
+    """Committed batches kept for replay: at least the steps between two snapshots."""
+
+
+class Members:
+    """The base of the train leader: orders, members, and their answers to what was asked last."""
+
+    def __init__(self, settings: LeaderSettings, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]) -> None:
+        self.settings, self._send, self._clock = settings, send, clock
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        self.exporter = rank
+        self._joining: tuple[int, ...] = ()
+        self._ordered: tuple[int, tuple[int, ...]] = (0, ())
+        self._broken = True
+        self._replies: dict[int, Any] = {}
+        self._failed = ""
+        self._died = False
+        """Whether the last failure is a member's death, which the coordinator answers by a new generation."""
+        self._failing_since: float | None = None
+        """First failure without a death since the last step that succeeded."""
+        self._joins = 0
+        self._wake = asyncio.Event()
+
+    def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
+        """The coordinator orders a membership for the next step boundary."""
+        if generation > self._ordered[0]:
+            self._ordered = (generation, ranks)
+        self._wake.set()
+
+    def on_replica_down(self, rank: int, reason: str) -> None:
+        """A replica died: whatever runs fails with it."""
+        if rank in self.members or rank in self._joining:
+            self._failed = self._failed or f"replica {rank}: {reason}"
+            self._broken = self._died = True
+        self._wake.set()
+
+    def _membership_due(self) -> bool:
+        return self._broken or self._ordered_newer()
+
+    def _ordered_newer(self) -> bool:
+        return self._ordered[0] > self.generation
+
+    async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else self._clock() + timeout
+        while not condition():
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock()))
+            except TimeoutError:
+                return condition()
+        return True
+
+    async def _order_or_retry(self) -> bool:
+        """Wait for a newer order, or until it is time to try the last one again; False when that was tried for too long."""
+        while not self._ordered_newer():
+            alive = bool(self._failed) and not self._died
+            if alive and self._failing_since is None:
+                self._failing_since = self._clock()
+            if not await self._until(self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None):
+                return self._failing_since is None or self._clock() - self._failing_since < NEW_GENERATION_S
+        return True
+
+    def _order_or_death(self) -> bool:
+        return self._ordered_newer() or self._died
+
+    async def _join(self, wanted: tuple[int, ...]) -> bool:
+        """Have these ranks form the generation; False when that failed, or when a newer order came before all had joined."""
+        self._joining, self._broken = wanted, True
+        self._ask_anew()
+        self._joins += 1
+        path = f"{self.settings.rendezvous}/generation-{self.generation:06d}.{self._joins}"
+        for position, rank in enumerate(wanted):
+            self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path)))
+
+        def joined() -> bool:
+            return all(isinstance(self._replies.get(rank), Joined) for rank in wanted)
+
+        await self._until(lambda: bool(self._failed) or joined() or self._ordered_newer())
+        self._joining = ()
+        return joined() and not self._failed
+
+    def _ask_anew(self) -> None:
+        self._replies, self._failed, self._died = {}, "", False
+
+    def _fail(self, reason: str) -> bool:
+        """The run cannot go on; always False."""
+        self._send(0, Fatal(self.exporter, reason))
+        return False
+
+    def _log(self, kind: str, **fields: str | int | float) -> None:
+        self._send(0, Log(kind, time.time(), dict(fields)))

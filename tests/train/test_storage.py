@@ -1,0 +1,78 @@
+"""Full file systems under real workers: what could not be written is reported, nothing of it is left, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from libra_hpc.protocol.trainer import Export, Exported, ExportFailed, SaveCheckpoint, Saved, SaveFailed, StepDone, Warned
+from libra_hpc.train import folders
+
+from .support import Replica, join_all, make_model, step_all, train_step
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, a third of what a state of the tiny model takes."""
+    where = tmp_path / "small"
+    where.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system takes root")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, small: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    replica = Replica(tmp_path, "a", model_dir, tp=2, snapshot_dir=str(small / "snapshots"), snapshot_every=1)
+    replica.ready()
+    join_all([replica], 1, tmp_path / "g1")
+    replica.send(train_step(1, 1))
+    assert isinstance(replica.receive_from(1), StepDone)
+    assert [type(replica.receive_from(0)) for _ in range(2)] == [StepDone, Warned]
+    failed = replica.ask(SaveCheckpoint(str(small / "step-000001"), 1), SaveFailed)
+    assert failed.reason.split(" needs ")[0].endswith("small/step-000001")
+    assert failed.reason.endswith(" bytes free")
+    assert "small" in replica.ask(Export(str(small / "e.safetensors"), 1), ExportFailed).reason
+    assert list(small.rglob("*")) == []
+    assert replica.ask(SaveCheckpoint(str(tmp_path / "step-000001"), 1), Saved).step == 1
+    assert folders.verify(tmp_path / "step-000001") == ""
+    assert replica.close() == [0, 0]
+
+
+def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    shm = tmp_path / "shm"
+    replica = Replica(tmp_path, "a", model_dir, snapshot_dir=str(shm), snapshot_every=2)
+    replica.ready()
+    join_all([replica], 1, tmp_path / "g1")
+    step_all([replica], 1, 1)
+    folder, export = tmp_path / "step-000001", tmp_path / "e.safetensors"
+    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
+    before = load_file(folder / "optimizer.safetensors")
+    pid = replica.processes[0].pid
+    whole = resource.prlimit(pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+    # An older whole one of the same name stays.
+    replica.ask(SaveCheckpoint(str(folder), 1), SaveFailed)
+    replica.ask(Export(str(export), 1), ExportFailed)
+    replica.send(train_step(2, 1))
+    replica.receive(StepDone)
+    replica.receive(Warned)
+    assert list(shm.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == ["step-000001"]
+    assert folders.verify(folder) == ""
+    assert all((tensor == before[name]).all() for name, tensor in load_file(folder / "optimizer.safetensors").items())
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)
+    assert replica.ask(Export(str(export), 2), Exported).size == export.stat().st_size
+    replica.ask(SaveCheckpoint(str(tmp_path / "step-000002"), 2), Saved)
+    assert replica.close() == [0]
