@@ -73,20 +73,31 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
-    """The task's code raised; the trajectory is dropped and reported, the host lives on."""
+    """The task's code failed; the trajectory is dropped and reported, the host lives on."""
 
     episode: str
     error: str
+    """Begins with the exception's type."""
+    kind: str = "raised"
+    """``raised`` (its code raised) | ``timeout`` (a step beyond its limit) | ``reward`` (a reward or a number of ``info``
+    that is not finite) | ``answer`` (another part of an answer that is not what the protocol asks for)"""
 
 
 class HostReady(msgspec.Struct, tag=True, frozen=True):
     """The task is constructed."""
 
     task: str
+    step_limit_s: float = 0.0
+    """The host ends a step that takes longer outside its tool calls; 0: never.  Tool calls have limits of their own and may
+    wait for a free process, so this bounds no wait for `EpisodeStepped`: a missing `HostAlive` does."""
+
+
+class HostAlive(msgspec.Struct, tag=True, frozen=True):
+    """Sent once a second by the host's event loop: while it is missing, code of the task holds up every episode."""
 
 
 ToHost = Union[OpenEpisode, StepEpisode, CloseEpisode]
-FromHost = Union[HostReady, EpisodeOpened, EpisodeStepped, EpisodeFailed]
+FromHost = Union[HostReady, HostAlive, EpisodeOpened, EpisodeStepped, EpisodeFailed]
 
 to_host: Codec[ToHost] = Codec(ToHost)
 from_host: Codec[FromHost] = Codec(FromHost)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, ToHost
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
 from .replay import Replay
 from .trajectory import Trajectory
@@ -71,6 +71,8 @@ class Environments:
         """What a host says."""
         if isinstance(message, HostReady):
             self._up[host] = True
+            return
+        if isinstance(message, HostAlive):
             return
         trajectory = self.episodes.get(message.episode)
         if trajectory is None:
