@@ -25,7 +25,7 @@ class TaskSection(Section):
     options: dict[str, Any] = {}
     """Passed to the task's constructor."""
     tool_timeout_s: float = Field(10.0, gt=0)
-    """Wall-clock limit of one tool call."""
+    """Wall-clock limit of one tool call; a task may declare longer ones by tool (`Task.tool_limits`)."""
     tool_memory_mb: int = Field(512, ge=16)
     """Address-space limit of a tool process."""
     tool_output_bytes: int = Field(65536, ge=64)

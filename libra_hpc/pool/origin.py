@@ -21,10 +21,12 @@ RECORDS = 1
 
 
 def digest(config: RunConfig) -> str:
-    """The digest, in hexadecimal."""
+    """The digest, in hexadecimal.  The limit of a step decides whether a trajectory ends, not what it is made from."""
+    told = msgspec.json.decode(host_settings(config))
+    told.pop("step_limit_s", None)
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     parts = [
-        RECORDS, host_settings(config).decode(), config.run.steps * algorithm.prompts_per_step, algorithm.group_size,
+        RECORDS, told, config.run.steps * algorithm.prompts_per_step, algorithm.group_size,
         rollout.temperature, rollout.max_model_len, model.path, model.dtype,
     ]  # fmt: skip
     found = hashlib.sha256(msgspec.json.encode(parts))

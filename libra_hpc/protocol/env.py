@@ -73,12 +73,14 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
-    """The task's code raised or broke its contract; the trajectory's attempt is over and reported, the host lives on."""
+    """The task's code failed; the trajectory is dropped and reported, the host lives on."""
 
     episode: str
     error: str
+    """Begins with the exception's type."""
     kind: str = "raised"
-    """``raised`` | ``timeout`` | ``reward`` | ``answer``"""
+    """``raised`` (its code raised) | ``timeout`` (a step beyond its limit) | ``reward`` (a reward or a number of ``info``
+    that is not finite) | ``answer`` (another part of an answer that is not what the protocol asks for)"""
 
 
 class HostReady(msgspec.Struct, tag=True, frozen=True):
@@ -86,11 +88,12 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
     task: str
     step_limit_s: float = 0.0
-    """Longest time the task declares for one step; 0.0: none declared."""
+    """The host ends a step that takes longer outside its tool calls; 0: never.  Tool calls have limits of their own and may
+    wait for a free process, so this bounds no wait for `EpisodeStepped`: a missing `HostAlive` does."""
 
 
 class HostAlive(msgspec.Struct, tag=True, frozen=True):
-    """Once a second: the host's loop runs."""
+    """Sent once a second by the host's event loop: while it is missing, code of the task holds up every episode."""
 
 
 ToHost = Union[OpenEpisode, StepEpisode, CloseEpisode]

@@ -82,8 +82,9 @@ class Episode(ABC):
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
         """Answer one turn.  ``tokens`` ends with a stop id unless ``max_tokens`` cut it.
 
-        An exception drops this trajectory and is reported; the host and its other episodes live on.  Long computations belong in a tool: code in
-        ``step`` holds up every other episode of the host.
+        An exception drops this trajectory and is reported, and so does a step beyond its limit, a reward that is not
+        finite, or token ids that are not; the host and its other episodes live on.  Long computations belong in a tool:
+        code in ``step`` holds up every other episode of the host.
         """
 
 
@@ -91,7 +92,11 @@ class Task(ABC):
     """An environment.  The run file's ``[task.options]`` are keyword arguments of the constructor: give yours names and defaults after ``seed``."""
 
     tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    """Tools by name: module-level functions of plain msgpack values."""
+    """Tools by name: module-level functions of plain msgpack values.  What a call starts is ended with the call."""
+    tool_limits: ClassVar[Mapping[str, float]] = {}
+    """Seconds a call of a tool may take, for tools that need longer than ``task.tool_timeout_s``."""
+    step_limit_s: ClassVar[float] = 0.0
+    """Seconds a step may take outside its tool calls, if longer than ``deadlines.first_s``; then it is cancelled."""
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer

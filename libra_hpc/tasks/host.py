@@ -1,7 +1,8 @@
 """The environment host process: ``python -m libra_hpc.tasks.host --socket PATH --config PATH``.
 
 It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves `libra_hpc.protocol.env` for any number of
-concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the task's code becomes `EpisodeFailed`.
+concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the task's
+code becomes `EpisodeFailed`, and so does a step that is overdue (`step.py`) or an answer that is none (`answers.py`).
 The host exits when the socket closes.  Its tool processes never outlive it: it kills them on the way out, and the kernel does when it is killed itself.
 What they have started is killed with them, or becomes the child of whoever started this process (`libra_hpc.process.reaper`).
 
@@ -16,19 +17,20 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from libra_hpc.errors import OperationError, UserError, invalid, said
+from libra_hpc.leave import leave
+from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.reaper import become_subreaper, children
-from libra_hpc.protocol.codec import FrameBuffer, FrameError, pack_i32, unpack_i32
+from libra_hpc.protocol.codec import FrameBuffer, FrameError, unpack_i32
 from libra_hpc.protocol.env import (
     EpisodeFailed,
-    EpisodeOpened,
-    EpisodeStepped,
-    FromHost,
+    HostAlive,
     HostReady,
     OpenEpisode,
     StepEpisode,
@@ -37,11 +39,14 @@ from libra_hpc.protocol.env import (
     to_host,
 )
 
-from .base import Episode, Task, Tools
+from . import answers
+from .base import Episode, Task, Tools, Turn
 from .contain import hide_memory
+from .declared import step_limit, tool_limits
 from .registry import build_task
 from .sandbox import Sandbox
 from .settings import HostConfig
+from .step import Step, StepTimeout
 from .tokenizer import TaskTokenizer
 
 C = TypeVar("C")
@@ -49,14 +54,23 @@ C = TypeVar("C")
 ERROR_CHARS = 500
 """Longest error text sent in `EpisodeFailed`; the traceback goes to stderr."""
 
+CANCEL_S = 0.5
+"""From the end of the host to the end of steps that were cancelled and go on."""
+
+ALIVE_S = 1.0
+"""Interval of `HostAlive`."""
+
+KINDS = {StepTimeout: "timeout", answers.BadReward: "reward", answers.BadAnswer: "answer"}
+"""See `EpisodeFailed.kind`."""
+
 
 class Host(asyncio.Protocol):
     """One connection, one task, many episodes.  ``closed`` gets the exit code."""
 
-    def __init__(self, name: str, task: Task, tools: Tools) -> None:
-        self._name, self._task, self._tools = name, task, tools
+    def __init__(self, name: str, task: Task, tools: Tools, step_limit_s: float = 0.0) -> None:
+        self._name, self._task, self._tools, self._step_limit_s = name, task, tools, step_limit_s
         self._episodes: dict[str, Episode] = {}
-        self._steps: dict[str, asyncio.Task[None]] = {}
+        self._steps: dict[str, Step] = {}
         self._frames = FrameBuffer()
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
@@ -67,7 +81,8 @@ class Host(asyncio.Protocol):
         """The peer is there: report ready."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._send(HostReady(self._name))
+        self._send(from_host.frame(HostReady(self._name, self._step_limit_s)))
+        self._alive()
 
     def data_received(self, data: bytes) -> None:
         """Handle every complete frame."""
@@ -97,22 +112,34 @@ class Host(asyncio.Protocol):
         else:
             self._forget(message.episode)
 
-    def _send(self, message: FromHost) -> None:
+    def _send(self, frame: bytes) -> None:
         if not self._out:
             self._loop.call_soon(self._flush)
-        self._out.append(from_host.frame(message))
+        self._out.append(frame)
 
     def _flush(self) -> None:
         data, self._out = b"".join(self._out), []
         self._transport.write(data)
 
-    def _fail(self, episode: str, error: str) -> None:
-        self._forget(episode)
-        self._send(EpisodeFailed(episode, error[:ERROR_CHARS]))
+    def _alive(self) -> None:
+        if not self.closed.done():
+            self._send(from_host.frame(HostAlive()))
+            self._loop.call_later(ALIVE_S, self._alive)
 
-    def _raised(self, episode: str, error: Exception) -> None:
-        traceback.print_exception(error)
-        self._fail(episode, f"{type(error).__name__}: {error}")
+    def _fail(self, episode: str, error: str, kind: str = "raised") -> None:
+        self._forget(episode)
+        text = error[:ERROR_CHARS].encode(errors="replace").decode()
+        self._send(from_host.frame(EpisodeFailed(episode, text, kind)))
+
+    def _raised(self, episode: str, error: BaseException) -> None:
+        kind = next((kind for found, kind in KINDS.items() if isinstance(error, found)), "raised")
+        if kind == "raised":
+            traceback.print_exception(error)
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:
+            text = f"{type(error).__name__}, which has no text"
+        self._fail(episode, text, kind)
 
     def _open(self, message: OpenEpisode) -> None:
         name = message.episode
@@ -121,12 +148,12 @@ class Host(asyncio.Protocol):
             return
         try:
             episode = self._task.open(message.index, message.sample, message.progress)
-            opened = EpisodeOpened(name, episode.prompt_id, pack_i32(episode.prompt), episode.max_tokens, tuple(episode.stop_ids))
-        except Exception as error:
+            frame = answers.opened(name, episode)
+        except (Exception, SystemExit) as error:
             self._raised(name, error)
             return
         self._episodes[name] = episode
-        self._send(opened)
+        self._send(frame)
 
     def _forget(self, name: str) -> None:
         self._episodes.pop(name, None)
@@ -141,23 +168,23 @@ class Host(asyncio.Protocol):
         elif name not in self._episodes:
             self._fail(name, "no such episode is open")
         else:
-            self._steps[name] = self._loop.create_task(self._run(name, self._episodes[name], unpack_i32(message.tokens)))
+            episode, over = self._episodes[name], partial(self._stepped, name)
+            self._steps[name] = Step(episode, unpack_i32(message.tokens), self._tools, self._step_limit_s, over)
 
-    async def _run(self, name: str, episode: Episode, tokens: list[int]) -> None:
+    def _stepped(self, name: str, outcome: Turn | BaseException) -> None:
+        del self._steps[name]
+        if isinstance(outcome, BaseException):
+            self._raised(name, outcome)
+            return
         try:
-            turn = await episode.step(tokens, self._tools)
-            answer = EpisodeStepped(
-                name, b"" if turn.done else pack_i32(turn.tokens), turn.signal, turn.done, float(turn.reward) if turn.done else 0.0,
-                {key: float(value) for key, value in turn.info.items()} if turn.done else {},
-            )  # fmt: skip
+            frame = answers.stepped(name, outcome)
+            done = bool(outcome.done)
         except Exception as error:
-            self._steps.pop(name, None)
             self._raised(name, error)
             return
-        self._steps.pop(name, None)
-        if turn.done:
-            self._episodes.pop(name, None)
-        self._send(answer)
+        if done:
+            del self._episodes[name]
+        self._send(frame)
 
 
 async def serve(path: str, config: HostConfig) -> int:
@@ -166,14 +193,30 @@ async def serve(path: str, config: HostConfig) -> int:
     # Beside the socket: the starter removes that folder even when this process is killed.
     # What the task has started so far is the task's own; nothing that a tool leaves behind outlives this process.
     become_subreaper()
-    tools = Sandbox(task.tools, config, Path(path).parent, children())
+    limits = tool_limits(task, config.tool_timeout_s)
+    tools = Sandbox(task.tools, config, Path(path).parent, children(), limits)
     try:
         await tools.start()
-        host = Host(config.task, task, tools)
+        host = Host(config.task, task, tools, step_limit(task, config.step_limit_s))
         await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
         return await host.closed
     finally:
         tools.close()
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    """`asyncio.run`, except that a step which refuses its cancellation does not keep the process."""
+    loop = asyncio.new_event_loop()
+    try:
+        code = loop.run_until_complete(serving)
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left and loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_S))[1]:
+            leave(code)  # a regular exit closes coroutines, and one that catches everything then loops for ever
+        return code
+    finally:
+        loop.close()
 
 
 def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, Any, int]]) -> int:
@@ -181,6 +224,7 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
 
     Exit codes: 0 the socket closed, 1 the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
     """
+    dump_on_request()
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
     parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
     parser.add_argument("--config", required=True, help=f"file with a {kind.__name__} as JSON")
@@ -188,7 +232,7 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
     try:
         config = msgspec.json.decode(Path(options.config).read_bytes(), type=kind)
         with contextlib.suppress(KeyboardInterrupt):
-            return asyncio.run(serve(options.socket, config))
+            return _run(serve(options.socket, config))
     except (msgspec.DecodeError, OSError) as error:
         mistake = invalid("--config", options.config, said(error), f"a file with a {kind.__name__} as JSON")
         print(f"libra-hpc: {mistake}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio loop.
 
-A call waits for a free process of its pool, then has ``tool_timeout_s`` of wall-clock time; a process that overstays, dies or answers nonsense is killed
+A call waits for a free process of its pool, then has its limit of wall-clock time; a process that overstays, dies or answers nonsense is killed
 with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared tools and model-written code have separate pools, so slow code never
 holds up a look-up.  What confines the processes is in `libra_hpc.tasks.contain`.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import secrets
@@ -25,12 +24,12 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from libra_hpc.errors import OperationError, invalid
+from libra_hpc.errors import OperationError
 from libra_hpc.process.reaper import end_strangers
 from libra_hpc.protocol.codec import FrameBuffer, FrameError
 
 from .base import ToolResult
-from .registry import FILE_MODULE
+from .declared import tool_refs
 from .settings import HostConfig
 from .toolproc import Call, Ready, Run, Setup, ToolDone, ToolRef, from_tool, to_tool
 
@@ -51,30 +50,18 @@ NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra_hpc.tasks.toolproc import main; main()"
 
 
-def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
-    """Describe declared tools so that another process can import them; raises `UserError` for one that cannot be (a lambda, a nested function)."""
-    refs = []
-    for name, function in tools.items():
-        module, qualname = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
-        if not module or module == "__main__" or "<" in qualname or not qualname or not callable(function):
-            raise invalid(f"tools[{name!r}]", function, "cannot be run in a tool process", "a function at the top level of a module")
-        file = inspect.getsourcefile(sys.modules[module]) if module.startswith(FILE_MODULE) else None
-        refs.append(ToolRef(name, module, file or "", qualname))
-    return tuple(refs)
-
-
 def _draw() -> int:
     """The id of a call (see `Call.call`), never 0."""
     return secrets.randbits(62) + 1
 
 
 class _Job:
-    """A call on its way: its id, the frame, and the future of its answer."""
+    """A call on its way: its id, the frame, its limit, and the future of its answer."""
 
-    __slots__ = ("call", "frame", "future")
+    __slots__ = ("call", "frame", "future", "limit_s")
 
-    def __init__(self, call: int, frame: bytes, future: asyncio.Future[ToolDone]) -> None:
-        self.call, self.frame, self.future = call, frame, future
+    def __init__(self, call: int, frame: bytes, limit_s: float, future: asyncio.Future[ToolDone]) -> None:
+        self.call, self.frame, self.limit_s, self.future = call, frame, limit_s, future
 
 
 class _Process:
@@ -104,7 +91,7 @@ class _Process:
     def start(self, job: _Job) -> None:
         """Give an idle process a job."""
         self.job = job
-        self._timer = self._loop.call_later(self.pool.limit_s, self._overdue)
+        self._timer = self._loop.call_later(job.limit_s, self._overdue)
         self._send(job.frame)
 
     def _send(self, data: bytes) -> None:
@@ -172,7 +159,8 @@ class _Process:
             job.future.set_result(done)
 
     def _overdue(self) -> None:
-        self._end(ToolDone("timeout" if self.ready else "error", f"no answer within {self.pool.limit_s if self.ready else START_S:g} s"))
+        limit_s = START_S if self.job is None else self.job.limit_s
+        self._end(ToolDone("timeout" if self.ready else "error", f"no answer within {limit_s:g} s"))
 
     def _end(self, done: ToolDone) -> None:
         self.kill()
@@ -200,8 +188,8 @@ class _Process:
 class _Pool:
     """Up to ``size`` processes of one purpose, and the calls that wait for them."""
 
-    def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...], limit_s: float) -> None:
-        self.owner, self.refs, self.limit_s = owner, refs, limit_s
+    def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...]) -> None:
+        self.owner, self.refs = owner, refs
         self.network_off = False
         self.processes: list[_Process] = []
         self._idle: deque[_Process] = deque()
@@ -220,9 +208,9 @@ class _Pool:
         while len(self.processes) < self.owner.config.tool_processes:
             self.processes.append(_Process(self, self.owner.new_folder()))
 
-    def submit(self, call: int, frame: bytes) -> asyncio.Future[ToolDone]:
+    def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
         """Queue a call."""
-        job = _Job(call, frame, asyncio.get_running_loop().create_future())
+        job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if self.started is None:
             self.grow()
@@ -265,6 +253,7 @@ class _Pool:
 class Sandbox:
     """`Tools` for every episode of a host.  Create it on a running loop; `close` it before the loop ends.
 
+    ``limits``: seconds of a call by the tool's name, where it is not ``tool_timeout_s``.
     ``spared``: given by a subreaper, the children that are not the sandbox's.  Then what a killed tool process leaves
     behind, which becomes this process's child, is killed as well (`libra_hpc.process.reaper.end_strangers`).
     """
@@ -275,37 +264,39 @@ class Sandbox:
         config: HostConfig,
         folder: str | Path | None = None,
         spared: Collection[int] | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> None:
         self.config, self._spared = config, spared
+        self._limits = dict.fromkeys(tools, config.tool_timeout_s) | dict(limits or {})
         self._folder = tempfile.mkdtemp(prefix="tools-", dir=folder)
-        self._names = frozenset(tools)
-        self._tools = _Pool(self, tool_refs(tools), config.tool_timeout_s)
-        self._code = _Pool(self, (), config.tool_timeout_s + CODE_GRACE_S)
+        self._tools = _Pool(self, tool_refs(tools))
+        self._code = _Pool(self, ())
         self._dying: list[_Process] = []
         self._made = 0
 
     async def start(self) -> None:
         """Spawn the declared tools' processes and wait for one; raises `OperationError` when none can start."""
-        if self._names:
+        if self._limits:
             self._tools.grow()
             assert self._tools.started is not None
             await self._tools.started
 
     async def call(self, name: str, *args: Any) -> ToolResult:
         """See `libra_hpc.tasks.base.Tools.call`."""
-        if name not in self._names:
+        if name not in self._limits:
             raise KeyError(f"the task declares no tool {name!r}")
         call = _draw()
-        return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)))
+        return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)), self._limits[name])
 
     async def python(self, code: str) -> ToolResult:
         """See `libra_hpc.tasks.base.Tools.python`."""
         call = _draw()
-        return await self._result(self._code, call, to_tool.frame(Run(call, code)))
+        limit_s = self.config.tool_timeout_s + CODE_GRACE_S
+        return await self._result(self._code, call, to_tool.frame(Run(call, code)), limit_s)
 
-    async def _result(self, pool: _Pool, call: int, frame: bytes) -> ToolResult:
+    async def _result(self, pool: _Pool, call: int, frame: bytes, limit_s: float) -> ToolResult:
         begin = time.perf_counter()
-        done = await pool.submit(call, frame)
+        done = await pool.submit(call, frame, limit_s)
         return ToolResult(done.outcome, done.value, time.perf_counter() - begin, done.exit_code)
 
     @property

@@ -33,6 +33,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address-space limit of a tool process (MiB)."""
     tool_output_bytes: int = 65536
     """A tool's textual output beyond this is cut off."""
+    step_limit_s: float = 0.0
+    """Most seconds of a step outside its tool calls, unless the task declares more; 0: no limit."""
     tool_processes: int = 1
     """Sandboxed tool processes, and as many again for model-written code once a task uses it."""
 
@@ -48,6 +50,7 @@ def host_config(config: RunConfig) -> HostConfig:
         tool_timeout_s=task.tool_timeout_s,
         tool_memory_mb=task.tool_memory_mb,
         tool_output_bytes=task.tool_output_bytes,
+        step_limit_s=config.deadlines.first_s,
         tool_processes=task.tool_processes,
     )
 

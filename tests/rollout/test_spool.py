@@ -272,6 +272,7 @@ def test_a_disk_without_room_ends_the_spool_and_not_the_run(run: Run, monkeypatc
     ("change", "same"),
     [
         ({"rollout": {"tp": 2, "policy": "autellix"}, "components": {"train": {"nodes": 3}}, "algorithm": {"eta": 3}, "optimizer": {"lr": 1e-3}}, True),
+        ({"deadlines": {"first_s": 60.0}}, True),
         ({"run": {"seed": 1}}, False),
         ({"run": {"steps": 7}}, False),
         ({"task": {"options": {"p_more": 0.1}}}, False),

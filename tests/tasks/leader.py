@@ -12,7 +12,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32
-from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, FromHost, HostReady, OpenEpisode, StepEpisode, ToHost, from_host, to_host
+from libra_hpc.protocol.env import (
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    FromHost,
+    HostAlive,
+    HostReady,
+    OpenEpisode,
+    StepEpisode,
+    ToHost,
+    from_host,
+    to_host,
+)
 from libra_hpc.tasks.settings import HostConfig, host_command, write_private
 
 ANSWER_S = 60.0
@@ -41,7 +53,7 @@ class Leader:
     def __enter__(self) -> Leader:
         self.link, _ = self._listener.accept()
         self.link.settimeout(ANSWER_S)
-        assert isinstance(self.receive(), HostReady)
+        self.ready = self.expect(HostReady)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,6 +76,12 @@ class Leader:
         self.link.sendall(b"".join(to_host.frame(message) for message in messages))
 
     def receive(self) -> FromHost:
+        """The next message, signs of life left out."""
+        while isinstance(message := self.receive_any(), HostAlive):
+            pass
+        return message
+
+    def receive_any(self) -> FromHost:
         assert self.link is not None
         while not self._pending:
             chunk = self.link.recv(1 << 20)

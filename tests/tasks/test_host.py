@@ -101,7 +101,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
     with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
         leader.send(OpenEpisode("x", 13, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "LookupError: no problem 13"
-        for first, error in ((0, "RuntimeError: the task is broken"), (1, "ValueError: could not convert"), (2, "the task declares no tool 'no such tool'")):
+        for first, error in ((0, "RuntimeError: the task is broken"), (1, "BadReward"), (2, "the task declares no tool 'no such tool'")):
             leader.open("e")
             failed = leader.step("e", [first])
             assert isinstance(failed, EpisodeFailed)
@@ -233,6 +233,8 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
         (b'{"task": "keychain", "model": "MODEL", "tool": 3}', "unknown field `tool`"),
         (b'{"task": "keychain", "mo', "Input data was truncated"),
         (f'{{"task": "{FRAGILE.replace("Fragile", "NoTool")}", "model": "MODEL"}}'.encode(), "tools['nested']"),
+        (f'{{"task": "{FRAGILE.replace("Fragile", "NoSuchTool")}", "model": "MODEL"}}'.encode(), "did you mean 'nap'?"),
+        (f'{{"task": "{FRAGILE.replace("Fragile", "NoTime")}", "model": "MODEL"}}'.encode(), "step_limit_s = nan"),
     ],
 )
 def test_users_mistakes_exit_with_two(keychain_folder: Path, config: bytes, message: str, tmp_path: Path) -> None:

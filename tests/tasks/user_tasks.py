@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
+from collections.abc import Callable
 
-from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
 from tests.tasks.sample_tools import detach
 
 
@@ -55,6 +58,109 @@ class Fragile(Task):
         if index == 13:
             raise LookupError("no problem 13")
         return Scripted(self.path)
+
+
+def nap(seconds: float) -> str:
+    """A tool that declares how long it takes."""
+    time.sleep(seconds)
+    return "rested"
+
+
+class Waiting(Episode):
+    """The first token of a turn says what it waits for."""
+
+    prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
+
+    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+        if tokens[0] == 0:
+            await asyncio.sleep(600)
+        while tokens[0] == 1:  # a loop of retries that takes its cancellation for an error of the judge
+            try:
+                await asyncio.sleep(600)
+            except BaseException:
+                continue
+        if tokens[0] == 2:
+            results = await asyncio.gather(tools.call("nap", 1.0), tools.call("nap", 0.0))
+            return Turn([len(result.outcome) for result in results])
+        if tokens[0] == 3:
+            return Turn([len((await tools.call("doze", 600.0)).outcome)])
+        if tokens[0] == 4:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            await asyncio.sleep(600)
+        if tokens[0] == 5:
+            sys.exit(3)
+        return Turn([7])
+
+
+class Patient(Task):
+    """Its tool takes longer than others."""
+
+    tools = {"nap": nap, "doze": doze}
+    tool_limits = {"nap": 60.0}
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        return Waiting()
+
+
+class NoSuchTool(Patient):
+    """Declares a limit for a tool that it has not."""
+
+    tool_limits = {"napp": 60.0}
+
+
+class NoTime(Patient):
+    """Declares a limit that is none."""
+
+    step_limit_s = float("nan")
+
+
+class Told(Episode):
+    """Answers its only turn as the test has it."""
+
+    def __init__(self, answer: object, prompt: object, max_tokens: object) -> None:
+        self.prompt_id, self.stop_ids = "p", (9,)
+        self.prompt, self.max_tokens = prompt, max_tokens  # type: ignore[assignment]
+        self.answer = answer
+
+    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+        return self.answer  # type: ignore[return-value]
+
+
+def told(answer: object, prompt: object = (1, 2), max_tokens: object = 4) -> Episode:
+    return Told(answer, prompt, max_tokens)
+
+
+ODD: dict[str, Callable[[], Episode]] = {
+    "nan": lambda: told(Turn(done=True, reward=float("nan"))),
+    "infinite": lambda: told(Turn(done=True, reward=-float("inf"))),
+    "beyond float": lambda: told(Turn(done=True, reward=10**400)),
+    "beyond float32": lambda: told(Turn(done=True, reward=1e39)),
+    "text reward": lambda: told(Turn(done=True, reward="much")),  # type: ignore[arg-type]
+    "no reward": lambda: told(Turn(done=True, reward=None)),  # type: ignore[arg-type]
+    "nan info": lambda: told(Turn(done=True, info={"solved": 1.0, "speed": float("nan")})),
+    "no info": lambda: told(Turn(done=True, info=None)),  # type: ignore[arg-type]
+    "key of info": lambda: told(Turn(done=True, info={3: 1.0})),  # type: ignore[dict-item]
+    "no turn": lambda: told(None),
+    "text": lambda: told(Turn("words")),  # type: ignore[arg-type]
+    "bytes": lambda: told(Turn(b"abcd")),  # type: ignore[arg-type]
+    "fractions": lambda: told(Turn([1.5])),  # type: ignore[list-item]
+    "beyond int32": lambda: told(Turn([1, 2**31])),
+    "negative": lambda: told(Turn([5, -1])),
+    "signal": lambda: told(Turn([1], Signal(3, "ok", 1, 0.1))),  # type: ignore[arg-type]
+    "seconds": lambda: told(Turn([1], Signal("t", "ok", 1, float("inf")))),
+    "text prompt": lambda: told(Turn([1]), "words"),
+    "empty prompt": lambda: told(Turn([1]), []),
+    "no room": lambda: told(Turn([1]), [1], 0),
+}
+"""Episodes whose answer is none, by what is wrong with it."""
+
+
+class Odd(Task):
+    """Prompt ``index`` is the index-th of `ODD`; beyond them an episode that is as it should be."""
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        made = list(ODD.values())
+        return made[index]() if index < len(made) else told(Turn([5], Signal("t", "ok", 1, 0.1)))
 
 
 class NoTool(Task):

@@ -1,0 +1,51 @@
+"""What a task declares about its tools and steps: where another process finds a tool, and how long a call or a step may take."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from libra_hpc.errors import invalid
+
+from .base import Task
+from .registry import FILE_MODULE
+from .toolproc import ToolRef
+
+
+def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
+    """Describe declared tools so that another process can import them.
+
+    Raises `UserError` for one that cannot be imported: a lambda, a nested function.
+    """
+    refs = []
+    for name, function in tools.items():
+        module, qualname = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+        if not module or module == "__main__" or "<" in qualname or not qualname or not callable(function):
+            valid = "a function at the top level of a module"
+            raise invalid(f"tools[{name!r}]", function, "cannot be run in a tool process", valid)
+        file = inspect.getsourcefile(sys.modules[module]) if module.startswith(FILE_MODULE) else None
+        refs.append(ToolRef(name, module, file or "", qualname))
+    return tuple(refs)
+
+
+def tool_limits(task: Task, default_s: float) -> dict[str, float]:
+    """Seconds a call of each tool may take: ``default_s``, or what the task declares if longer.  Raises `UserError`."""
+    for name, limit_s in task.tool_limits.items():
+        if name not in task.tools:
+            raise invalid("tool_limits", name, "the task declares no such tool", task.tools)
+        _check(f"tool_limits[{name!r}]", limit_s)
+    return {name: max(default_s, task.tool_limits.get(name, 0.0)) for name in task.tools}
+
+
+def step_limit(task: Task, default_s: float) -> float:
+    """Seconds a step may take, chosen in the same way; 0: no limit.  Raises `UserError`."""
+    _check("step_limit_s", task.step_limit_s)
+    return max(default_s, task.step_limit_s)
+
+
+def _check(field: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (0.0 <= value < math.inf):
+        raise invalid(field, value, "not a length of time", "a number of seconds >= 0")

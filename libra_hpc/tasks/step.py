@@ -1,0 +1,121 @@
+"""One step of an episode under a deadline.
+
+- What the step awaits itself counts: a judge on the network, a sleep, a lock.
+- Its tool calls do not: each has a limit of its own, and may wait for a free tool process before that.
+- The event loop stood still -> the step gets that time once more: nothing it waits for could be read.
+- Past the limit -> the step is over at once, whatever it does with its cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .base import Episode, ToolResult, Tools, Turn
+
+STALL_S = 1.0
+"""A timer that fires this much late was held up by the loop."""
+
+
+Over = Callable[[Turn | BaseException], None]
+
+
+class StepTimeout(Exception):
+    """A step took longer than it may."""
+
+
+class Step:
+    """Runs ``episode.step`` and calls ``over`` once, with its `Turn` or with what ended it; not after `cancel`."""
+
+    def __init__(self, episode: Episode, tokens: list[int], tools: Tools, limit_s: float, over: Over) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over: Over | None = over
+        self._limit_s = self._left_s = limit_s
+        self._calls = 0
+        """Tool calls in flight."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._coroutine = self._run(episode, tokens, _StepTools(self, tools))
+        self._task = self._loop.create_task(self._coroutine)
+        self._resume()
+
+    def cancel(self) -> None:
+        """Nobody wants its answer any more."""
+        self._over = None
+        self._pause()
+        self._task.cancel()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """A tool call, whose time is not the step's."""
+        self._calls += 1
+        self._pause()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._resume()
+
+    async def _run(self, episode: Episode, tokens: list[int], tools: Tools) -> None:
+        outcome: Turn | BaseException
+        try:
+            outcome = await episode.step(tokens, tools)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            outcome = error  # a cancellation of the step's own, too: without an answer the trajectory would wait for ever
+        self._end(outcome)
+
+    def _end(self, outcome: Turn | BaseException) -> None:
+        over, self._over = self._over, None
+        self._pause()
+        if over is not None:
+            over(outcome)
+
+    def _resume(self) -> None:
+        if self._limit_s and self._over is not None and not self._calls and self._timer is None:
+            self._timer = self._loop.call_later(self._left_s, self._overdue)
+
+    def _pause(self) -> None:
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - self._loop.time())
+            self._timer.cancel()
+            self._timer = None
+
+    def _overdue(self) -> None:
+        assert self._timer is not None
+        late_s = self._loop.time() - self._timer.when()
+        self._timer, self._left_s = None, late_s
+        if late_s > STALL_S:
+            self._resume()
+            return
+        lines = suspended_at(self._coroutine)
+        print("host: a step is overdue:", *lines, sep="\n  ", file=sys.stderr)
+        place = lines[1] if len(lines) > 1 else lines[0]  # the first is this module's own
+        self._end(StepTimeout(f"no answer within {self._limit_s:g} s outside tool calls; it waits at {place}"))
+        self._task.cancel()
+
+
+def suspended_at(coroutine: Any) -> list[str]:
+    """Where a coroutine waits, the outermost call first."""
+    found = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        coroutine = coroutine.cr_await
+    return found
+
+
+class _StepTools:
+    """`Tools` that stop the clock of a step."""
+
+    def __init__(self, step: Step, tools: Tools) -> None:
+        self._step, self._tools = step, tools
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        with self._step.outside():
+            return await self._tools.call(name, *args)
+
+    async def python(self, code: str) -> ToolResult:
+        with self._step.outside():
+            return await self._tools.python(code)
