@@ -51,6 +51,8 @@ CASES = {
     "too many CPUs": (["-o", "components.train.cpus=65"], "components.train.cpus = 65: "),
     "too much memory": (["-o", "components.rollout.mem=2T"], "components.rollout.mem = '2T': "),
     "run folder below a file": (["-o", "run.dir=run.toml/runs"], "run.toml is not a folder"),
+    "unknown MPI plugin": (["-o", "slurm.mpi=openmpi"], "slurm.mpi = 'openmpi': no Slurm has such an MPI plugin (PyPI's mpich needs pmi2, Open MPI pmix)"),
+    "nearly an MPI plugin": (["-o", "slurm.mpi=pmi_2"], "(did you mean 'pmi2'?)"),
     "unknown interpreter": (["-o", "slurm.python=pyhton3"], "slurm.python = 'pyhton3': no such program on PATH"),
     "an interpreter without engines": (["-o", "slurm.python=./login"], "/login': it lacks libra_hpc, mpi4py, vllm, megatron and torch, which the nodes need;"),
     "the same on a dry run": (["--dry-run", "-o", "slurm.python=./login"], "/login': it lacks libra_hpc, mpi4py, vllm, megatron and torch"),
