@@ -14,6 +14,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.twin import TwinSection
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
@@ -27,9 +28,8 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     config, made = resolve(load(run_file, override))
     warnings = check_run(config) + check_python(config)
     environment = jobs.environment_or_none(config.slurm.executor)
-    if environment is not None:
-        check_fit(config, jobs.partitions(environment))
-    elif config.slurm.executor != "local":
+    check_site(config, environment)
+    if environment is None and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
     warn(warnings)
     if json:
@@ -39,6 +39,13 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     if made is not None:
         show_split(made)
     say(f"{run_file} is good")
+
+
+def check_site(config: RunConfig, environment: jobs.Environment | None) -> None:
+    """Raise the first thing that the Slurm of ``environment`` (None: none that answers) could never start."""
+    check_plugin(config, [] if environment is None else mpi_plugins(environment))
+    if environment is not None:
+        check_fit(config, jobs.partitions(environment))
 
 
 def warn(warnings: Sequence[str]) -> None:

@@ -18,14 +18,13 @@ from libra_hpc.config.load import apply_override, load_resolved, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.planner.initial import Initial, record
-from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.telemetry.rundir import MODES, RunDir, write_atomic
 from libra_hpc.telemetry.summary import render_summary, summarise
 
 from . import jobs
-from .check import load, warn
+from .check import check_site, load, warn
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import note, say, say_json, show
@@ -70,8 +69,7 @@ def submit(
     config, made = resolve(config)
     warnings = check_run(config) + check_python(config)
     environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
-    if environment is not None:
-        check_fit(config, jobs.partitions(environment))
+    check_site(config, environment)
     warn(warnings)
     number = 1 if run is None else attempt(run) + 1
     if made is not None and not (parsable or json):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.errors import UserError, invalid, nearest, said
-from libra_hpc.hardware.models import shape_from_config
+from libra_hpc.hardware.models import ModelShape, shape_from_config
 from libra_hpc.hardware.supported import refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
@@ -25,7 +25,7 @@ from libra_hpc.tasks.registry import BUILTIN
 from libra_hpc.twin.rehearsal import check_twin
 
 from .job import Component
-from .resources import check_memory
+from .resources import check_memory, check_nodes
 from .rollout import of_node
 from .run import RunConfig
 
@@ -52,7 +52,9 @@ def check_run(config: RunConfig) -> list[str]:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "real":
         check_task(config.task.name, config.task.options)
-        return check_engines(config)
+        warnings = check_engines(config)
+        check_nodes(config, _shape(config, read_model_config(config)))
+        return warnings
     check_engines(config)
     return check_memory(config, None)
 
@@ -70,7 +72,12 @@ def check_engines(config: RunConfig) -> list[str]:
     model = read_model_config(config)
     for error in problems(config, model):
         raise error
-    return check_memory(config, shape_from_config(model, Path(config.model.path).name))
+    return check_memory(config, _shape(config, model))
+
+
+def _shape(config: RunConfig, model: dict[str, Any]) -> ModelShape:
+    """Shape of the policy, under its folder's name."""
+    return shape_from_config(model, Path(config.model.path).name)
 
 
 def component_counts(config: RunConfig) -> Iterator[UserError]:

@@ -4,10 +4,12 @@
 * Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning; shorter ones may never ask for it.
 * Rollout: beside its share of the weights an engine cannot hold one sequence of ``rollout.max_model_len`` tokens -> refused.
 * A GPU in no table -> warning; runs on CPUs have no GPU memory to check.
+* A node with fewer CPUs than GPUs, or too little memory for the policy's weights and the processes around them -> refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,15 +21,39 @@ from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.planner.memory import USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
 from libra_hpc.sim.settings import blocks_of
+from libra_hpc.slurm.fit import memory_mb
 from libra_hpc.twin.rehearsal import pace
 
 from .job import Component
 from .rollout import of_node
 from .run import RunConfig
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+HOST_BYTES = 2
+"""Bytes of a weight in /dev/shm, which counts as the job's memory: engines get every version through a file there."""
+NODE_BYTES = 4e9
+"""Agent, engine processes and libraries of a node, at the least: a bound that refuses what certainly fails, not a recommendation."""
 UTIL = 0.9
 """Share of a GPU that an engine takes by itself: vLLM's default, which the engines use."""
+
+
+def check_nodes(config: RunConfig, model: ModelShape) -> None:
+    """Raise `UserError` for GPU nodes whose share of CPUs or memory cannot carry the processes of ``model``; on this machine alone nothing is shared out."""
+    if config.run.engine == "twin" or config.slurm.device == "cpu" or config.slurm.executor == "local":
+        return
+    weights = model.params * HOST_BYTES
+    for name in ("train", "hybrid", "rollout"):
+        component: Component = getattr(config.components, name)
+        if not component.nodes:
+            continue
+        if component.cpus < component.gpus:
+            why = f"a node with {component.gpus} GPUs runs a process for each of them"
+            raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
+        # Slurm takes 0 for all memory of a node.
+        memory = memory_mb(component.mem) * MIB
+        if 0 < memory < weights + NODE_BYTES:
+            why = f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes around them {NODE_BYTES / 1e9:.0f} GB"
+            raise invalid(f"components.{name}.mem", component.mem, why, f"at least {math.ceil((weights + NODE_BYTES) / GIB)}G")
 
 
 def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:

@@ -15,6 +15,8 @@ from functools import cache
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 
+from .plugins import PYPI
+
 CONTROL = ("libra_hpc", "mpi4py")
 """Packages of every agent."""
 ENGINES = ("vllm", "megatron", "torch")
@@ -24,8 +26,9 @@ TIMEOUT_S = 60.0
 """A cold network file system may take half a minute to start Python; a warm one takes a tenth of a second."""
 MARK = "libra-hpc finds"
 PROBE = f"""
-import importlib.util, sys
-print({MARK!r}, "%d.%d" % sys.version_info[:2], *[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+import glob, importlib.util, sys
+mpi = "mpich" if any(glob.glob(glob.escape(path) + "/mpich-*.dist-info") for path in sys.path if path) else "other"
+print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
 """
 
 
@@ -47,7 +50,7 @@ def check_python(config: RunConfig) -> list[str]:
     wanted = CONTROL if config.run.engine == "twin" else (*CONTROL, *ENGINES)
     who = "it" if named else f"the submitting interpreter {python}"
     try:
-        version, *missing = _found(python, wanted)
+        version, mpi, *missing = _found(python, wanted)
     except (OSError, subprocess.SubprocessError) as error:
         raise invalid("slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter") from error
     fix = f"python3 envs/install.py {config.slurm.device} --venv DIR makes one, and slurm.python = 'DIR/bin/python' names it"
@@ -56,12 +59,18 @@ def check_python(config: RunConfig) -> list[str]:
     if missing:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         raise UserError(f"slurm.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
+    if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
+        # A warning, because variables of the site may still put another MPI in its place.
+        return [f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: each rank may become a world of its own"]
     return []
 
 
 @cache
 def _found(python: str, wanted: tuple[str, ...]) -> list[str]:
-    """Version of an interpreter, and which packages it lacks; raises ``OSError`` or ``SubprocessError`` when it does not run."""
+    """Version of an interpreter, whose MPI it has (PyPI's ``mpich``, or ``other``), and which packages it lacks.
+
+    Raises ``OSError`` or ``SubprocessError`` when it does not run.
+    """
     done = subprocess.run([python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
     for line in done.stdout.splitlines():
         if line.startswith(MARK):

@@ -26,9 +26,9 @@ device = "cuda"
 [components]
 split = "auto"
 planner = { partition = "cpu" }
-train = { partition = "a800", gpus = 8, gpu_type = "a800" }
-hybrid = { partition = "a800", gpus = 8, gpu_type = "a800" }
-rollout = { partition = "a800", gpus = 8, gpu_type = "a800", nodes = 2 }
+train = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "64G" }
+hybrid = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "64G" }
+rollout = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "64G", nodes = 2 }
 [model]
 path = "model"
 [algorithm]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.load import validate
-from libra_hpc.config.resources import check_memory
+from libra_hpc.config.resources import check_memory, check_nodes
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import device
@@ -107,3 +107,31 @@ def test_a_split_chosen_by_the_planner_is_never_refused(model: str, prompts: int
             del data[section][key]
     made = initial_plan(validate(data))
     check_memory(made.config, model_shape(model))
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Components of which the hybrid one is too small."""
+    return {name: {**NODE, **(changes if name == "hybrid" else {})} for name in ("train", "hybrid", "rollout")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"cpus": 1}, "components.hybrid.cpus = 1: a node with 8 GPUs runs a process for each of them; valid: an integer >= 8."),
+        ({"cpus": 7}, "components.hybrid.cpus = 7: "),
+        ({"mem": "2G"}, "components.hybrid.mem = '2G': the weights of qwen3-14b take 29.5 GB of a node's memory in bfloat16, the processes around them 4 GB;"),
+        ({"mem": "31G"}, "valid: at least 32G."),
+    ],
+)
+def test_a_node_too_small_for_its_processes_is_refused_with_the_figure(changes: dict[str, Any], sentence: str) -> None:
+    model = model_shape("qwen3-14b")
+    with pytest.raises(UserError) as caught:
+        check_nodes(configured(components=small(**changes)), model)
+    assert sentence in str(caught.value)
+    for sections in ({"slurm": {"device": "cpu"}}, {"slurm": {"device": "cuda", "executor": "local"}}, {"run": {"engine": "twin"}}):
+        check_nodes(configured(components=small(**changes), **sections), model)
+
+
+def test_nodes_that_suffice_pass() -> None:
+    for changes in ({}, {"mem": "32G"}, {"mem": "0"}, {"cpus": 8}, {"cpus": 1, "nodes": 0}):
+        check_nodes(configured(components=small(**changes)), model_shape("qwen3-14b"))

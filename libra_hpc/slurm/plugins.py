@@ -1,0 +1,57 @@
+"""The ``srun --mpi`` plugin of a job: one that exists here, and that the installed MPI speaks.
+
+srun refuses an unknown plugin only once the job runs, after its wait in the queue; an unfitting one makes every rank a world of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import invalid
+
+KNOWN = ("pmi2", "pmix", "pmix_v2", "pmix_v3", "pmix_v4", "pmix_v5", "cray_shasta", "pspmi", "pspmix", "none")
+"""Plugins of Slurm, and of ParaStation, where srun itself cannot be asked."""
+PYPI = "pmi2"
+"""What PyPI's mpich speaks (through `libra_hpc.slurm.pmi`)."""
+TIMEOUT_S = 15.0
+
+
+def check_plugin(config: RunConfig, listed: list[str]) -> None:
+    """Raise `UserError` for a plugin that is not among those ``srun`` lists; where it lists none, for one that no Slurm has."""
+    wanted = config.slurm.mpi
+    if config.slurm.executor == "local" or wanted in (listed or KNOWN):
+        return
+    why = "srun has no such MPI plugin here" if listed else "no Slurm has such an MPI plugin"
+    raise invalid("slurm.mpi", wanted, f"{why} (PyPI's mpich needs {PYPI}, Open MPI pmix)", listed or KNOWN)
+
+
+def mpi_plugins(env: Mapping[str, str]) -> list[str]:
+    """What ``srun --mpi=list`` names with this environment; empty where it does not answer."""
+    srun = shutil.which("srun", path=env.get("PATH", ""))
+    if srun is None:
+        return []
+    try:
+        done = subprocess.run([srun, "--mpi=list"], env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    # Earlier releases write the list as log lines to stderr.
+    return parse_plugins(done.stdout) or parse_plugins(done.stderr)
+
+
+def parse_plugins(text: str) -> list[str]:
+    """Names in the answer: one a line below a heading, and versions of PMIx in a line of their own."""
+    heading, _, rest = text.partition("types are")
+    if not heading or not rest:
+        return []
+    names: list[str] = []
+    for line in rest.splitlines():
+        words = line.strip().removeprefix("srun:").strip()
+        _, colon, versions = words.partition("available:")
+        for name in versions.split(",") if colon else [words]:
+            if re.fullmatch(r"\w+", name.strip()):
+                names.append(name.strip())
+    return list(dict.fromkeys(names))
