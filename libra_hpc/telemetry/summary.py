@@ -17,7 +17,7 @@ from rich.text import Text
 
 from . import series
 from .accuracy import WINDOW, median_error, smoother_error, window_error
-from .rundir import RunDir, read_lines
+from .rundir import RunDir
 from .status import because
 
 FIRST_AND_LAST = 0.2
@@ -219,7 +219,7 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
     if not found:
         return []
     trained = [(series.number(r, "t"), 0.0) for r in rows]
-    generated = [series.generated(record) for record in read_lines(run.trajectories)]
+    generated = [series.generated(record) for record in series.trajectories(run)]
     out = []
     for move in found:
         end = math.inf if move.end is None else move.end
