@@ -28,6 +28,7 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
+from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 LAYOUT = Layout(("planner", "train", "rollout"))
@@ -230,7 +231,7 @@ class Replayer:
                 last = number + 1 == len(routed)
                 env_s = 0.0 if last else _ready(routed[number + 1]) - at - spec.turns[number].tool_s
                 turns.append(TurnTimes(_ready(line), line["t"], at, queue_s, run_s, cached, line["engine"], env_s))
-        ends = [line["finished_at"] for line in read_lines(run.trajectories)]
+        ends = [line["finished_at"] for line in series.trajectories(run)]
         if len(ends) != len(self._work):
             raise OperationError(f"{len(ends)} trajectories ended, {len(self._work)} were to be played")
         return turns, max(ends) - min(turn.ready for turn in turns)

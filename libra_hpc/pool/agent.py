@@ -27,6 +27,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.leave import leave
 from libra_hpc.process.folders import make_folders
+from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import folders
@@ -34,6 +35,7 @@ from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
 from .attempt import whole_start_state
+from .child import Child
 from .context import Context
 from .coordinator import Coordinator
 from .layout import Layout, check_world
@@ -51,6 +53,8 @@ FIRST_WORD_S = 1800.0
 """Before its first word the coordinator reads a whole checkpoint, which takes minutes for a large one."""
 QUIET_S = 5.0
 """Silence of the coordinator after which an agent asks what the launcher saw: a file look-up, so not every second."""
+REAP_S = 1.0
+"""Between two looks for processes that were left behind."""
 SAVE_S = 60.0
 """How long training may take to save once the coordinator is gone; the other agents stay for it."""
 STALL_S = 2.0
@@ -102,6 +106,7 @@ class Agent:
             self.mesh.from_lost = self._on_lost_message
             self._spawn(self.coordinator.run(), then=self._stop.set)
         self._spawn(self.mesh.run())
+        self._spawn(self._reap())
         self._hello()
         self._spawn(self._heartbeats())
         await self._stop.wait()
@@ -124,6 +129,7 @@ class Agent:
         if context.component != "planner":
             self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)
             add_engines(self._routes, self.rollout_node, self.train_node, self._spawn)
+            self._spawn(self.rollout_node.watch())
             if self.rank == self.layout.train_leader:
                 self.train_leader = self._make_train_leader(context)
                 add_train_leader(self._routes, self.train_leader, self.train_node, self.rank, self.mesh.send)
@@ -219,6 +225,14 @@ class Agent:
                 if leader in await asyncio.to_thread(read_gone, self.run_dir.gone(self.attempt)):
                     break
                 await asyncio.sleep(HEARTBEAT_S)
+
+    async def _reap(self) -> None:
+        """End what outlived a child of this agent: a host that was killed leaves the processes its tools started."""
+        become_subreaper()
+        while True:
+            await asyncio.sleep(REAP_S)
+            if not Child.starting:
+                end_strangers(Child.live)
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that no task of ours is waiting for ends the run, with its traceback in this agent's log."""

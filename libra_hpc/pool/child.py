@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
@@ -36,6 +36,11 @@ def _ignore_job_signals() -> None:
 
 class Child:
     """One engine process.  `on_message` and `on_exit` are called in the agent's loop; `on_exit` exactly once, after the last message."""
+
+    live: ClassVar[set[int]] = set()
+    """Process ids of all children of this process that are not reaped."""
+    starting: ClassVar[int] = 0
+    """Children whose process id is not known yet."""
 
     def __init__(
         self,
@@ -70,11 +75,16 @@ class Child:
             self.socket_path.unlink()
         self._server = await asyncio.start_unix_server(self._connected, str(self.socket_path))
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab", buffering=0) as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *argv, "--socket", str(self.socket_path), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=environment, start_new_session=True, preexec_fn=_ignore_job_signals,
-            )  # fmt: skip
+        Child.starting += 1
+        try:
+            with log.open("ab", buffering=0) as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    *argv, "--socket", str(self.socket_path), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                    env=environment, start_new_session=True, preexec_fn=_ignore_job_signals,
+                )  # fmt: skip
+            Child.live.add(self._process.pid)
+        finally:
+            Child.starting -= 1
         self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     def send(self, message: Any) -> None:
@@ -145,6 +155,7 @@ class Child:
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
+        Child.live.discard(self._process.pid)
         if self._writer is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._read_done.wait(), LEAVE_S)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from libra_hpc.planner.calibrate import StepForecast
 from libra_hpc.protocol.mesh import Heartbeat
 from libra_hpc.telemetry.accuracy import median_error, window_error
+from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status
 
 from . import states
@@ -52,6 +53,9 @@ def compose_status(
 ) -> Status:
     """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch, ``notices`` what went wrong lately, newest first."""
     report, rewards = seen.report, seen.rewards
+    paused = report.paused if report else ""
+    if paused and state == "running":
+        message = f"{paused} {message}".rstrip()
     train, rollout = seen.train_speed(), seen.rollout_speed(gen_tokens)
     membership = pool.membership if pool else states.Membership(0, ())
     fifth = max(1, len(rewards) // 5)
@@ -67,7 +71,8 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        forecast=_forecast(seen, forecast), laid_out=laid_out, notices=notices,
+        forecast=_forecast(seen, forecast), laid_out=laid_out, failures=[FailedAttempts(*found) for found in report.failures] if report else [],
+        paused=paused, notices=notices,
     )  # fmt: skip
 
 

@@ -16,12 +16,8 @@ from typing import Any
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
 from libra_hpc.protocol.trainer import (
     Export,
-    Exported,
-    ExportFailed,
     FromWorker,
     Joined,
-    Saved,
-    SaveFailed,
     Standby,
     StepDone,
     Stop,
@@ -44,6 +40,10 @@ from .devices import MAX_STARTS, engine_environment
 KIND = "train"
 WARNING_S = 60.0
 """A full file system fails a snapshot at every one of them: one event a minute says it."""
+
+
+FAILURES = {"SaveFailed": "Saved", "ExportFailed": "Exported"}
+"""Answers that stand for the failure of another."""
 
 
 class TrainNode:
@@ -208,7 +208,7 @@ class TrainNode:
             self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
             return
         # Local rank 0 alone writes files, so it alone may have failed to.
-        asked = {SaveFailed: Saved, ExportFailed: Exported}.get(type(message), type(message)).__name__
+        asked = FAILURES.get(type(message).__name__, type(message).__name__)
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(self._children):

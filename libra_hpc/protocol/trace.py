@@ -2,11 +2,14 @@
 
 The rollout leader writes one line per finished trajectory; the simulator, the rehearsal and the planner read them as workloads, and a scheduling policy
 learns from them.  A line may have further fields (engine, versions, times), which are for people; readers ignore what they do not know.
+
+A start that goes back to a checkpoint appends a `Restart` line.  Lines before it of prompts that are not trained there were superseded, unless the start
+goes on with them.  `live_lines` leaves them out, and every reader goes through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,3 +79,63 @@ def signals_of(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
             signals.append(signal_of(turn, following.new_tokens))
             at.append(attained)
     return signals, at
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """A start from a checkpoint: prompts below ``low`` and those in ``extra`` are trained there, trajectories in ``kept`` count on."""
+
+    step: int
+    low: int
+    extra: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...]
+    """(index, sample)"""
+
+    def line(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        return {"restart": msgspec.to_builtins(self)}
+
+
+class _RestartLine(msgspec.Struct, frozen=True):
+    restart: Restart
+
+
+class _Place(msgspec.Struct, frozen=True):
+    index: int | None = None
+    sample: int = 0
+
+
+_MARK = b'{"restart":'
+_restart = msgspec.json.Decoder(_RestartLine)
+_place = msgspec.json.Decoder(_Place)
+
+
+def live_lines(read: Callable[[], Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers (from 1), without those of restarts and those that a later restart superseded.
+
+    ``read`` gives the lines from the beginning; it is called twice, so that a file need not be held in memory.
+    """
+    restarts = [(number, found) for number, line in enumerate(read(), 1) if line.startswith(_MARK) and (found := _restart_of(line))]
+    marks = {number for number, _ in restarts}
+    rules = [(number, one.low, frozenset(one.extra), frozenset(one.kept)) for number, one in restarts]
+    for number, line in enumerate(read(), 1):
+        while rules and rules[0][0] <= number:
+            rules.pop(0)
+        if number in marks or (rules and _superseded(line, rules)):
+            continue
+        yield number, line
+
+
+def _restart_of(line: bytes) -> Restart | None:
+    try:
+        return _restart.decode(line).restart
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _superseded(line: bytes, rules: Sequence[tuple[int, int, frozenset[int], frozenset[tuple[int, int]]]]) -> bool:
+    try:
+        place = _place.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    index = place.index
+    return index is not None and not all(index < low or index in extra or (index, place.sample) in kept for _, low, extra, kept in rules)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
@@ -22,6 +23,8 @@ from .trajectory import Trajectory, unusable_reward
 
 TOKEN_BYTES = 4
 """int32 token ids."""
+GRACE_S = 10.0
+"""The host ends a step at its limit and says so; only a host that cannot is found here."""
 
 
 class Environments:
@@ -43,6 +46,7 @@ class Environments:
         restart: Callable[[Trajectory, str], None],
         failed: Callable[[Trajectory, str, str], None],
         clock: Callable[[], float] = time.monotonic,
+        step_limit_s: float = DeadlineSettings().first_s,
     ) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Of every trajectory in play."""
@@ -52,6 +56,9 @@ class Environments:
         self._group_size, self._max_model_len = group_size, max_model_len
         self._send, self._progress, self._ready, self._finish, self._restart = send, progress, ready, finish, restart
         self._failed, self._clock = failed, clock
+        self._limits = [step_limit_s] * hosts
+        self._pending: dict[str, tuple[float, float]] = {}
+        """Episodes whose host owes an answer: since when, and how long it may take."""
 
     @property
     def up(self) -> bool:
@@ -64,13 +71,31 @@ class Environments:
         trajectory.host = (trajectory.index * self._group_size + trajectory.sample) % len(self._up)
         if trajectory.prompt_tokens:
             self._replays[trajectory.episode] = Replay(trajectory)
-        self._send(trajectory.host, OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)))
+        self._ask(trajectory, OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)))
 
     def answer(self, trajectory: Trajectory) -> None:
         """Its turn is complete: the environment's move, as soon as it is where the trajectory is."""
         trajectory.place, trajectory.stepped_at = "tool", self._clock()
         if trajectory.episode not in self._replays:
-            self._send(trajectory.host, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+            self._ask(trajectory, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+
+    def _ask(self, trajectory: Trajectory, message: OpenEpisode | StepEpisode) -> None:
+        self._pending[trajectory.episode] = (self._clock(), self._limits[trajectory.host] + GRACE_S)
+        self._send(trajectory.host, message)
+
+    def watch(self) -> None:
+        """Fail the attempts whose environment has not answered in time; about once a second."""
+        now = self._clock()
+        late = [(self.episodes[episode], now - since, limit) for episode, (since, limit) in self._pending.items() if now - since > limit]
+        for trajectory, waited_s, limit in late:
+            # A host that is not up has no time to answer in; its start has a deadline of its own.
+            if not self._up[trajectory.host]:
+                continue
+            self._failed(trajectory, "timeout", f"The environment has not answered for {waited_s:.0f} s (limit {limit:.0f} s).")
+
+    def discount(self, seconds: float) -> None:
+        """Nobody could read answers for so long."""
+        self._pending = {episode: (since + seconds, limit) for episode, (since, limit) in self._pending.items()}
 
     def close(self, trajectory: Trajectory) -> None:
         """Have its host forget it."""
@@ -80,17 +105,21 @@ class Environments:
         """It is not in play any more."""
         self.episodes.pop(trajectory.episode, None)
         self._replays.pop(trajectory.episode, None)
+        self._pending.pop(trajectory.episode, None)
 
     def on_message(self, host: int, message: Any) -> None:
         """What a host says."""
         if isinstance(message, HostReady):
             self._up[host] = True
+            self._limits[host] = message.step_limit_s or self._limits[host]
+            self._pending |= {episode: (self._clock(), self._limits[host] + GRACE_S) for episode in self._pending if self.episodes[episode].host == host}
             return
         if isinstance(message, HostAlive):
             return
         trajectory = self.episodes.get(message.episode)
         if trajectory is None:
             return
+        self._pending.pop(message.episode, None)
         replay = self._replays.get(message.episode)
         match message:
             case EpisodeOpened():
@@ -134,7 +163,7 @@ class Environments:
             self.close(trajectory)
             self._restart(trajectory, "its environment did not answer as it had when its turns were played again")
         elif (tokens := replay.next()) is not None:
-            self._send(trajectory.host, StepEpisode(trajectory.episode, tokens))
+            self._ask(trajectory, StepEpisode(trajectory.episode, tokens))
         else:
             del self._replays[trajectory.episode]
             if trajectory.place == "tool":

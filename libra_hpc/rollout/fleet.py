@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
+from libra_hpc.process.deadlines import Deadlines, DeadlineSettings, Pending
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
@@ -48,8 +49,11 @@ class Engine:
 class Fleet:
     """All engines that accept turns, by name."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, deadlines: DeadlineSettings = DeadlineSettings(), clock: Callable[[], float] = time.monotonic) -> None:  # noqa: B008
+        self._board, self._clock = board, clock
+        self.turns = Deadlines(deadlines)
+        """Turns in flight by (engine, request)."""
+        self._slow: set[Hashable] = set()
         self.engines: dict[str, Engine] = {}
         self.generated = self.prefilled = 0
         """Tokens since start, all engines, also those that are gone."""
@@ -64,11 +68,15 @@ class Fleet:
     def down(self, name: str) -> Engine | None:
         """An engine is gone; what it still ran is in the returned object."""
         self._board.down(name)
-        return self.engines.pop(name, None)
+        gone = self.engines.pop(name, None)
+        for rid in gone.inflight if gone is not None else ():
+            self.turns.forget((name, rid))
+        return gone
 
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
         """A turn that the dispatcher has put on the board is on its way."""
         self.engines[name].inflight[rid] = Held(trajectory, len(trajectory.context), self._board.engines[name].steps)
+        self.turns.begin("turn", (name, rid), self._clock())
 
     def take(self, name: str, rid: str) -> Trajectory | None:
         """A turn is answered; None when it is not (or no longer) ours."""
@@ -77,7 +85,15 @@ class Fleet:
         if held is None:
             return None
         self._board.answered(name, held.tokens)
+        self.turns.end((name, rid), self._clock())
         return held.trajectory
+
+    def slow(self) -> list[tuple[str, Pending]]:
+        """Turns that are past their deadline, each once, with their engine; ending an engine is its own node's business."""
+        late = {pending.key: pending for pending in self.turns.pending(self._clock())}
+        new = [pending for key, pending in late.items() if key not in self._slow]
+        self._slow = set(late)
+        return [(pending.key[0], pending) for pending in new if isinstance(pending.key, tuple)]
 
     def drop(self, trajectory: Trajectory) -> None:
         """Forget the turns of a trajectory that starts anew; their answers will find nothing."""

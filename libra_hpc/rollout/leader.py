@@ -59,13 +59,14 @@ class RolloutLeader:
         self._send, self._train_leader, self._log = send, train_leader, log
         self._ended, self._routed = ended, routed
         self._board = Board(settings.max_inflight)
-        self._fleet = Fleet(self._board)
+        self._fleet = Fleet(self._board, settings.deadlines, clock)
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
         self._environments = Environments(
-            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart, self._failed, clock
+            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart, self._failed, clock,
+            settings.deadlines.first_s,
         )  # fmt: skip
-        self._attempts = Attempts(FailureBook(settings.max_failed_share, settings.failed_patience_s), log, self._fail)
+        self._attempts = Attempts(FailureBook(settings.max_failed_share, settings.failed_patience_s), log, lambda why: send(0, Fatal(settings.rank, why)))
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = self.resubmitted = 0
@@ -99,9 +100,6 @@ class RolloutLeader:
                     self._attempts.hold(trajectory, now)
         for trajectory in self._attempts.begin(now):
             self._begin(trajectory, now)
-
-    def _fail(self, reason: str) -> None:
-        self._send(0, Fatal(self.settings.rank, reason))
 
     def _begin(self, trajectory: Trajectory, now: float) -> None:
         trajectory.started_at = trajectory.ready_at = now
@@ -319,6 +317,19 @@ class RolloutLeader:
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
         """Counters of an engine."""
         self._fleet.load(name, stats)
+
+    # --- deadlines --------------------------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Fail steps of environments that have not ended in time, and say which turns are late; about once a second."""
+        self._environments.watch()
+        for engine, pending in self._fleet.slow():
+            self._log("slow", part=f"engine {engine}", reason=f"The {pending.sentence}.")
+
+    def discount(self, seconds: float) -> None:
+        """This process stood still for so long."""
+        self._environments.discount(seconds)
+        self._fleet.turns.discount(seconds)
 
     # --- reports ----------------------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.process.deadlines import DeadlineSettings
 
 
 class RolloutSettings(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class RolloutSettings(msgspec.Struct, frozen=True):
     failed_patience_s: float = 600.0
     rank: int = 0
     """The leader's own."""
+    deadlines: DeadlineSettings = DeadlineSettings()
 
 
 def rollout_settings(config: RunConfig, rank: int) -> RolloutSettings:
@@ -44,4 +46,5 @@ def rollout_settings(config: RunConfig, rank: int) -> RolloutSettings:
         max_failed_share=config.task.max_failed_share,
         failed_patience_s=config.task.failed_patience_s,
         rank=rank,
+        deadlines=config.deadlines.settings,
     )

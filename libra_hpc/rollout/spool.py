@@ -10,8 +10,8 @@ if it would count there: its tokens are of versions up to that checkpoint's.  So
 and a segment without any is removed, within `TRIM_S` of the checkpoint.
 
 Cost: 9 bytes a token and some 130 a turn, 0.2 s of CPU per 1,000 trajectories of 20,000 tokens.  A batch of 2,048 such ones is 370 MB, at five minutes a batch
-1.2 MB/s; with eta = 1 up to 1.5 GB are needed at once.  When a file cannot be written (a full disk) the spool gives up and removes all it has: a restart then
-samples again, which is better than a checkpoint that finds no room.
+1.2 MB/s; with eta = 1 up to 1.5 GB are needed at once.  When a file cannot be written (a full disk) the spool removes all it has, which is better than a
+checkpoint that finds no room, and begins again after `RETRY_S` with what finishes from then on.  A restart samples the rest again.
 
 `SEGMENT_BYTES`: few files for a large run; a small one has one of at most this size.
 """
@@ -19,6 +19,7 @@ samples again, which is better than a checkpoint that finds no room.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import struct
 import zlib
@@ -28,6 +29,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from libra_hpc.errors import said
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.telemetry.rundir import write_atomic
@@ -37,6 +39,8 @@ from .trajectory import Trajectory
 
 SEGMENT_BYTES = 64 << 20
 TRIM_S = 10.0
+RETRY_S = 60.0
+"""Half: a full disk is filled again before anybody can make room; double: a restart soon after samples twice as much again."""
 STARTS = "starts.json"
 _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
@@ -81,7 +85,7 @@ class Spool:
     """One start's spool, which raises no `OSError`.  `recover` comes first, `close` last; ``clock`` is monotonic seconds."""
 
     failed = ""
-    """Why nothing is kept any more."""
+    """Why nothing is kept at present; empty while it is."""
 
     def __init__(self, folder: Path, position: Callable[[], Position], clock: Callable[[], float], segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
@@ -90,6 +94,8 @@ class Spool:
         """Of every segment: prompt -> lowest version at which a checkpoint makes one of its records count."""
         self._committed: set[int] = set()
         self._number = self._sequence = 0
+        self._starts: list[Start] = []
+        self._failed_at = 0.0
         self._handle: BinaryIO | None = None
         self._writing = asyncio.Lock()
 
@@ -106,11 +112,9 @@ class Spool:
 
     def _begin(self, digest: str, position: Position, eta: int) -> Iterator[tuple[Record | None, str]]:
         """Every record found, oldest first, with its verdict; none for a file that cannot be read to its end."""
-        self._folder.mkdir(exist_ok=True)
-        starts = [*read_starts(self._folder), Start(position.step, digest)]
+        starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
         self._number = len(starts) - 1
-        # Before anything of this start is written: what the list does not have is a start whose weights would pass for those of another.
-        write_atomic(self._folder / STARTS, msgspec.json.encode(starts) + b"\n")
+        self._list_starts()
         for path, number in list(self._segments()):
             read, whole = read_segment(path) if number < self._number else ([], False)
             if not whole:
@@ -122,6 +126,11 @@ class Spool:
                 yield record, reason
             if path not in self._needed:
                 path.unlink()
+
+    def _list_starts(self) -> None:
+        # Before anything of this start is written: what the list does not have is a start whose weights would pass for those of another.
+        self._folder.mkdir(exist_ok=True)
+        write_atomic(self._folder / STARTS, msgspec.json.encode(self._starts) + b"\n")
 
     def _segments(self) -> Iterator[tuple[Path, int]]:
         """Segments with the number of their start, in the order in which they were written."""
@@ -145,13 +154,15 @@ class Spool:
             await asyncio.to_thread(self._close)
 
     def _write(self, new: Sequence[Trajectory | Record | Committed]) -> None:
-        if self.failed:
+        self._committed.update(index for record in new if isinstance(record, Committed) for index in record.indices)
+        if self.failed and self._clock() - self._failed_at < RETRY_S:
             return
         try:
+            if self.failed:
+                self._list_starts()
+                self.failed = ""
             for record in new:
-                if isinstance(record, Committed):
-                    self._committed.update(record.indices)
-                else:
+                if not isinstance(record, Committed):
                     self._append(record if isinstance(record, Record) else Record.of(record))
             if self._handle is not None:
                 self._handle.flush()
@@ -162,8 +173,12 @@ class Spool:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self.failed = str(error)
-        self._handle = None
+        self.failed, self._failed_at = said(error), self._clock()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                handle.close()
+        self._needed.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
+from libra_hpc.protocol.trace import TrajectoryRecord, live_lines, signals_of
 from libra_hpc.sched.protocol import Finished
 from libra_hpc.sched.tree import CausalTree
 
@@ -53,14 +53,15 @@ def append(path: Path, new: Iterable[Finished]) -> None:
 
 
 def records(path: Path, task: str = "") -> Iterator[Finished]:
-    """Records of a log or of a ``trajectories.jsonl``; unreadable lines are skipped, a missing file is empty.
+    """Records of a log or of a ``trajectories.jsonl``; unreadable and superseded lines are skipped, a missing file is empty.
 
     ``task`` is that of trace lines that do not name one.
     """
     if not path.exists():
         return
-    with path.open("rb") as handle:
-        for line in handle:
+    with path.open("rb") as first, path.open("rb") as second:
+        passes = iter((first, second))
+        for _, line in live_lines(lambda: next(passes)):
             record = _read(line, task)
             if record is not None:
                 yield record

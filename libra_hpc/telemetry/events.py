@@ -1,4 +1,4 @@
-"""The event log and the metrics file: append-only JSON lines, one writer each, line-buffered so that a kill loses at most the last line."""
+"""The event log and the metrics file: append-only JSON lines, one writer each, unbuffered so that a kill loses at most the last line."""
 
 from __future__ import annotations
 
@@ -10,37 +10,50 @@ from typing import Any
 
 import msgspec
 
+_encoder = msgspec.json.Encoder()
+
+
+def line_of(record: dict[str, Any]) -> bytes:
+    """A record as it stands in a file."""
+    return _encoder.encode(record) + b"\n"
+
 
 class LineLog:
-    """Append-only JSON lines.  Each record is one `write` of one whole line; a torn last line of an earlier attempt is closed first."""
+    """Append-only JSON lines.  Each record is one `write` of one whole line; a torn last line, of an earlier attempt or of a failed write, is closed first.
+
+    A write that fails raises `OSError` and leaves nothing of itself, or, where the file system refuses that too, a torn line.
+    """
 
     def __init__(self, path: Path) -> None:
-        torn = False
-        if path.exists() and path.stat().st_size:
-            with path.open("rb") as existing:
-                existing.seek(-1, 2)
-                torn = existing.read(1) != b"\n"
-        self._handle = path.open("ab", buffering=0)
-        self._encoder = msgspec.json.Encoder()
-        if torn:
-            self._handle.write(b"\n")
+        self._handle = path.open("a+b", buffering=0)
+        self._torn = True
+        """Whether the file may end within a line."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; raises as `write_all`."""
-        self.write_all([record])
+        """Append one record."""
+        self.append(line_of(record))
 
     def write_all(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append several records, all or none: after a failed or short write the file ends where it ended before.  Raises `OSError`."""
-        lines = memoryview(b"".join(self._encoder.encode(record) + b"\n" for record in records))
-        before = os.fstat(self._handle.fileno()).st_size
+        """Append several records in one `write`."""
+        lines = b"".join(map(line_of, records))
+        if lines:
+            self.append(lines)
+
+    def append(self, lines: bytes) -> None:
+        """Append whole lines."""
+        end = os.fstat(self._handle.fileno()).st_size
+        if self._torn and end and os.pread(self._handle.fileno(), 1, end - 1) != b"\n":
+            lines = b"\n" + lines
+        self._torn = True
         try:
             while lines:
+                # A full disk takes a part and raises at the rest.
                 lines = lines[self._handle.write(lines) :]
         except OSError:
-            # A full disk refuses bytes, not the return of some.
             with contextlib.suppress(OSError):
-                self._handle.truncate(before)
+                os.ftruncate(self._handle.fileno(), end)
             raise
+        self._torn = False
 
     def close(self) -> None:
         """Close the file."""

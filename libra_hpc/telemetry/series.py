@@ -6,11 +6,14 @@ open-ended.  Times are epoch seconds.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from libra_hpc.protocol.trace import live_lines
 
 from .rundir import RunDir, read_lines
 
@@ -56,6 +59,21 @@ def steps(run: RunDir) -> list[Record]:
         if isinstance(step, int):
             latest[step] = record
     return [latest[step] for step in sorted(latest)]
+
+
+def trajectories(run: RunDir) -> Iterator[Record]:
+    """Lines of finished trajectories, without those that a restart superseded; a torn one is skipped, a missing file is empty."""
+    if not run.trajectories.exists():
+        return
+    with run.trajectories.open("rb") as first, run.trajectories.open("rb") as second:
+        passes = iter((first, second))
+        for _, line in live_lines(lambda: next(passes)):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
 def events(run: RunDir) -> list[Record]:

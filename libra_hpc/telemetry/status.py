@@ -12,6 +12,8 @@ import msgspec
 from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.planner.snapshot import PlanDecision
 
+from .failed import FailedAttempts
+
 
 class NodeStatus(msgspec.Struct, frozen=True):
     """One node (= one MPI rank, one agent)."""
@@ -121,6 +123,10 @@ class Status(msgspec.Struct, frozen=True):
     """The last new layout of the ranks: after which step, by whom, and what it is."""
     notices: list[str] = []
     """What went wrong in the last minutes, as sentences, newest first."""
+    failures: list[FailedAttempts] = []
+    """Failed attempts of trajectories since the ranks started, the most frequent kind first."""
+    paused: str = ""
+    """Why no prompt is admitted at present; empty while prompts are."""
 
 
 _decoder = msgspec.json.Decoder(Status)

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from . import series
 from .accuracy import WINDOW, median_error, smoother_error, window_error
-from .rundir import RunDir, read_lines
+from .failed import FailedAttempts, failed_facts, failed_in
+from .rundir import RunDir
 from .status import because
 
 FIRST_AND_LAST = 0.2
@@ -115,6 +116,12 @@ class Summary(msgspec.Struct, frozen=True):
     engines_lost: int
     engines_restarted: int
     resubmitted: int
+    failures: list[FailedAttempts]
+    """Failed attempts of trajectories by kind, the most frequent first."""
+    pauses: int
+    """How often admission paused for them."""
+    given_up: int
+    """Prompts all of whose trajectories failed."""
     kept_trajectories: int
     """Finished before a new start of the ranks and not trained then, that did not have to be sampled again."""
     kept_unfinished: int
@@ -161,6 +168,9 @@ def summarise(run: RunDir) -> Summary:
         engines_lost=kinds["engine_lost"],
         engines_restarted=kinds["engine_restarted"],
         resubmitted=kinds["resubmitted"],
+        failures=failed_in(log, run.read_json(run.status)),
+        pauses=kinds["admission_paused"],
+        given_up=kinds["prompt_given_up"],
         kept_trajectories=_total(kept, "trajectories"),
         kept_unfinished=_total(kept, "unfinished"),
         kept_tokens=_total(kept, "generated_tokens") + _total(kept, "unfinished_tokens"),
@@ -218,8 +228,8 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
     found = series.moves(log)
     if not found:
         return []
-    trained = [(series.number(r, "t"), 0.0) for r in rows]
-    generated = [series.generated(record) for record in read_lines(run.trajectories)]
+    trained = [series.number(row, "t") for row in rows]
+    generated = [series.generated(record) for record in series.trajectories(run)]
     out = []
     for move in found:
         end = math.inf if move.end is None else move.end
@@ -230,7 +240,7 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
                 reason=move.reason,
                 at_s=move.start - start,
                 seconds=_known(move.seconds),
-                steps_meanwhile=sum(move.start <= t <= end for t, _ in trained),
+                steps_meanwhile=sum(move.start <= t <= end for t in trained),
                 tokens_meanwhile=int(sum(tokens for t, tokens in generated if move.start <= t <= end)),
                 predicted_gain_s=_known(move.predicted_gain_s),
                 realised_gain_s=_known(move.realised_gain_s),
@@ -278,6 +288,8 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("forecast", _said(summary.forecast))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
+    if summary.failures:
+        facts.add_row("failed", failed_facts(summary.failures, summary.pauses, summary.given_up))
     if summary.kept_trajectories or summary.kept_unfinished:
         what = f"{summary.kept_trajectories} trajectories and {summary.kept_unfinished} in mid-course with {summary.kept_tokens:,} generated tokens"
         facts.add_row("kept", f"{what}, over new starts of the ranks")

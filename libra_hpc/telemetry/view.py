@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .accuracy import WINDOW
+from .failed import failed_line
 from .status import DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status, because
 from .summary import STATE_STYLES, duration
 
@@ -149,6 +150,8 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     grid.add_column(overflow="fold")
     for label, text in counts.items():
         grid.add_row(label, text)
+    if status.failures:
+        grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
     if status.laid_out:
         grid.add_row("laid out", Text(status.laid_out))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 BATCH = 4
@@ -161,5 +162,5 @@ def trained_once(run: RunDir, steps: int) -> None:
 
 def sampled_once(run: RunDir) -> None:
     """No trajectory that had finished was run again by a later start."""
-    lines = [(line["index"], line["sample"]) for line in read_lines(run.trajectories)]
+    lines = [(line["index"], line["sample"]) for line in series.trajectories(run)]
     assert len(set(lines)) == len(lines)

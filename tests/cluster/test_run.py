@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import read_lines
 from tests.cluster.runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
 
@@ -66,7 +67,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert learned["trajectories"] >= 16 * reached[0], "the resumed attempt's scheduler knows what the first one saw"
     assert max(line["staleness_max"] for line in read_lines(run.metrics)) <= 1
     again = case.events("job_started")[1]["t"]
-    finished = [line for line in read_lines(run.trajectories) if line["finished_at"] < again and line["index"] in untrained]
+    finished = [line for line in series.trajectories(run) if line["finished_at"] < again and line["index"] in untrained]
     kept = case.events("experience_kept")
     assert sum(event["trajectories"] for event in kept) == len(finished)
     assert not any(event["dropped"] for event in kept)
@@ -141,7 +142,7 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
     assert max(row["staleness_max"] for row in rows) <= 1
     # The first batch was rolled out by the weights it is trained on: what TP-2 engines and TP-2 trainers say of it is the same.
     assert rows[done["step"]]["logprob_gap"] < 1e-3
-    later = [record for record in read_lines(run.trajectories) if record["finished_at"] > started[1]["t"]]
+    later = [record for record in series.trajectories(run) if record["finished_at"] > started[1]["t"]]
     assert {turn["engine"] for record in later for turn in record["turns"]} == {"r3.0"}
     assert min(version for record in later for version, _ in record["versions"]) == done["step"], "open trajectories are begun anew"
 

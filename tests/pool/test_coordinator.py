@@ -33,6 +33,7 @@ from libra_hpc.protocol.mesh import (
     RankLost,
     Reset,
     Roles,
+    RolloutReport,
     StartEngine,
     StepReport,
     Stop,
@@ -352,3 +353,19 @@ def test_a_rehearsal_scales_what_its_plan_predicts(tmp_path: Path) -> None:
     scene.context.config = RunConfig.model_validate({"run": {"engine": "twin"}, "twin": {"speedup": 25.0}})
     assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(2.0)
     assert module.forecast(scene.context).train.predict(1, Load(100.0)) == pytest.approx(0.04)
+
+
+def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    why = "9 of the last 9 trajectories failed."
+    report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), (), (("raised", 9, "KeyError: 'x'"),), why)
+    scene.tell((3, report))
+    scene.coordinator._write_status()
+    status = decode_status(scene.run.status.read_bytes())
+    assert status.message.startswith(why)
+    assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])
+    scene.tell((1, Fatal(3, "gone")))
+    run_until_over(scene)
+    status = decode_status(scene.run.status.read_bytes())
+    assert (status.state, status.message) == ("failed", "node 3: gone")

@@ -917,3 +917,76 @@ def test_log_probabilities_that_are_not_finite_or_missing_and_empty_trajectories
         assert all(any(s.loss_mask) for group in plant.batches[0].groups for s in group.samples)
 
     asyncio.run(main())
+
+
+def test_a_step_that_never_ends_is_a_failed_attempt_and_its_episode_is_closed() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        plant.leader.on_host(0, HostReady("toy", 30.0))
+        await plant.run(lambda: plant.inbox)
+        plant.serve(1)
+        (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
+        plant.host.remove(step)
+        plant.now += 39.0
+        plant.leader.watch()
+        assert not plant.events
+        plant.leader.discount(5.0)
+        plant.now += 5.0
+        plant.leader.watch()
+        assert not plant.events, "nobody could have read its answer"
+        plant.now += 2.0
+        plant.leader.watch()
+        (failed,) = plant.kinds("trajectory_failed")
+        assert (failed["failure"], failed["error"]) == ("timeout", "The environment has not answered for 41 s (limit 40 s).")
+        assert [m.episode for m in plant.host if isinstance(m, CloseEpisode)] == [step.episode]
+        plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, 1.0, {}))
+        await plant.pass_time(10, lambda: plant.batches)
+        assert plant.batches[0].stats["retried"] == 1.0
+        assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
+
+    asyncio.run(main())
+
+
+def test_a_host_that_starts_slowly_has_its_episodes_time_counted_from_when_it_is_up() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        plant.leader.on_host(0, HostReady("toy", 30.0))
+        await plant.run(lambda: plant.inbox)
+        plant.host.clear()
+        plant.leader.on_host_down(0, "killed")
+        plant.now += 500.0
+        plant.leader.watch()
+        plant.leader.on_host(0, HostReady("toy", 30.0))
+        plant.now += 39.0
+        plant.leader.watch()
+        assert not plant.kinds("trajectory_failed")
+        plant.now += 2.0
+        plant.leader.watch()
+        assert len(plant.kinds("trajectory_failed")) == 4
+
+    asyncio.run(main())
+
+
+def test_a_turn_past_its_deadline_is_said_to_be_slow_once() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0)
+        plant.start()
+        await plant.run(lambda: len(plant.inbox) == 4)
+        plant.now += 10.0
+        plant.serve(3)
+        await plant.settle()
+        plant.leader.watch()
+        assert not plant.kinds("slow")
+        plant.now += 95.0
+        plant.leader.watch()
+        plant.leader.watch()
+        (slow,) = plant.kinds("slow")
+        engine, _ = plant.inbox[0]
+        assert slow == {"part": f"engine {engine}", "reason": "The turn has not ended after 105 s (limit 100 s)."}
+        plant.down(engine)
+        plant.leader.watch()
+        assert len(plant.kinds("slow")) == 1
+
+    asyncio.run(main())

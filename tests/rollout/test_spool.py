@@ -23,7 +23,7 @@ from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout import spool as spools
 from libra_hpc.rollout.batch import GroupState, batch_stats
 from libra_hpc.rollout.kept import Kept, Position, Record, Start, verdict
-from libra_hpc.rollout.spool import STARTS, TRIM_S, Spool, read_segment
+from libra_hpc.rollout.spool import RETRY_S, STARTS, TRIM_S, Spool, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 
 ETA = 2
@@ -256,16 +256,22 @@ def test_what_a_run_leaves_at_its_end_is_what_a_start_would_need(run: Run) -> No
         assert len(run.segments) == left
 
 
-def test_a_disk_without_room_ends_the_spool_and_not_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.start()
     run.add(played(0))
+    real = spools.frame
     full: Callable[..., object] = lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28)))  # noqa: E731
     monkeypatch.setattr(spools, "frame", full)
     run.add(played(1))
-    assert run.spool.failed == "[Errno 28] No space left on device"
+    assert run.spool.failed == "No space left on device"
     assert not run.folder.exists()
-    run.add(played(2))
-    assert not run.folder.exists()
+    monkeypatch.setattr(spools, "frame", real)
+    run.add(played(2), Committed(1, (0,)))
+    assert not run.folder.exists(), "not before a minute has passed"
+    run.now += RETRY_S
+    run.add(played(3))
+    assert (run.spool.failed, run.held()) == ("", [3])
+    assert kept_of(run.start()) == [(3, 0)]
 
 
 @pytest.mark.parametrize(

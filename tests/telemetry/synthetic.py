@@ -9,6 +9,7 @@ from pathlib import Path
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.status import (
     BucketStatus,
@@ -60,6 +61,11 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.write({"t": MOVE[1] + 20, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.42, "realised_gain_s": 0.31})
     log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
     log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
+    for number, failure in enumerate(("raised", "raised", "timeout")):
+        fields = {"failure": failure, "error": f"KeyError: {number}", "unsaid": 9 * (number == 1)}
+        log.write({"t": START + 141 + number, "kind": "trajectory_failed", "trajectory": f"{number}.0.0", "task": "keychain", "prompt": "p", **fields})
+    log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
+    log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
     kept = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
     log.write({"t": START + 148, "kind": "experience_kept", **kept})
@@ -88,7 +94,7 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         rollout=StageStatus(2345.6, 0.97, 0.61, 2), open_trajectories=57, waiting_turns=3, tools_running=4, ready_groups=2, staleness_mean=0.48,
         staleness_max=1, resubmitted=8, trained_trajectories=2_624, buckets=[BucketStatus(1, 2, 31, 57, 0.42), BucketStatus(2, 1, 4, 6, 0.08)], nodes=nodes,
         decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
-        message="", forecast=forecast(step),
+        message="", forecast=forecast(step), failures=[FailedAttempts("raised", 12, "KeyError: 'x'"), FailedAttempts("timeout", 3, "late")],
     )  # fmt: skip
 
 

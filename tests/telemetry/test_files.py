@@ -15,6 +15,7 @@ from rich.console import Console
 from libra_hpc.errors import UserError
 from libra_hpc.telemetry import plot, series, summary, view
 from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import decode_status, encode_status
 
@@ -132,6 +133,11 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     assert got.forecast.smoother_error is not None
     assert 1 / 20 / 1.3 < got.forecast.smoother_error < 1.001 / 18 / 1.3
     assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
+    assert [(found.kind, found.count, found.error) for found in got.failures] == [("raised", 12, "KeyError: 'x'"), ("timeout", 3, "late")]
+    assert (got.pauses, got.given_up) == (1, 1)
+    run.status.unlink()
+    found = [(one.kind, one.count, one.error) for one in summary.summarise(run).failures]
+    assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")], "without a status, as far as the events know"
     assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
     assert (got.kept_trajectories, got.kept_unfinished, got.kept_tokens) == (24, 3, 2_400)
 
@@ -152,6 +158,7 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     facts = " ".join(text.replace("│", " ").split())
     assert "3.0% off at a step's start, scatter alone is 4.3%, 10.0% off a step ahead" in facts
     assert "(medians of 57 steps)" in facts
+    assert "12 raised (KeyError: 'x'), 3 timeout; 1 pause of admission; 1 prompt given up" in facts
     assert "24 trajectories and 3 in mid-course with 2,400 generated tokens" in facts
     assert str(run.path) in text.replace("\n", "")
 
@@ -171,6 +178,21 @@ def test_there_is_no_reward_before_the_first_step(run: RunDir) -> None:
     status = synthetic.make_status(run)
     assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at))
     assert "reward -  " in text_of(view.render(msgspec.structs.replace(status, step=0), now=status.updated_at))
+
+
+def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    assert "12 raised (KeyError: 'x'), 3 timeout" in text_of(view.render(status, now=status.updated_at))
+    why = "9 of the last 9 trajectories failed. One attempt at a time goes on until one succeeds."
+    paused = msgspec.structs.replace(status, paused=why, message=why, failures=[FailedAttempts("raised", 12_345, "E: " + "long\n" * 100)])
+    for width in (80, 100):
+        text = text_of(view.render(paused, now=status.updated_at), width)
+        assert max(len(line) for line in text.splitlines()) <= width
+        assert why in " ".join(text.replace("│", " ").split())
+        assert "12,345 raised (E: long long" in text
+    older = json.loads(encode_status(status))
+    del older["failures"], older["paused"]
+    assert decode_status(json.dumps(older).encode()).failures == []
 
 
 def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:

@@ -1,6 +1,6 @@
 """The project's own trace: one JSON object a line, a subset of what a run writes to ``trajectories.jsonl``, so that a run can be replayed as it is.
 
-A line is a `libra_hpc.protocol.trace.TrajectoryRecord`; other fields (engine, versions, times) are ignored.
+A line is a `libra_hpc.protocol.trace.TrajectoryRecord`; other fields (engine, versions, times) are ignored, and so are lines that a restart superseded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.protocol.trace import TrajectoryRecord, live_lines
 
 from .record import Bad, trajectory, why
 
@@ -22,7 +22,9 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
 
     A last turn that generated nothing is dropped: a run opens it for a tool answer that no longer fits into the context, and ends there.
     """
-    for number, line in lines:
+    held = list(lines)
+    for place, line in live_lines(lambda: (text for _, text in held)):
+        number = held[place - 1][0]
         try:
             found = _decoder.decode(line)
             turns = found.turns

@@ -1,0 +1,126 @@
+"""The environment host processes of the rollout leader: started, watched, ended when they hang, started again.
+
+- Start takes longer than its deadline, or no sign of life for longer than its deadline -> event ``hung``, stacks into the log, SIGKILL.
+- More than half of a deadline has passed -> event ``slow``, once.
+- A host ended -> another follows after `RESTART_S` for every end in the window; more ends than `RestartBudget` allows -> the run fails.
+- This process was stopped itself -> `discount`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.deadlines import Deadlines
+from libra_hpc.protocol.env import HostAlive, HostReady, ToHost, from_host, to_host
+from libra_hpc.tasks.settings import write_private
+
+from .child import Child
+from .commands import host_command, host_settings
+from .context import Context
+
+RESTART_S = 0.5
+START, LIFE = "start of environment host", "sign of life of environment host"
+
+
+class Hosts:
+    """``message(host, message)`` hands on what a host says, ``down(host, reason)`` that another has followed a dead one, ``fail`` ends the run."""
+
+    def __init__(
+        self,
+        context: Context,
+        message: Callable[[int, Any], None],
+        down: Callable[[int, str], None],
+        fail: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context, self._message, self._down, self._fail, self._clock = context, message, down, fail, clock
+        count = context.config.task.hosts
+        self._children: list[Child | None] = [None] * count
+        self._budgets = [RestartBudget() for _ in range(count)]
+        self._deadlines = Deadlines(context.config.deadlines.settings)
+        self._slow: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Start all."""
+        for host in range(len(self._children)):
+            await self._start(host)
+
+    async def stop(self) -> None:
+        """End all."""
+        self._stopping = True
+        await asyncio.gather(*(child.stop() for child in self._children if child is not None))
+
+    def send(self, host: int, message: ToHost) -> None:
+        """Send one message; to a host that is gone it is dropped."""
+        child = self._children[host]
+        if child is not None:
+            child.send(message)
+
+    def discount(self, seconds: float) -> None:
+        """Nobody could read messages for so long."""
+        self._deadlines.discount(seconds)
+
+    def watch(self) -> None:
+        """Say who is late, and end who is overdue; about once a second."""
+        now = self._clock()
+        for pending in self._deadlines.pending(now):
+            host = int(str(pending.key))
+            self._deadlines.forget(host)
+            self._context.log("hung", part=f"environment host {host}", reason=f"The {pending.sentence}.")
+            child = self._children[host]
+            if child is not None:
+                self._task(child.end_hung())
+        for pending in self._deadlines.pending(now, 0.5):
+            host = int(str(pending.key))
+            if host not in self._slow:
+                self._slow.add(host)
+                self._context.log("slow", part=f"environment host {host}", reason=f"The {pending.sentence}.")
+
+    async def _start(self, host: int) -> None:
+        context = self._context
+        child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._received, self._exited)
+        self._children[host] = child
+        self._deadlines.begin(START, host, self._clock())
+        settings = context.private / f"host{host}.json"
+        write_private(settings, host_settings(context.config))
+        await child.start(host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log")
+
+    def _received(self, child: Child, message: Any) -> None:
+        host, now = self._children.index(child), self._clock()
+        self._slow.discard(host)
+        # Only signs of life come at a known pace; an answer says as much, but its time says nothing.
+        if isinstance(message, HostReady | HostAlive):
+            self._deadlines.end(host, now)
+        self._deadlines.begin(LIFE, host, now)
+        self._message(host, message)
+
+    def _exited(self, child: Child, code: int) -> None:
+        if self._stopping:
+            return
+        host, now = self._children.index(child), self._clock()
+        self._deadlines.forget(host)
+        budget = self._budgets[host]
+        reason = f"environment host ended with {code}"
+        self._context.log("host_lost", host=host, reason=reason)
+        if budget.spend(now):
+            self._task(self._restart(host, reason, RESTART_S * budget.spent))
+        else:
+            self._fail(f"{reason}, {budget.spent} times in {budget.window_s:.0f} s; see {self._context.logs}/host{host}.log")
+
+    async def _restart(self, host: int, reason: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if not self._stopping:
+            await self._start(host)
+            self._down(host, reason)
+
+    def _task(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

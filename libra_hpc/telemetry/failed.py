@@ -1,0 +1,60 @@
+"""Failed attempts of trajectories, by kind, as the status and the summary show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+ERROR_CHARS = 60
+"""Of the top error in a line: with its label it fits a terminal of 80 columns in two rows."""
+
+
+class FailedAttempts(msgspec.Struct, frozen=True):
+    """Those of one kind."""
+
+    kind: str
+    """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
+    count: int
+    error: str
+    """The last one."""
+
+
+def failed_line(failures: Sequence[FailedAttempts]) -> str:
+    """All kinds in one line, the error of the most frequent one with it."""
+    parts = [f"{found.count:,} {found.kind}" for found in failures]
+    if parts and failures[0].error:
+        error = " ".join(failures[0].error.split())
+        parts[0] += f" ({error if len(error) <= ERROR_CHARS else f'{error[:ERROR_CHARS]}..'})"
+    return ", ".join(parts)
+
+
+def failed_facts(failures: Sequence[FailedAttempts], pauses: int, given_up: int) -> str:
+    """A run's line, with how often admission paused for them and how many prompts were given up."""
+    counts = ((pauses, "pause of admission", "pauses of admission"), (given_up, "prompt given up", "prompts given up"))
+    return "; ".join([failed_line(failures), *(f"{count} {one if count == 1 else more}" for count, one, more in counts if count)])
+
+
+def failed_in(log: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> list[FailedAttempts]:
+    """Of a whole run, the most frequent first, from its events and its last status.
+
+    An event stands for itself and for those before it that got none, whose kind it is taken for.  The status knows the last start exactly.
+    """
+    counts: dict[str, int] = {}
+    errors: dict[str, str] = {}
+    for event in log:
+        if event["kind"] == "trajectory_failed":
+            kind = str(event.get("failure", ""))
+            counts[kind] = counts.get(kind, 0) + 1 + _number(event.get("unsaid"))
+            errors[kind] = str(event.get("error", ""))
+    last = status.get("failures")
+    for entry in last if isinstance(last, list) else ():
+        if isinstance(entry, dict) and (kind := str(entry.get("kind", ""))):
+            counts[kind] = max(counts.get(kind, 0), _number(entry.get("count")))
+            errors[kind] = str(entry.get("error", ""))
+    return sorted((FailedAttempts(kind, count, errors[kind]) for kind, count in counts.items()), key=lambda found: (-found.count, found.kind))
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
