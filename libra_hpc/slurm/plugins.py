@@ -1,6 +1,7 @@
 """The ``srun --mpi`` plugin of a job: one that exists here, and that the installed MPI speaks.
 
-srun refuses an unknown plugin only once the job runs, after its wait in the queue; an unfitting one makes every rank a world of its own.
+srun refuses an unknown plugin only once the job runs, after its wait in the queue.  An unfitting one makes every rank a
+world of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TIMEOUT_S = 15.0
 
 
 def check_plugin(config: RunConfig, listed: list[str]) -> None:
-    """Raise `UserError` for a plugin that is not among those ``srun`` lists; where it lists none, for one that no Slurm has."""
+    """Raise `UserError` for a plugin that ``srun`` does not list; where it lists none, for one that no Slurm has."""
     wanted = config.slurm.mpi
     if config.slurm.executor == "local" or wanted in (listed or KNOWN):
         return
@@ -35,7 +36,14 @@ def mpi_plugins(env: Mapping[str, str]) -> list[str]:
     if srun is None:
         return []
     try:
-        done = subprocess.run([srun, "--mpi=list"], env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            [srun, "--mpi=list"],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     # Earlier releases write the list as log lines to stderr.
