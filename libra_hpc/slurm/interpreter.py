@@ -1,7 +1,7 @@
 """The interpreter of the compute nodes: which one it is, and whether it has what a run needs.
 
 `Launch.python` is the one place others take it from; agents start their children with their own, which is the same.
-`check_python` runs it once, before anything is queued: ``find_spec`` of a top-level name finds a package and imports none.
+`check_python` runs it once, before anything is queued; ``find_spec`` of a top-level name imports no package.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def checked(model: str, **sections: Any) -> list[str]:
         ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 8, train.pp = 1"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "llama-3.1-70b with TP8 PP1 needs 227 GB a GPU (optimizer 106)"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no TP x PP of the 8 GPUs of a node fits"),
-        ("qwen3-32b", {"planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "rollout.tp = 2."),
+        ("qwen3-32b", {"planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "tp = 2."),
         ("qwen3-14b", {"rollout": {"kv_cache_mb": 100}}, "it holds 1,280 tokens of qwen3-14b at TP2 and"),
         ("qwen3-14b", {"rollout": {"kv_cache_mb": 80_000}}, "an engine of qwen3-14b needs 102 GB a GPU"),
         ("qwen3-14b", {"rollout": {"tp": [8, 1], "max_model_len": 400_000}}, "rollout.tp = 1: an engine of qwen3-14b"),
