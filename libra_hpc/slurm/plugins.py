@@ -14,7 +14,19 @@ from collections.abc import Mapping
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
-KNOWN = ("pmi2", "pmix", "pmix_v1", "pmix_v2", "pmix_v3", "pmix_v4", "pmix_v5", "cray_shasta", "pspmi", "pspmix", "none")
+KNOWN = (
+    "pmi2",
+    "pmix",
+    "pmix_v1",
+    "pmix_v2",
+    "pmix_v3",
+    "pmix_v4",
+    "pmix_v5",
+    "cray_shasta",
+    "pspmi",
+    "pspmix",
+    "none",
+)
 """Plugins of Slurm, and of ParaStation, where srun itself cannot be asked."""
 PYPI = "pmi2"
 """What PyPI's mpich speaks (through `libra_hpc.slurm.pmi`)."""
