@@ -34,7 +34,8 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     warn(warnings)
     if json:
         split = None if made is None else made.chosen
-        say_json({"run_file": str(run_file), "good": True, "checked_against_slurm": environment is not None, "warnings": warnings, "split": split})
+        checked = {"checked_against_slurm": environment is not None, "warnings": warnings}
+        say_json({"run_file": str(run_file), "good": True, **checked, "split": split})
         return
     if made is not None:
         show_split(made)

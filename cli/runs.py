@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from libra_hpc.errors import UserError, nearest
+from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import Status, decode_status
@@ -38,7 +38,8 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     if wanted and os.path.isfile(Path(wanted) / "config.json"):
         return RunDir(wanted)
     if wanted and os.path.isdir(wanted) and not os.access(wanted, os.X_OK):
-        raise UserError(f"RUN = {wanted!r}: this folder is private to its owner; valid: a run of your own, or one shared with run.share.")
+        valid = "a run of your own, or one shared with run.share"
+        raise invalid("RUN", wanted, "this folder is private to its owner", valid)
     runs = all_runs(parent)
     if wanted is None:
         if not runs:

@@ -138,7 +138,8 @@ def share(run: RunDir, config: RunConfig) -> None:
     try:
         run.path.chmod(MODES[config.run.share])
     except OSError as error:
-        raise invalid("run.share", config.run.share, f"the mode of {run.path} cannot be changed ({error.strerror})") from error
+        why = f"the mode of {run.path} cannot be changed ({error.strerror})"
+        raise invalid("run.share", config.run.share, why) from error
 
 
 def refuse_if_active(run: RunDir) -> None:

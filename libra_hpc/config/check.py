@@ -44,7 +44,10 @@ def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Itera
 
 
 def check_run(config: RunConfig) -> list[str]:
-    """Raise the first mistake of a run file, model folder, task file and run directory included; returns what could not be checked, a sentence each."""
+    """Raise the first mistake of a run file, model folder, task file and run directory included.
+
+    Returns what could not be checked, a sentence each.
+    """
     for error in problems(config):
         raise error
     check_run_dir(config)
@@ -60,9 +63,9 @@ def check_run(config: RunConfig) -> list[str]:
 
 
 def check_engines(config: RunConfig) -> list[str]:
-    """Raise the first mistake that would keep the engines of a configuration from starting; reads the policy's config.json, or what a rehearsal simulates.
+    """Raise the first mistake that would keep the engines of a configuration from starting.
 
-    Returns what could not be checked, a sentence each.
+    Reads the policy's config.json, or what a rehearsal simulates.  Returns what could not be checked, a sentence each.
     """
     if config.run.engine == "twin":
         for error in problems(config):
@@ -193,7 +196,8 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
         if heads % tp:
             yield invalid("rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads))
         elif kv % tp and tp % kv:
-            yield invalid("rollout.tp", tp, f"neither divides the model's num_key_value_heads = {kv} nor is a multiple of it", _divisors(kv))
+            why = f"neither divides the model's num_key_value_heads = {kv} nor is a multiple of it"
+            yield invalid("rollout.tp", tp, why, _divisors(kv))
 
 
 def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

@@ -44,7 +44,8 @@ class SlurmSection(Section):
     python: str = ""
     """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``; empty: the one that submits."""
     interface: str = Field("", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15)
-    """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: what each of them chooses (docs/ports.md)."""
+    """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: what each of them chooses
+    (docs/ports.md)."""
     restarts: int = Field(3, ge=0)
     """How often all ranks restart inside the allocation from the newest checkpoint, after the planner or a leader died."""
     extra: list[str] = []

@@ -45,7 +45,7 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """The configuration of a run (`RunDir.config`); raises `UserError` naming the file when it cannot be read or is none."""
+    """The configuration of a run (`RunDir.config`); raises `UserError` naming the file when it is none."""
     data = read_object(path, "the configuration of the run")
     try:
         return validate(data)

@@ -1,10 +1,12 @@
-"""Whether the nodes and GPUs of a run file can carry its engines, by the planner's own memory models, before anything is queued.
+"""Whether the nodes and GPUs of a run file can carry its engines, by the planner's own memory models.
 
-* Training: the least a replica of TP x PP can need (`libra_hpc.planner.memory`) exceeds the GPU -> refused, with the smallest TP x PP that fits.
-* Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning; shorter ones may never ask for it.
-* Rollout: beside its share of the weights an engine cannot hold one sequence of ``rollout.max_model_len`` tokens -> refused.
+* Training: the least that a replica of TP x PP can need (`libra_hpc.planner.memory`) exceeds the GPU -> refused, with
+  the smallest TP x PP that fits.
+* Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning.  Shorter
+  trajectories may never ask for it.
+* Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
 * A GPU in no table -> warning; runs on CPUs have no GPU memory to check.
-* A node with fewer CPUs than GPUs, or too little memory for the policy's weights and the processes around them -> refused.
+* A node has fewer CPUs than GPUs, or no room for the policy's weights and the processes around them -> refused.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ MIB, GIB = 1 << 20, 1 << 30
 HOST_BYTES = 2
 """Bytes of a weight in /dev/shm, which counts as the job's memory: engines get every version through a file there."""
 NODE_BYTES = 4e9
-"""Agent, engine processes and libraries of a node, at the least: a bound that refuses what certainly fails, not a recommendation."""
+"""Agent, engine processes and libraries of a node, at the least.  It refuses what certainly fails; more is usual."""
 UTIL = 0.9
 """Share of a GPU that an engine takes by itself: vLLM's default, which the engines use."""
 
 
 def check_nodes(config: RunConfig, model: ModelShape) -> None:
-    """Raise `UserError` for GPU nodes whose share of CPUs or memory cannot carry the processes of ``model``; on this machine alone nothing is shared out."""
+    """Raise `UserError` for GPU nodes whose CPUs or memory cannot carry the processes of ``model``.
+
+    The local executor shares out neither, so nothing is checked for it.
+    """
     if config.run.engine == "twin" or config.slurm.device == "cpu" or config.slurm.executor == "local":
         return
     weights = model.params * HOST_BYTES
@@ -52,14 +57,20 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
         # Slurm takes 0 for all memory of a node.
         memory = memory_mb(component.mem) * MIB
         if 0 < memory < weights + NODE_BYTES:
-            why = f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes around them {NODE_BYTES / 1e9:.0f} GB"
-            raise invalid(f"components.{name}.mem", component.mem, why, f"at least {math.ceil((weights + NODE_BYTES) / GIB)}G")
+            why = (
+                f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, "
+                f"the processes around them {NODE_BYTES / 1e9:.0f} GB"
+            )
+            raise invalid(
+                f"components.{name}.mem", component.mem, why, f"at least {math.ceil((weights + NODE_BYTES) / GIB)}G"
+            )
 
 
 def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
-    """Raise `UserError` for a layout that GPU memory cannot hold; returns a sentence for each that may not fit or was not checked.
+    """Raise `UserError` for a layout that GPU memory cannot hold.
 
-    ``model`` is the shape of the policy; a rehearsal takes that of ``[twin]`` instead, and its engines are `check_twin`'s business.
+    Returns a sentence for each that may not fit, or that was not checked.  ``model`` is the shape of the policy; a
+    rehearsal takes that of ``[twin]`` instead, and `check_twin` checks its engines.
     """
     rehearsed = config.run.engine == "twin"
     if config.slurm.device == "cpu" and not rehearsed:
@@ -71,8 +82,12 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
             continue
         found = _device(config, name)
         if found is None:
-            kind = f"GPUs of gpu_type = {component.gpu_type!r} are" if component.gpu_type else "without a gpu_type GPUs are"
-            warnings[f"{kind} in no table, so whether the engines fit their memory was not checked (planner.device, planner.devices)"] = None
+            kind = (
+                f"GPUs of gpu_type = {component.gpu_type!r} are"
+                if component.gpu_type
+                else "without a gpu_type GPUs are"
+            )
+            warnings[f"{kind} in no table, so their memory was not checked (planner.device, planner.devices)"] = None
             continue
         shape = model_shape(pace(config, name).model) if rehearsed or model is None else model
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
@@ -84,7 +99,10 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
 
 
 def _device(config: RunConfig, component: str) -> Device | None:
-    """The GPU of a component's nodes; None when it is in no table.  Raises `UserError` when the run file names an unknown one to plan with."""
+    """The GPU of a component's nodes; None when it is in no table.
+
+    Raises `UserError` when the run file names an unknown one to plan with.
+    """
     planner = config.planner
     if config.run.engine == "twin":
         told = pace(config, component)
@@ -117,13 +135,21 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
     usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
     if memory_limit(least, gpu) is not None:
         term, size = max(least.terms().items(), key=lambda item: item[1])
-        why = f"training {shape.name} with TP{train.tp} PP{train.pp} needs {least.total / 1e9:.0f} GB a GPU ({term} {size / 1e9:.0f}) and {usable}"
+        layout = f"training {shape.name} with TP{train.tp} PP{train.pp}"
+        why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({term} {size / 1e9:.0f}) and {usable}"
         for recompute in dict.fromkeys((train.recompute, True)):
             for tp, pp in _splits(shape, gpus):
                 if memory_limit(memory(tp, pp, recompute), gpu) is None:
                     more = "" if recompute == train.recompute else " and train.recompute = true"
-                    raise invalid("train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)")
-        raise invalid("train.tp", train.tp, why, f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits")
+                    raise invalid(
+                        "train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)"
+                    )
+        raise invalid(
+            "train.tp",
+            train.tp,
+            why,
+            f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits",
+        )
     longest = memory(train.tp, train.pp, train.recompute, train.pp, max(tokens, config.rollout.max_model_len))
     if memory_limit(longest, gpu) is not None:
         what = f"a pipeline full of micro-batches of {max(tokens, config.rollout.max_model_len):,} tokens"
@@ -134,7 +160,12 @@ def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
     """(TP, PP) that divide the model and fit on a node, those of the fewest GPUs first."""
     degrees = range(1, gpus + 1)
     widths = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
-    found = [(tp, pp) for tp in degrees for pp in degrees if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)]
+    found = [
+        (tp, pp)
+        for tp in degrees
+        for pp in degrees
+        if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)
+    ]
     return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
 
 
@@ -153,17 +184,29 @@ def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: De
     for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
         if not shape.divides(tp):
             continue
-        room = rollout.kv_cache_mb * MIB // shape.kv_bytes_per_device(tp) if rollout.kv_cache_mb else kv_capacity(gpu, shape, tp, UTIL)
+        room = (
+            rollout.kv_cache_mb * MIB // shape.kv_bytes_per_device(tp)
+            if rollout.kv_cache_mb
+            else kv_capacity(gpu, shape, tp, UTIL)
+        )
         needs, has = missing(tp)
         if tokens > room and rollout.kv_cache_mb:
             least = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
-            why = f"it holds {room:,} tokens of {shape.name} at TP{tp} and rollout.max_model_len is {rollout.max_model_len:,}"
+            longest = f"rollout.max_model_len is {rollout.max_model_len:,}"
+            why = f"it holds {room:,} tokens of {shape.name} at TP{tp} and {longest}"
             raise invalid("rollout.kv_cache_mb", rollout.kv_cache_mb, why, f"at least {least}, or 0 (what the GPU has)")
         if tokens > room or needs > has:
             why = (
-                f"an engine of {shape.name} needs {needs / 1e9:.0f} GB a GPU for its weights, its workspace and one sequence of "
+                f"an engine of {shape.name} needs {needs / 1e9:.0f} GB a GPU for its weights, its workspace and one "
+                "sequence of "
                 f"{rollout.max_model_len:,} tokens, and {has / 1e9:.0f} GB of one {gpu.name} can be used"
             )
-            larger = next((n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]), None)
-            valid = f"rollout.tp = {larger}" if larger else f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
+            larger = next(
+                (n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]), None
+            )
+            valid = (
+                f"rollout.tp = {larger}"
+                if larger
+                else f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
+            )
             raise invalid("rollout.tp", tp, why, valid)

@@ -163,7 +163,8 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 def shapes() -> dict[str, ModelShape]:
     """The built-in shapes by short name."""
     raw = tomllib.loads(BUILTIN.read_text())
-    return {name: msgspec.convert({**fields, "name": name, "untrained": MIXTURE if fields.get("experts") else ""}, ModelShape) for name, fields in raw.items()}
+    rest = {name: {"name": name, "untrained": MIXTURE if fields.get("experts") else ""} for name, fields in raw.items()}
+    return {name: msgspec.convert({**fields, **rest[name]}, ModelShape) for name, fields in raw.items()}
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
@@ -204,7 +205,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate) if moe else 0,
         dtype_bytes=_dtype_bytes(config, name),
-        untrained=next((refusal.why if refusal.key == "model_type" else f"{refusal.key}: {refusal.why}" for refusal in refusals(config)), ""),
+        untrained=next((refusal.reason for refusal in refusals(config)), ""),
     )
 
 

@@ -1,6 +1,6 @@
 """Which models this version can plan for, and which of them its engines can train and roll out; needs no torch.
 
-* `FAMILIES`: every ``model_type`` whose shape can be computed with, and why the trainer has no layers for it (empty: it has).
+* `FAMILIES`: every ``model_type`` whose shape can be computed with, and why the trainer lacks it (empty: it does not).
 * `refusals`: what a Hugging Face ``config.json`` asks for that the trainer would compute wrongly or not at all.
 
 `check`, `submit`, the planner and the trainer itself (`libra_hpc.train.shape`) all ask here.
@@ -33,6 +33,11 @@ class Refusal(msgspec.Struct, frozen=True):
     why: str
     valid: tuple[str, ...] | str
 
+    @property
+    def reason(self) -> str:
+        """Why, for whoever does not name a file."""
+        return self.why if self.key == "model_type" else f"{self.key} = {self.value!r}: {self.why}"
+
     def error(self, field: str) -> UserError:
         """The sentence for whoever named the model by ``field``."""
         valid: Iterable[str] | str = self.valid
@@ -43,7 +48,9 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Everything that keeps the model of a ``config.json`` from being trained by this version; nothing: it can be."""
     kind = config.get("model_type")
     if kind not in TRAINED:
-        yield Refusal("model_type", kind, FAMILIES.get(str(kind)) or "this version cannot train this architecture", TRAINED)
+        yield Refusal(
+            "model_type", kind, FAMILIES.get(str(kind)) or "this version cannot train this architecture", TRAINED
+        )
         return
     yield from _variants(config)
     yield from _rope(config)
@@ -56,9 +63,16 @@ def check_trained(config: Mapping[str, Any], field: str = "model.path") -> None:
 
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding: transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling`` and ``rope_theta``."""
+    """Settings of the rotary embedding.
+
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling`` and ``rope_theta``.
+    """
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    return {"rope_theta": config.get("rope_theta") or 10000.0, **found, "rope_type": found.get("rope_type") or found.get("type") or "default"}
+    return {
+        "rope_theta": config.get("rope_theta") or 10000.0,
+        **found,
+        "rope_type": found.get("rope_type") or found.get("type") or "default",
+    }
 
 
 def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -67,17 +81,29 @@ def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if act != "silu":
         yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
     # Llama's config has no switch beside the window; Qwen's writes a window and leaves the switch off.
-    window = config.get("use_sliding_window", config.get("model_type") == "llama" and config.get("sliding_window") is not None)
+    window = config.get(
+        "use_sliding_window", config.get("model_type") == "llama" and config.get("sliding_window") is not None
+    )
     layers = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention"}
     if window:
-        yield Refusal("sliding_window", config.get("sliding_window"), "the trainer has no sliding-window attention", "null (full attention)")
+        yield Refusal(
+            "sliding_window",
+            config.get("sliding_window"),
+            "the trainer has no sliding-window attention",
+            "null (full attention)",
+        )
     elif layers:
         yield Refusal("layer_types", sorted(layers)[0], "the trainer has full attention only", ("full_attention",))
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             yield Refusal(key, config[key], "the trainer has no such bias", "false")
     if config.get("quantization_config"):
-        yield Refusal("quantization_config", config["quantization_config"], "the trainer reads weights of bfloat16, float16 or float32", "no such key")
+        yield Refusal(
+            "quantization_config",
+            config["quantization_config"],
+            "the trainer reads weights of bfloat16, float16 or float32",
+            "no such key",
+        )
 
 
 def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -87,7 +113,9 @@ def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
         if not settings:
             continue
         if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
-            yield Refusal(section, settings, "not one set of rotary settings for all layers", "one table for all layers")
+            yield Refusal(
+                section, settings, "not one set of rotary settings for all layers", "one table for all layers"
+            )
             return
         for key in ("rope_type", "type"):
             kind = settings.get(key) or "default"
@@ -101,4 +129,6 @@ def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if settings["rope_type"] == "llama3":
         for key in LLAMA3_KEYS:
             if not isinstance(settings.get(key), (int, float)):
-                yield Refusal(f"rope_scaling.{key}", settings.get(key), "the llama3 rotary embedding needs it", "a number")
+                yield Refusal(
+                    f"rope_scaling.{key}", settings.get(key), "the llama3 rotary embedding needs it", "a number"
+                )

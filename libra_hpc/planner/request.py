@@ -89,7 +89,9 @@ def request(
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     lengths = sketch(observed, trajectories)
     forwards = int(algorithm.minibatches > 1) + int(algorithm.kl_coef > 0)
-    notes = [f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study"] if shape.untrained else []
+    notes = []
+    if shape.untrained:
+        notes.append(f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study")
     if lengths.longest_context > config.rollout.max_model_len:
         notes.append(
             f"the trace has contexts of {lengths.longest_context:,} tokens, rollout.max_model_len ends them at {config.rollout.max_model_len:,}"

@@ -1,7 +1,7 @@
-"""The interpreter of the compute nodes: which one it is, and whether it has what a run needs, asked before anything is queued.
+"""The interpreter of the compute nodes: which one it is, and whether it has what a run needs.
 
-`Launch.python` is the one place others take it from; agents start their children with their own, which is the same.  It is asked by running it once:
-``find_spec`` of top-level names finds a package without importing it, so no engine is loaded.
+`Launch.python` is the one place others take it from; agents start their children with their own, which is the same.
+`check_python` runs it once, before anything is queued; ``find_spec`` of a top-level name imports no package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MARK = "libra-hpc finds"
 PROBE = f"""
 import glob, importlib.util, sys
 mpi = "mpich" if any(glob.glob(glob.escape(path) + "/mpich-*.dist-info") for path in sys.path if path) else "other"
-print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *missing)
 """
 
 
@@ -38,13 +39,18 @@ def compute_python(config: RunConfig) -> str:
 
 
 def check_python(config: RunConfig) -> list[str]:
-    """Raise `UserError` when the nodes' interpreter cannot run this configuration; returns a sentence when it cannot be seen from here."""
+    """Raise `UserError` when the nodes' interpreter cannot run this configuration.
+
+    Returns a sentence when it cannot be seen from here, or when its MPI may not speak the plugin.
+    """
     named, python = config.slurm.python, compute_python(config)
     if not os.path.isabs(python):
         where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
         raise invalid("slurm.python", named, where, "the absolute path of an interpreter")
     if not os.path.exists(python):
-        return [f"slurm.python = {named!r} is not visible from here, so whether it has what the nodes need was not checked"]
+        return [
+            f"slurm.python = {named!r} is not visible from here, so whether it has what the nodes need was not checked"
+        ]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise invalid("slurm.python", named, "not an executable file", "the absolute path of an interpreter")
     wanted = CONTROL if config.run.engine == "twin" else (*CONTROL, *ENGINES)
@@ -52,16 +58,24 @@ def check_python(config: RunConfig) -> list[str]:
     try:
         version, mpi, *missing = _found(python, wanted)
     except (OSError, subprocess.SubprocessError) as error:
-        raise invalid("slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter") from error
-    fix = f"python3 envs/install.py {config.slurm.device} --venv DIR makes one, and slurm.python = 'DIR/bin/python' names it"
+        raise invalid(
+            "slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter"
+        ) from error
+    install = f"python3 envs/install.py {config.slurm.device} --venv DIR"
+    fix = f"{install} makes one, and slurm.python = 'DIR/bin/python' names it"
     if tuple(map(int, version.split("."))) < OLDEST:
-        raise UserError(f"slurm.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}.")
+        raise UserError(
+            f"slurm.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}."
+        )
     if missing:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         raise UserError(f"slurm.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
     if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
         # A warning, because variables of the site may still put another MPI in its place.
-        return [f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: each rank may become a world of its own"]
+        return [
+            f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: "
+            "each rank may become a world of its own"
+        ]
     return []
 
 
@@ -71,7 +85,9 @@ def _found(python: str, wanted: tuple[str, ...]) -> list[str]:
 
     Raises ``OSError`` or ``SubprocessError`` when it does not run.
     """
-    done = subprocess.run([python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        [python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             return line.removeprefix(MARK).split()

@@ -56,10 +56,12 @@ class Launch:
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What makes every library of the agents and their engines listen on one network interface; nothing where none is named.
+    """What makes every library of the agents and their engines listen on one network interface.
 
-    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  NCCL takes names as prefixes without the equals sign.
+    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  Without the equals sign NCCL would take
+    the name for a prefix.
     """
     if not interface:
         return {}
-    return {"UCX_NET_DEVICES": interface, "FI_TCP_IFACE": interface, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    plain = dict.fromkeys(("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME"), interface)
+    return {**plain, "NCCL_SOCKET_IFNAME": f"={interface}"}

@@ -1,6 +1,7 @@
 """The ``srun --mpi`` plugin of a job: one that exists here, and that the installed MPI speaks.
 
-srun refuses an unknown plugin only once the job runs, after its wait in the queue; an unfitting one makes every rank a world of its own.
+srun refuses an unknown plugin only once the job runs, after its wait in the queue.  An unfitting one makes every rank a
+world of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from collections.abc import Mapping
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
-KNOWN = ("pmi2", "pmix", "pmix_v2", "pmix_v3", "pmix_v4", "pmix_v5", "cray_shasta", "pspmi", "pspmix", "none")
+KNOWN = (
+    "pmi2",
+    "pmix",
+    "pmix_v1",
+    "pmix_v2",
+    "pmix_v3",
+    "pmix_v4",
+    "pmix_v5",
+    "cray_shasta",
+    "pspmi",
+    "pspmix",
+    "none",
+)
 """Plugins of Slurm, and of ParaStation, where srun itself cannot be asked."""
 PYPI = "pmi2"
 """What PyPI's mpich speaks (through `libra_hpc.slurm.pmi`)."""
@@ -21,7 +34,7 @@ TIMEOUT_S = 15.0
 
 
 def check_plugin(config: RunConfig, listed: list[str]) -> None:
-    """Raise `UserError` for a plugin that is not among those ``srun`` lists; where it lists none, for one that no Slurm has."""
+    """Raise `UserError` for a plugin that ``srun`` does not list; where it lists none, for one that no Slurm has."""
     wanted = config.slurm.mpi
     if config.slurm.executor == "local" or wanted in (listed or KNOWN):
         return
@@ -35,7 +48,14 @@ def mpi_plugins(env: Mapping[str, str]) -> list[str]:
     if srun is None:
         return []
     try:
-        done = subprocess.run([srun, "--mpi=list"], env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            [srun, "--mpi=list"],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     # Earlier releases write the list as log lines to stderr.

@@ -30,7 +30,7 @@ from libra_hpc.errors import UserError, said
 
 _STEP = re.compile(r"^step-(\d+)$")
 PRIVATE = 0o700
-"""Mode of a run directory that only its owner reads: it holds prompts, answers of tools and everything the run file says."""
+"""Mode of a run directory that only its owner reads: it holds prompts, answers of tools and the whole run file."""
 MODES = {"private": PRIVATE, "group": 0o750, "all": 0o755}
 """Mode of a run directory by ``run.share``."""
 
@@ -114,7 +114,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path | str) -> RunDir:
-        """Open an existing run directory; raises `UserError` when it is none, or when its configuration cannot be read."""
+        """Open an existing run directory; raises `UserError` when it is none, or its configuration cannot be read."""
         run = cls(path)
         run.resolved()
         return run

@@ -87,7 +87,9 @@ def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, q
 
 @pytest.mark.parametrize(("share", "mode"), [("", 0o700), ("group", 0o750), ("all", 0o755)])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_a_run_directory_is_private_unless_the_run_file_shares_it(share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli) -> None:
+def test_a_run_directory_is_private_unless_it_is_shared(
+    share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli
+) -> None:
     before = os.umask(umask)
     try:
         assert cli("submit", "run.toml", *(("-o", f"run.share={share}") if share else ())).code == 0
@@ -104,13 +106,14 @@ def test_a_run_directory_is_private_unless_the_run_file_shares_it(share: str, mo
 
 
 @pytest.mark.parametrize("content", ['{"run": {"na', "[]", "[" * 100_000])
-def test_a_damaged_configuration_is_named_by_every_verb_that_needs_it(content: str, site: Path, queue: Queue, cli: Cli) -> None:
+def test_a_damaged_configuration_is_named_by_verbs_that_need_it(content: str, site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
     config = site / "runs" / "quick-001" / "config.json"
     config.write_text(content)
     queue.answer = jobs.JobView("4711", "running")
-    for verb in (("status",), ("status", "--json"), ("summary", "quick-001"), ("status", "runs/quick-001"), ("submit", "--resume", "quick-001")):
-        outcome = cli(*verb)
+    verbs = ("status", "status --json", "summary quick-001", "status runs/quick-001", "submit --resume quick-001")
+    for verb in verbs:
+        outcome = cli(*verb.split())
         assert (outcome.code, outcome.out) == (2, ""), verb
         assert outcome.err.startswith(f"error: {config}: the configuration of the run "), verb
     assert cli("cancel", "quick-001").code == 0, "a run must not go on because a file of it is damaged"

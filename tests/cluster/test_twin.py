@@ -50,7 +50,8 @@ speedup = 40.0
 start_s = 20.0
 mfu = 0.05
 """
-"""Half of the eight GPUs of the training node in use at a low MFU: training is the slower stage, so the hybrid node is needed there."""
+"""Half of the eight GPUs of the training node in use at a low MFU: training is the slower stage, so the hybrid node is
+needed there."""
 
 
 class Rehearsal(Case):

@@ -1,4 +1,4 @@
-"""Models the trainer has no layers for are refused without torch, each in a sentence that names the key; those it has pass."""
+"""Models the trainer has no layers for are refused without torch, in a sentence that names the key; others pass."""
 
 from __future__ import annotations
 
@@ -14,29 +14,54 @@ from libra_hpc.hardware.supported import FAMILIES, TRAINED, check_trained, refus
 from libra_hpc.train.shape import read_shape
 
 QWEN: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 128, "hidden_act": "silu", "sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"] * 2,
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu", "sliding_window": 4096,
+    "use_sliding_window": False, "layer_types": ["full_attention"] * 2,
 }  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mistral": ({"model_type": "mistral"}, "model_type = 'mistral': this version cannot train this architecture; valid: llama, qwen2, qwen3."),
+    "mistral": (
+        {"model_type": "mistral"},
+        "model_type = 'mistral': this version cannot train this architecture; valid: llama, qwen2, qwen3.",
+    ),
     "gemma": ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
-    "mixture": ({"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe': a mixture of experts, and this version trains dense models only"),
+    "mixture": (
+        {"model_type": "qwen3_moe"},
+        "model_type = 'qwen3_moe': a mixture of experts, and this version trains dense models only",
+    ),
     "no type": ({"model_type": None}, "model_type = None"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu': the trainer has no such activation; valid: silu"),
-    "sliding window": ({"use_sliding_window": True}, "sliding_window = 4096: the trainer has no sliding-window attention"),
+    "sliding window": (
+        {"use_sliding_window": True},
+        "sliding_window = 4096: the trainer has no sliding-window attention",
+    ),
     "a window without a switch": ({"model_type": "llama", "use_sliding_window": True}, "sliding_window = 4096"),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
     "attention bias": ({"attention_bias": True}, "attention_bias = True"),
     "MLP bias": ({"mlp_bias": True}, "mlp_bias = True"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn': the trainer has no such rotary embedding; valid: default, llama3"),
+    "yarn": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_type = 'yarn': the trainer has no such rotary embedding; valid: default, llama3",
+    ),
     "yarn, old key": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type = 'yarn'"),
     "yarn, new section": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type = 'yarn'"),
-    "yarn behind a plain one": ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": {"rope_type": "default"}}, "type = 'dynamic'"),
+    "yarn behind a plain one": (
+        {"rope_scaling": {"type": "dynamic"}, "rope_parameters": {"rope_type": "default"}},
+        "type = 'dynamic'",
+    ),
     "rotary by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = {"),
     "half a rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    "llama3 without its numbers": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor = None"),
+    "llama3 without its numbers": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_scaling.low_freq_factor = None",
+    ),
 }
 
 
@@ -56,8 +81,9 @@ def test_a_model_the_engines_have_not_is_refused_by_every_reader(case: str, tmp_
 @pytest.mark.parametrize(
     "change",
     [
-        {}, {"model_type": "qwen2"}, {"model_type": "llama", "sliding_window": None, "use_sliding_window": None}, {"rope_scaling": None},
-        {"rope_scaling": LLAMA3}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, {"rope_scaling": {"type": "default"}}, {"partial_rotary_factor": 1.0},
+        {}, {"model_type": "qwen2"}, {"model_type": "llama", "sliding_window": None, "use_sliding_window": None},
+        {"rope_scaling": None}, {"rope_scaling": LLAMA3}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_scaling": {"type": "default"}}, {"partial_rotary_factor": 1.0},
     ],
 )  # fmt: skip
 def test_a_model_the_engines_have_passes(change: dict[str, Any], tmp_path: Path) -> None:
@@ -79,4 +105,4 @@ def test_a_shape_says_why_it_is_for_study_only(tmp_path: Path) -> None:
     assert model_shape("qwen3-14b").untrained == ""
     assert "mixture of experts" in model_shape("qwen3-30b-a3b").untrained
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, "rope_scaling": {"type": "yarn"}}))
-    assert model_shape(tmp_path).untrained == "type: the trainer has no such rotary embedding"
+    assert model_shape(tmp_path).untrained == "type = 'yarn': the trainer has no such rotary embedding"

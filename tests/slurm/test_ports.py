@@ -19,7 +19,7 @@ import os, pathlib, sys
 from mpi4py import MPI
 comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
 assert comm.allreduce(1) == 2
-own = {os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink() and os.path.lexists(path)}
+own = {os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
 lines = [line.split() for line in pathlib.Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
 listening = [fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own]
 (folder / f"listens-{comm.rank}").write_text(" ".join(listening))
@@ -34,7 +34,9 @@ def listeners(tmp_path: Path, interface: str) -> list[str]:
         pytest.skip("mpi4py is not installed")
     (tmp_path / "world.py").write_text(WORLD)
     run = RunDir.create(tmp_path, "run")
-    config = RunConfig.model_validate({"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}})
+    config = RunConfig.model_validate(
+        {"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}}
+    )
     local.start(Launch(config, run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
     while not submit.state(run).state.ended:
         time.sleep(0.05)
