@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.leave import leave
 from libra_hpc.process.folders import make_folders
 from libra_hpc.process.reaper import become_subreaper, end_strangers
@@ -320,11 +321,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     comm = meet()
     run = RunDir(arguments.run)
-    config = RunConfig.model_validate_json(run.config.read_bytes())
-    layout = Layout.of(config)
     try:
+        config = load_resolved(run.config)
+        layout = Layout.of(config)
         check_world(comm.Get_size(), layout, os.environ)
-    except OperationError as error:
+    except (UserError, OperationError) as error:
         log.error("%s", error)
         if comm.Get_rank() == 0:
             run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})

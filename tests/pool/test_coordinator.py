@@ -362,6 +362,7 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), (), (("raised", 9, "KeyError: 'x'"),), why)
     scene.tell((3, report))
     scene.coordinator._write_status()
+    assert scene.coordinator._records._facts.flush(10.0)
     status = decode_status(scene.run.status.read_bytes())
     assert status.message.startswith(why)
     assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])

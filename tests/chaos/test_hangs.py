@@ -1,0 +1,51 @@
+"""Engines, trainers and environment hosts that stop without ending: noticed by their deadlines, ended, started again, and named in the status."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.harness import Chaos, sound
+
+pytestmark = [pytest.mark.timeout(300)]
+
+TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("rank", "module", "part"),
+    [(ROLLOUT, "libra_hpc.twin.engine", "r4.0"), (TRAIN_LEADER, "t1.1.json", "t1"), (ROLLOUT_LEADER, "libra_hpc.twin.host", "environment host 0")],
+)
+def test_a_part_that_hangs_is_ended_and_started_again(tmp_path: Path, rank: int, module: str, part: str) -> None:
+    case = Chaos(tmp_path, steps=60)
+    case.submit()
+    case.reach(5)
+    os.kill(case.child(rank, module), signal.SIGSTOP)
+    case.wait(lambda: case.events("hung"), "the hung part")
+    (hung,) = case.events("hung")
+    assert part in hung["part"]
+    assert "has not ended after" in hung["reason"]
+    case.wait(lambda: any("hung" in notice for notice in case.status()["notices"]), "the status that says so")
+    sound(case)
+    assert not case.events("recovered")
+
+
+def test_processes_that_keep_ending_end_the_run_with_their_log(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=4000)
+    run = case.submit()
+    case.reach(3)
+    victim = 0
+    while not run.result.exists():
+        try:
+            pid = case.child(TRAIN_LEADER, "t1.0.json")
+        except (AssertionError, OSError):
+            continue
+        if pid != victim:
+            victim = pid
+            os.kill(pid, signal.SIGKILL)
+    sound(case, "failed")
+    assert "t1.0.log" in case.message()
+    assert "in 300 s" in case.message()
