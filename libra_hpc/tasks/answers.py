@@ -1,4 +1,4 @@
-"""What a task's code returns, checked and framed: the leader never gets a message that it cannot read, or a number that is none."""
+"""What a task's code returns, checked and framed: no message that the leader cannot read, no number that is not finite."""
 
 from __future__ import annotations
 
