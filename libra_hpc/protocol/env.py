@@ -88,8 +88,8 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
     task: str
     step_limit_s: float = 0.0
-    """The host ends a step that takes longer outside its tool calls; 0: never.  Tool calls have limits of their own and
-    may wait for a free process, so this bounds no wait for `EpisodeStepped`: a missing `HostAlive` does."""
+    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends steps that are overdue
+    (their tool calls have limits of their own, and may wait long for a free process), and `HostAlive` says that it can."""
 
 
 class HostAlive(msgspec.Struct, tag=True, frozen=True):

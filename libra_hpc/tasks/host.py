@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -84,7 +85,7 @@ class Host(asyncio.Protocol):
         """The peer is there: report ready."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._send(from_host.frame(HostReady(self._name, self._step_limit_s)))
+        self._send(from_host.frame(HostReady(self._name, math.inf)))
         self._alive()
 
     def data_received(self, data: bytes) -> None:
