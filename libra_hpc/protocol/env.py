@@ -88,8 +88,8 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
     task: str
     step_limit_s: float = 0.0
-    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends steps that are overdue
-    (their tool calls have limits of their own, and may wait long for a free process), and `HostAlive` says that it can."""
+    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends overdue steps, whose tool
+    calls have limits of their own and may wait long for a free process; `HostAlive` says that it can."""
 
 
 class HostAlive(msgspec.Struct, tag=True, frozen=True):

@@ -1,4 +1,4 @@
-"""What a task's code returns, checked and framed: no message that the leader cannot read, no number that is not finite."""
+"""What a task's code returns, checked and framed: every message is one the leader can read, every number is finite."""
 
 from __future__ import annotations
 
