@@ -5,7 +5,8 @@ it has moved to.
 
 - `become_subreaper` once, at the start -> what is left of children that die comes here and not to init.
 - `end_children` -> all children are killed and reaped, and the children that come up in their place.
-- `end_strangers` -> one round of the same, where a process has children of its own: it names them, or they share its session.
+- `end_strangers` -> one round of the same, where a process has children of its own: those it names and those of its
+  session are spared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _children_by_scan() -> set[int]:
 
 
 def end_children(limit_s: float) -> bool:
-    """Kill and reap everything below this process, a subreaper; False when something is left after ``limit_s`` seconds."""
+    """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     while _have_children():
         if time.monotonic() > deadline:
@@ -72,8 +73,8 @@ def end_children(limit_s: float) -> bool:
 def end_strangers(known: Collection[int]) -> list[int]:
     """Kill every child that is neither known nor of this process's session, and reap those that have ended.
 
-    Returns the ids of the killed.  One round, without waiting: the children of a killed stranger come up in its place, so
-    call it again until it returns none.  Never call it while a child is being started whose id is not known yet.
+    Returns the ids of the killed.  One round, without waiting: the children of a killed stranger come up in its place,
+    so call it again until it returns none.  Never call it while a child is being started whose id is not known yet.
     A process cannot enter the session of another, so what a tool left behind is never of this one.
     """
     session, killed = os.getsid(0), []

@@ -79,8 +79,8 @@ class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
     error: str
     """Begins with the exception's type."""
     kind: str = "raised"
-    """``raised`` (its code raised) | ``timeout`` (a step beyond its limit) | ``reward`` (a reward or a number of ``info``
-    that is not finite) | ``answer`` (another part of an answer that is not what the protocol asks for)"""
+    """``raised`` (its code raised) | ``timeout`` (a step beyond its limit) | ``reward`` (a reward or a number of
+    ``info`` that is not finite) | ``answer`` (another part of an answer that is not what the protocol asks for)"""
 
 
 class HostReady(msgspec.Struct, tag=True, frozen=True):
@@ -88,8 +88,8 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
     task: str
     step_limit_s: float = 0.0
-    """The host ends a step that takes longer outside its tool calls; 0: never.  Tool calls have limits of their own and may
-    wait for a free process, so this bounds no wait for `EpisodeStepped`: a missing `HostAlive` does."""
+    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends overdue steps, whose tool
+    calls have limits of their own and may wait long for a free process; `HostAlive` says that it can."""
 
 
 class HostAlive(msgspec.Struct, tag=True, frozen=True):

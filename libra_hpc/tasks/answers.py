@@ -1,4 +1,4 @@
-"""What a task's code returns, checked and framed: the leader never gets a message that it cannot read, or a number that is none."""
+"""What a task's code returns, checked and framed: every message is one the leader can read, every number is finite."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ What holds for whom:
 | empty network namespace          | no                       | where the kernel permits              | yes         |
 | system calls `COMPUTE` only      | no                       | yes: no open, fork, exec, kill, ptrace, socket, prctl | yes |
 
-No cgroup is used: a job step rarely owns a cgroup it may divide.  Subreapers need no rights, and hold sessions and double
-forks as well; a tool that forks faster than it can be killed ends its process after 2 s, and the host ends the rest.
+No cgroup is used: a job step rarely owns a cgroup it may divide.  Subreapers need no rights and hold sessions and
+double forks, too.  A tool that forks faster than it can be killed ends its process after 2 s, and the host ends the rest.
 
 Declared tools are the task author's own code: they are bounded, not distrusted (a search tool needs the network).  Model-written code is distrusted:
 the system-call filter alone already denies it files, processes, signals and sockets, and where the kernel cannot install the filter nothing is run.

@@ -1,4 +1,4 @@
-"""What a task declares about its tools and steps: where another process finds a tool, and how long a call or a step may take."""
+"""What a task declares: where another process finds a tool, and how long a call or a step may take."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The environment host process: ``python -m libra_hpc.tasks.host --socket PATH --config PATH``.
 
 It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves `libra_hpc.protocol.env` for any number of
-concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the task's
-code becomes `EpisodeFailed`, and so does a step that is overdue (`step.py`) or an answer that is none (`answers.py`).
+concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the
+task's code becomes `EpisodeFailed`, and so does an overdue step (`step.py`) or an answer that is none (`answers.py`).
 The host exits when the socket closes.  Its tool processes never outlive it: it kills them on the way out, and the kernel does when it is killed itself.
-What they have started is killed with them, or becomes the child of whoever started this process (`libra_hpc.process.reaper`).
+What they have started is killed with them; when this process is killed, it goes to whoever started this process, a
+subreaper (`libra_hpc.process.reaper`).
 
 Exit codes: 0 the socket closed, 1 the tools cannot start or the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -74,6 +76,8 @@ class Host(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
+        self._signed = self._loop.time()
+        """When the last sign of life was given."""
         self.closed: asyncio.Future[int] = self._loop.create_future()
         self._transport: asyncio.WriteTransport
 
@@ -81,7 +85,7 @@ class Host(asyncio.Protocol):
         """The peer is there: report ready."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._send(from_host.frame(HostReady(self._name, self._step_limit_s)))
+        self._send(from_host.frame(HostReady(self._name, math.inf)))
         self._alive()
 
     def data_received(self, data: bytes) -> None:
@@ -116,14 +120,21 @@ class Host(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
+        if self._loop.time() - self._signed > ALIVE_S:
+            self._sign()  # many slow openings or steps in one round of the loop: each is progress
 
     def _flush(self) -> None:
         data, self._out = b"".join(self._out), []
         self._transport.write(data)
 
+    def _sign(self) -> None:
+        self._signed = self._loop.time()
+        self._out.append(from_host.frame(HostAlive()))
+        self._flush()
+
     def _alive(self) -> None:
         if not self.closed.done():
-            self._send(from_host.frame(HostAlive()))
+            self._sign()
             self._loop.call_later(ALIVE_S, self._alive)
 
     def _fail(self, episode: str, error: str, kind: str = "raised") -> None:

@@ -1,8 +1,8 @@
 """The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio loop.
 
-A call waits for a free process of its pool, then has its limit of wall-clock time; a process that overstays, dies or answers nonsense is killed
-with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared tools and model-written code have separate pools, so slow code never
-holds up a look-up.  What confines the processes is in `libra_hpc.tasks.contain`.
+A call waits for a free process of its pool, then has its limit of wall-clock time.  A process that overstays, dies or
+answers nonsense is killed with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared
+tools and model-written code have separate pools, so slow code never holds up a look-up.  What confines the processes is in `libra_hpc.tasks.contain`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REAP_S = 0.02
 STRANGER_ROUNDS = 100
 """Most rounds of `REAP_S` at the end of a sandbox until what its tools left behind is gone."""
 
-NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code off the network"
+NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code offline"
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra_hpc.tasks.toolproc import main; main()"
 

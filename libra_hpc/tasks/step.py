@@ -63,7 +63,7 @@ class Step:
         try:
             outcome = await episode.step(tokens, tools)
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            outcome = error  # a cancellation of the step's own, too: without an answer the trajectory would wait for ever
+            outcome = error  # a cancellation of its own, too: without an answer the trajectory would wait for ever
         self._end(outcome)
 
     def _end(self, outcome: Turn | BaseException) -> None:

@@ -68,7 +68,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """Run a declared tool."""
 
     call: int
-    """Drawn at random: a frame that anything else writes to the link fits no call, and is never another call's answer."""
+    """Drawn at random, so that a frame which anything else writes to the link is no call's answer."""
     name: str
     args: tuple[Any, ...]
 

@@ -1,8 +1,8 @@
 """The twin of an environment host: ``python -m libra_hpc.twin.host --socket PATH --config PATH`` of a `Play`.
 
 It is the real host around a task of its own, `Replay`: prompts and tool results of the workload's sizes (`tokens`), tools that take the workload's seconds,
-rewards of the workload.  It needs no tokenizer and starts no tool process.  Its steps have no limit: they take the tools'
-recorded times.
+rewards of the workload.  It needs no tokenizer and starts no tool process.  Its steps have no limit: they take the
+tools' recorded times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers of a task that are none: each fails its episode with one sentence that names the value, and the host goes on."""
+"""Answers of a task that are none: each fails its episode with a sentence that names the value; the host goes on."""
 
 from __future__ import annotations
 

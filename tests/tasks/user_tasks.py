@@ -114,6 +114,14 @@ class NoTime(Patient):
     step_limit_s = float("nan")
 
 
+class Heavy(Task):
+    """Computes for a while to open an episode."""
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        time.sleep(0.6)
+        return Waiting()
+
+
 class Told(Episode):
     """Answers its only turn as the test has it."""
 
