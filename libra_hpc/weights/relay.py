@@ -91,7 +91,7 @@ class Receiver:
 
     def chunk(self, message: WeightsChunk, blob: bytes, now: float) -> None:
         """Take one chunk, forward it, and finish the file when it was the last.  Chunks that came on another path already are passed over."""
-        if self.newest is not None and message.version == self.version:
+        if self.newest is not None and message.version == self.version and self._incoming is None:
             self._forward(message, self.newest, self.newest.size)
             return
         try:
@@ -197,5 +197,5 @@ class Receiver:
 
 def _prune(folder: Path, prefix: str, keep: int = KEEP_VERSIONS + 1) -> None:
     files = sorted(folder.glob(f"{prefix}-*.safetensors"))
-    for old in files[: len(files) - keep]:
+    for old in files[: max(0, len(files) - keep)]:
         old.unlink(missing_ok=True)

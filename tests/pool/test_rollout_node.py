@@ -22,6 +22,7 @@ from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
 from libra_hpc.pool.rollout_node import RolloutNode
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate
@@ -112,6 +113,9 @@ def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Pa
             await made.up()
             await made.until(lambda: made.of(wire.EngineLoad), "counters")
             stopped = made.pid()
+            os.kill(stopped, DUMP_SIGNAL)
+            log = made.context.logs / "r2.0.log"
+            await made.until(lambda: "most recent call first" in log.read_text(), "stacks on request")
             os.kill(stopped, signal.SIGSTOP)
             await made.until(lambda: made.of(wire.EngineDied), "the stopped engine ends")
             (slow,), (hung,) = made.events("slow"), made.events("hung")

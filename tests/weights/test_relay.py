@@ -176,6 +176,29 @@ def test_a_version_that_comes_on_two_paths_is_taken_once_and_passed_on_to_both_s
     assert net.events == []
 
 
+def test_a_late_chunk_of_the_newest_complete_version_does_not_disturb_the_next_one(tmp_path: Path) -> None:
+    ranks = [2, 3]
+    net = Net(tmp_path, ranks)
+    publisher = Publisher(net.send)
+    publish(publisher, tmp_path, 1, DATA, [2])
+    late = net.queue[0]
+    net.run()
+    publish(publisher, tmp_path, 2, DATA[::-1], [2])
+    net.deliver(net.queue[0])
+    net.receivers[2].chunk(WeightsChunk(1, 0, len(DATA), late[1].crc32, (3,)), late[2], 0.0)
+    assert not net.waiting(3)
+    net.run()
+    assert net.done[2] == [(1, DATA), (2, DATA[::-1])]
+
+
+def test_a_file_that_was_cut_short_ends_the_stream(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    os.truncate(tmp_path / "export-00000001.safetensors", 450)
+    net.run()
+    assert (net.sent, net.done[2]) == (IN_FLIGHT, [])
+
+
 def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
     publisher = Publisher(net.send)
@@ -184,12 +207,13 @@ def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
         publish(publisher, tmp_path, version, f"weights {version}".encode(), [2])
         stale = stale or net.queue[0]
         net.run()
+        assert len(list(net.folders[2].glob("weights-*"))) == min(version, KEEP_VERSIONS + 1)
     assert [v for v, _ in net.done[2]] == list(range(1, 8))
     assert stale is not None
     net.receivers[2].chunk(stale[1], stale[2], 0.0)
     assert net.receivers[2].version == 7
-    assert len(list(net.folders[2].glob("weights-*"))) <= KEEP_VERSIONS + 1
-    assert len(list(tmp_path.glob("export-*"))) <= KEEP_VERSIONS + 1
+    for folder, prefix in ((net.folders[2], "weights"), (tmp_path, "export")):
+        assert sorted(int(path.stem.split("-")[1]) for path in folder.glob(f"{prefix}-*")) == list(range(7 - KEEP_VERSIONS, 8))
 
 
 def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) -> None:
