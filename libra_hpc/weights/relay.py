@@ -5,9 +5,9 @@ tree costs one chunk, not one file.  Only the finished, checksummed file is hand
 
 - A newer version is published -> unsent chunks of the older one are dropped, and receivers drop what they have of it.
 - No chunk of an announced version for the limit of `Deadlines`, or no answer to a request -> ``weights_stalled``, and the receiver asks again.
-- The checksum is wrong -> ``weights_corrupt``, and the receiver asks again.
-- /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed, and the receiver asks again after `RETRY_S`, twice that, ... at
-  most `RETRY_MOST_S`.
+- The checksum is wrong -> ``weights_corrupt``, and the receiver asks again later.
+- /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed, and the receiver asks again later.
+- Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MOST_S`, until a version is complete.
 
 Receivers ask for what they miss (`WeightsWanted`): a node that joins, an engine that was rebuilt, and a subtree whose inner node died.
 """
@@ -26,7 +26,7 @@ from .incoming import Incoming
 KEEP_VERSIONS = 2
 """An engine may still be reading the previous file when the next one is complete."""
 RETRY_S = 10.0
-"""Memory of /dev/shm is freed by an engine that closes an older version or by a person, both not at once."""
+"""Memory of /dev/shm is freed by an engine that closes an older version or by a person, both not at once; a file that is corrupt at its source stays so."""
 RETRY_MOST_S = 60.0
 """Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
 
@@ -82,7 +82,7 @@ class Receiver:
         """Children that the present version was started for."""
         self._incoming: Incoming | None = None
         self._refused = -1
-        """A version that could not be stored."""
+        """A version that could not be stored, or was corrupt."""
         self._announced = -1
         """A version of which no chunk has come yet."""
         self._failures = 0
@@ -191,9 +191,7 @@ class Receiver:
     def _finish(self, incoming: Incoming, now: float) -> None:
         version = incoming.file.version
         if not incoming.intact:
-            self._log("weights_corrupt", version=version, size=incoming.file.size)
-            self._abandon()
-            self.ask(self.version, now)
+            self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._put_off(version, now))
             return
         self._deadlines.forget("chunk")
         self.newest = incoming.keep(self._folder / f"weights-{version:08d}.safetensors")
@@ -202,13 +200,17 @@ class Receiver:
         self._complete(self.newest)
 
     def _not_stored(self, version: int, reason: str, now: float) -> None:
+        self._log("weights_not_stored", version=version, reason=reason, retry_s=self._put_off(version, now))
+        _prune(self._folder, "weights", keep=1)
+
+    def _put_off(self, version: int, now: float) -> float:
+        """Take nothing of a version for a while; returns the seconds."""
         self._abandon()
+        self._expected()
         wait_s = min(RETRY_MOST_S, RETRY_S * 2**self._failures)
         self._failures += 1
-        self._expected()
-        _prune(self._folder, "weights", keep=1)
         self._refused, self._retry_at = version, now + wait_s
-        self._log("weights_not_stored", version=version, reason=reason, retry_s=wait_s)
+        return wait_s
 
     def _abandon(self) -> None:
         """Drop an unfinished file, and the streams that read from it."""

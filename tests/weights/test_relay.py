@@ -246,7 +246,10 @@ def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) 
     net.queue.append((rank, message, b"evil bytes", done))
     net.run()
     assert net.done[2] == []
-    assert net.events == [("weights_corrupt", {"version": 1, "size": 10})]
+    assert net.events == [("weights_corrupt", {"version": 1, "size": 10, "retry_s": RETRY_S})]
+    net.watch(RETRY_S - 0.1)
+    assert net.asked[2] == []
+    net.watch(RETRY_S)
     assert net.asked[2] == [-1]
     publisher.answer(2, have=-1)
     net.run()
