@@ -39,7 +39,7 @@ T = TypeVar("T")
 class Scene:
     """A node, a training side that has nothing newer unless told, and everything that was sent."""
 
-    def __init__(self, folder: Path, engines: int) -> None:
+    def __init__(self, folder: Path, engines: int, **sections: dict[str, Any]) -> None:
         config = RunConfig.model_validate(
             {
                 "run": {"engine": "twin"},
@@ -47,6 +47,7 @@ class Scene:
                 "rollout": {"engines_per_node": engines, "max_model_len": 4096},
                 "deadlines": {"floor_s": FLOOR_S, "first_s": 60.0, "factor": 1.1},
                 "twin": {"model": "qwen3-8b", "speedup": 1000.0, "start_s": 0.0},
+                **sections,
             }
         )
         private = Path(tempfile.mkdtemp(prefix="n", dir="/tmp"))
@@ -86,8 +87,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, engines: int = 1) -> AsyncIterator[Scene]:
-    made = Scene(folder, engines)
+async def scene(folder: Path, engines: int = 1, **sections: dict[str, Any]) -> AsyncIterator[Scene]:
+    made = Scene(folder, engines, **sections)
     watching = asyncio.create_task(made.node.watch())
     try:
         yield made
