@@ -121,9 +121,15 @@ class Mesh:
             return
         frame = _envelope_encoder.encode(_Envelope(len(blob), msgspec.Raw(codec.encode(message))))
         queue = self._sends.setdefault(dest, deque())
-        queue.append(_Posted(self.comm.Isend([frame, MPI.BYTE], dest, TAG_FRAME), frame, None if blob else done))
-        if blob:
-            queue.append(_Posted(self.comm.Isend([blob, MPI.BYTE], dest, TAG_BLOB), blob, done))
+        try:
+            queue.append(_Posted(self.comm.Isend([frame, MPI.BYTE], dest, TAG_FRAME), frame, None if blob else done))
+            if blob:
+                queue.append(_Posted(self.comm.Isend([blob, MPI.BYTE], dest, TAG_BLOB), blob, done))
+        except MPI.Exception:
+            # The connection is broken: the peer is dead, and whoever misses it will declare it lost.
+            self.broken += 1
+            if done is not None:
+                done(False)
         self._woken.set()
 
     def forget(self, rank: int) -> None:

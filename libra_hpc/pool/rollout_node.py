@@ -306,7 +306,7 @@ class RolloutNode:
 
     def _up(self, engine: _Engine) -> None:
         assert engine.ready is not None
-        engine.state, engine.starts = "ready", 0
+        engine.state, engine.starts, engine.told = "ready", 0, None
         ready = msgspec.structs.replace(engine.ready, version=engine.version)
         self._context.tell_leader(EngineUp(self._context.rank, engine.name, ready))
         self._context.log("engine_ready", rank=self._context.rank, engine=engine.name, version=engine.version, seconds=ready.start_s)

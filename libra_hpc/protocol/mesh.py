@@ -346,7 +346,9 @@ class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
     """One piece of a weight file; the bytes follow as the message's blob.
 
     ``relay`` lists the ranks behind the receiver: it forwards each chunk to the heads of the two halves of that list (a binomial tree), so the
-    sender's link carries two copies however many rollout nodes there are, and a dead node costs only its own subtree until the next version.
+    sender's link carries two copies however many rollout nodes there are, and a dead node costs only its own subtree until that asks.
+
+    Without bytes it announces a version: the publisher sends one to every receiver, which asks when no chunk of it arrives.
     """
 
     version: int

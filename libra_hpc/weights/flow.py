@@ -10,6 +10,7 @@ Every chunk is a copy of its own, so a file may be removed while MPI still reads
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,9 +47,14 @@ class _Stream:
         self._handle = file.path.open("rb", buffering=0)
 
     def read(self, available: int) -> bytes:
-        """The next chunk out of the first ``available`` bytes; empty when there is none."""
+        """The next chunk out of the first ``available`` bytes; empty when there is none.  Raises `OSError` when the file lacks it."""
         wanted = min(CHUNK_BYTES, available - self.offset)
-        return os.pread(self._handle.fileno(), wanted, self.offset) if wanted > 0 else b""
+        if wanted <= 0:
+            return b""
+        chunk = os.pread(self._handle.fileno(), wanted, self.offset)
+        if len(chunk) < wanted:
+            raise OSError(errno.EIO, f"{self.file.path} is shorter than it was")
+        return chunk
 
     def close(self) -> None:
         self._handle.close()
@@ -89,7 +95,11 @@ class Flow:
 
     def _post(self, rank: int) -> None:
         while self._in_flight[rank] < IN_FLIGHT and (stream := self._streams.get(rank)) is not None:
-            blob = stream.read(self._available)
+            try:
+                blob = stream.read(self._available)
+            except OSError:
+                self._end(rank)
+                break
             if not blob:
                 break
             file, offset = stream.file, stream.offset

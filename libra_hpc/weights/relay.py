@@ -4,9 +4,10 @@ The file is HF-named safetensors in /dev/shm, cut in chunks (`libra_hpc.weights.
 tree costs one chunk, not one file.  Only the finished, checksummed file is handed to the engines.
 
 - A newer version is published -> unsent chunks of the older one are dropped, and receivers drop what they have of it.
-- No chunk for the limit of `Deadlines`, or no answer to a request -> ``weights_stalled``, and the receiver asks again.
-- The checksum is wrong -> ``weights_corrupt``, and the receiver asks again.
-- /dev/shm has no room -> ``weights_not_stored``, and the receiver asks again after `RETRY_S`, twice that, ... at most `RETRY_MOST_S`.
+- No chunk of an announced version for the limit of `Deadlines`, or no answer to a request -> ``weights_stalled``, and the receiver asks again.
+- The checksum is wrong -> ``weights_corrupt``, and the receiver asks again later.
+- /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed, and the receiver asks again later.
+- Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MOST_S`, until a version is complete.
 
 Receivers ask for what they miss (`WeightsWanted`): a node that joins, an engine that was rebuilt, and a subtree whose inner node died.
 """
@@ -25,7 +26,7 @@ from .incoming import Incoming
 KEEP_VERSIONS = 2
 """An engine may still be reading the previous file when the next one is complete."""
 RETRY_S = 10.0
-"""Memory of /dev/shm is freed by the next pruned version or by a person, both not at once."""
+"""Memory of /dev/shm is freed by an engine that closes an older version or by a person, both not at once; a file that is corrupt at its source stays so."""
 RETRY_MOST_S = 60.0
 """Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
 
@@ -34,7 +35,7 @@ class Publisher:
     """The sending end, on the node whose replica exports."""
 
     def __init__(self, send: Send) -> None:
-        self._flow = Flow(send)
+        self._send, self._flow = send, Flow(send)
         self._file: WeightFile | None = None
 
     def publish(self, version: int, path: Path, crc32: int, ranks: Sequence[int]) -> None:
@@ -44,6 +45,8 @@ class Publisher:
         self._flow.drop()
         for head, rest in halves(ranks):
             self._flow.start(file, file.size, head, rest)
+        for rank in ranks:
+            self._send(rank, WeightsChunk(version, 0, file.size, crc32, ()), b"", lambda taken: None)
         if previous is not None and previous.path != path:
             _prune(path.parent, path.name.split("-")[0])
 
@@ -79,7 +82,9 @@ class Receiver:
         """Children that the present version was started for."""
         self._incoming: Incoming | None = None
         self._refused = -1
-        """A version that could not be stored."""
+        """A version that could not be stored, or was corrupt."""
+        self._announced = -1
+        """A version of which no chunk has come yet."""
         self._failures = 0
         self._retry_at = float("inf")
         self.newest: WeightFile | None = None
@@ -91,7 +96,10 @@ class Receiver:
 
     def chunk(self, message: WeightsChunk, blob: bytes, now: float) -> None:
         """Take one chunk, forward it, and finish the file when it was the last.  Chunks that came on another path already are passed over."""
-        if self.newest is not None and message.version == self.version:
+        if not blob:
+            self._expect(message.version, now)
+            return
+        if self.newest is not None and message.version == self.version and self._incoming is None:
             self._forward(message, self.newest, self.newest.size)
             return
         try:
@@ -125,12 +133,13 @@ class Receiver:
         overdue = self._deadlines.pending(now)
         if overdue:
             incoming = self._incoming
-            version, received = (self.version, 0) if incoming is None else (incoming.file.version, incoming.received)
+            version, received = (max(self.version, self._announced), 0) if incoming is None else (incoming.file.version, incoming.received)
             self._log("weights_stalled", version=version, received=received, reason=overdue[0].sentence)
         if overdue or now >= self._retry_at:
             if self._incoming is not None:
                 self._abandon()
             self._retry_at, self._refused = float("inf"), -1
+            self._expected()
             self.ask(self.version, now)
 
     def discount(self, seconds: float) -> None:
@@ -140,9 +149,21 @@ class Receiver:
     def reset(self) -> None:
         """Be as just constructed: forget and remove every file."""
         self._abandon()
+        self._expected()
         self._deadlines.clear()
         self._failures, self._refused, self._retry_at, self.newest = 0, -1, float("inf"), None
         _prune(self._folder, "weights", keep=0)
+
+    def _expect(self, version: int, now: float) -> None:
+        """A version was published.  The one that is waited for longest counts: every step may announce another."""
+        present = self.version if self._incoming is None else self._incoming.file.version
+        if self._announced < 0 and version > max(present, self._refused):
+            self._announced = version
+            self._deadlines.begin("waiting for the first chunk of new weights", "announced", now)
+
+    def _expected(self) -> None:
+        self._announced = -1
+        self._deadlines.forget("announced")
 
     def _file_of(self, message: WeightsChunk) -> Incoming | None:
         """Where a chunk belongs; None for a chunk that is of no use."""
@@ -156,6 +177,8 @@ class Receiver:
             self._abandon()
             self._incoming = incoming = Incoming(self._folder, message.version, message.size, message.crc32)
             self._retry_at = float("inf")
+            if message.version >= self._announced:
+                self._expected()
         return incoming if message.crc32 == incoming.file.crc32 else None
 
     def _forward(self, message: WeightsChunk, file: WeightFile, available: int) -> None:
@@ -168,9 +191,7 @@ class Receiver:
     def _finish(self, incoming: Incoming, now: float) -> None:
         version = incoming.file.version
         if not incoming.intact:
-            self._log("weights_corrupt", version=version, size=incoming.file.size)
-            self._abandon()
-            self.ask(self.version, now)
+            self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._put_off(version, now))
             return
         self._deadlines.forget("chunk")
         self.newest = incoming.keep(self._folder / f"weights-{version:08d}.safetensors")
@@ -179,11 +200,17 @@ class Receiver:
         self._complete(self.newest)
 
     def _not_stored(self, version: int, reason: str, now: float) -> None:
+        self._log("weights_not_stored", version=version, reason=reason, retry_s=self._put_off(version, now))
+        _prune(self._folder, "weights", keep=1)
+
+    def _put_off(self, version: int, now: float) -> float:
+        """Take nothing of a version for a while; returns the seconds."""
         self._abandon()
+        self._expected()
         wait_s = min(RETRY_MOST_S, RETRY_S * 2**self._failures)
         self._failures += 1
         self._refused, self._retry_at = version, now + wait_s
-        self._log("weights_not_stored", version=version, reason=reason, retry_s=wait_s)
+        return wait_s
 
     def _abandon(self) -> None:
         """Drop an unfinished file, and the streams that read from it."""
@@ -197,5 +224,5 @@ class Receiver:
 
 def _prune(folder: Path, prefix: str, keep: int = KEEP_VERSIONS + 1) -> None:
     files = sorted(folder.glob(f"{prefix}-*.safetensors"))
-    for old in files[: len(files) - keep]:
+    for old in files[: max(0, len(files) - keep)]:
         old.unlink(missing_ok=True)

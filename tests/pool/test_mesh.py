@@ -175,6 +175,68 @@ async def script(mesh):
     assert facts[1]["got"] == [[i, True, 3_000_000] for i in (1, 2, 3, 5, 6, 7)]
 
 
+def test_weights_on_a_stopped_link_wait_with_four_chunks_in_flight_and_arrive_whole(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        3,
+        """
+import zlib
+from libra_hpc.weights import flow
+from libra_hpc.weights.relay import Publisher, Receiver
+flow.CHUNK_BYTES = 1 << 20
+data = bytes(range(256)) * (20 << 12)
+async def script(mesh):
+    pids = comm.allgather(os.getpid())
+    folder = out / f"w{mesh.rank}"
+    folder.mkdir()
+    if mesh.rank == 0:
+        path = folder / "export-00000001.safetensors"
+        path.write_bytes(data)
+        os.kill(pids[1], signal.SIGSTOP)
+        Publisher(mesh.send).publish(1, path, zlib.crc32(data), (1, 2))
+        await until(lambda: any(type(m) is wire.RankLost and source == 2 for source, m, _ in got))
+        held = mesh.pending(1)
+        os.kill(pids[1], signal.SIGCONT)
+        await until(lambda: len(got) == 2)
+        return {"held": held, "after": [mesh.pending(1), mesh.pending(2)]}
+    done = []
+    receiver = Receiver(folder, mesh.send, complete=done.append, request=done.append, log=lambda kind, **fields: done.append(kind))
+    seen = 0
+    while not done:
+        await until(lambda: len(got) > seen)
+        for source, message, blob in got[seen:]:
+            receiver.chunk(message, blob, time.monotonic())
+            seen += 1
+    mesh.send(0, wire.RankLost(1))
+    return {"same": done[0].path.read_bytes() == data}
+""",
+    )
+    assert 4 << 20 <= facts[0]["held"] < 5 << 20
+    assert facts[0]["after"] == [0, 0]
+    assert facts[1]["same"]
+    assert facts[2]["same"]
+
+
+def test_a_connection_that_is_broken_when_something_is_sent_drops_the_message() -> None:
+    from libra_hpc.pool.mesh import MPI, Mesh
+    from libra_hpc.protocol.mesh import RankLost
+
+    class Broken:
+        def Get_rank(self) -> int:
+            return 0
+
+        def Get_size(self) -> int:
+            return 2
+
+        def Isend(self, *_: Any) -> Any:
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    told: list[bool] = []
+    mesh = Mesh(Broken(), lambda *_: None)  # type: ignore[arg-type]
+    mesh.send(1, RankLost(0), b"blob", told.append)
+    assert (told, mesh.broken, mesh.pending(1)) == ([False], 1, 0)
+
+
 def test_messages_of_a_forgotten_rank_are_received_whole_and_passed_aside(tmp_path: Path) -> None:
     facts = world(
         tmp_path,

@@ -22,6 +22,7 @@ from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
 from libra_hpc.pool.rollout_node import RolloutNode
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate
@@ -38,7 +39,7 @@ T = TypeVar("T")
 class Scene:
     """A node, a training side that has nothing newer unless told, and everything that was sent."""
 
-    def __init__(self, folder: Path, engines: int) -> None:
+    def __init__(self, folder: Path, engines: int, **sections: dict[str, Any]) -> None:
         config = RunConfig.model_validate(
             {
                 "run": {"engine": "twin"},
@@ -46,6 +47,7 @@ class Scene:
                 "rollout": {"engines_per_node": engines, "max_model_len": 4096},
                 "deadlines": {"floor_s": FLOOR_S, "first_s": 60.0, "factor": 1.1},
                 "twin": {"model": "qwen3-8b", "speedup": 1000.0, "start_s": 0.0},
+                **sections,
             }
         )
         private = Path(tempfile.mkdtemp(prefix="n", dir="/tmp"))
@@ -85,8 +87,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, engines: int = 1) -> AsyncIterator[Scene]:
-    made = Scene(folder, engines)
+async def scene(folder: Path, engines: int = 1, **sections: dict[str, Any]) -> AsyncIterator[Scene]:
+    made = Scene(folder, engines, **sections)
     watching = asyncio.create_task(made.node.watch())
     try:
         yield made
@@ -112,6 +114,9 @@ def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Pa
             await made.up()
             await made.until(lambda: made.of(wire.EngineLoad), "counters")
             stopped = made.pid()
+            os.kill(stopped, DUMP_SIGNAL)
+            log = made.context.logs / "r2.0.log"
+            await made.until(lambda: "most recent call first" in log.read_text(), "stacks on request")
             os.kill(stopped, signal.SIGSTOP)
             await made.until(lambda: made.of(wire.EngineDied), "the stopped engine ends")
             (slow,), (hung,) = made.events("slow"), made.events("hung")

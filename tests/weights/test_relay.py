@@ -56,11 +56,12 @@ class Net:
         if rank in self.lost:
             done(False)
             return
-        self.sent += 1
+        self.sent += bool(blob)
         self.queue.append((rank, message, bytes(blob), done))
 
     def waiting(self, rank: int) -> list[Posted]:
-        return [posted for posted in self.queue if posted[0] == rank]
+        """Chunks with bytes that a rank has not taken."""
+        return [posted for posted in self.queue if posted[0] == rank and posted[2]]
 
     def deliver(self, posted: Posted) -> None:
         self.queue.remove(posted)
@@ -128,7 +129,7 @@ def test_newer_weights_drop_the_unsent_chunks_of_older_ones(tmp_path: Path) -> N
     publisher = Publisher(net.send)
     for version in (1, 2, 3):
         publish(publisher, tmp_path, version, bytes([version]) * 1000, [2])
-    assert [message.version for _, message, _, _ in net.queue] == [1] * IN_FLIGHT, "over all versions"
+    assert [message.version for _, message, _, _ in net.waiting(2)] == [1] * IN_FLIGHT, "over all versions"
     net.run()
     assert net.done[2] == [(3, bytes([3]) * 1000)]
     assert not list(net.folders[2].glob(".incoming-*"))
@@ -146,6 +147,27 @@ def test_a_dead_inner_node_costs_its_subtree_until_it_asks(tmp_path: Path) -> No
     net.run()
     assert net.done[3] == [(1, b"one")]
     assert not publisher.answer(3, have=1)
+
+
+def test_a_subtree_that_gets_nothing_of_an_announced_version_asks_for_it(tmp_path: Path) -> None:
+    ranks = [2, 3, 4, 5]
+    net = Net(tmp_path, ranks)
+    publisher = Publisher(net.send)
+    net.dead = {2}
+    for version, now in ((1, 0.0), (2, 40.0)):
+        net.now = now
+        publish(publisher, tmp_path, version, DATA, ranks)
+        net.run()
+    net.watch(FLOOR_S)
+    assert net.events == []
+    net.watch(FLOOR_S + 1.0)
+    assert [(kind, fields["version"]) for kind, fields in net.events] == [("weights_stalled", 1)]
+    assert net.asked == {2: [], 3: [-1], 4: [], 5: []}
+    publisher.answer(3, have=-1)
+    net.run()
+    net.watch(1e6)
+    assert net.done[3] == [(2, DATA)]
+    assert net.asked[3] == [-1]
 
 
 def test_a_lost_child_ends_its_stream_and_gets_the_file_from_its_beginning_when_it_asks(tmp_path: Path) -> None:
@@ -176,6 +198,29 @@ def test_a_version_that_comes_on_two_paths_is_taken_once_and_passed_on_to_both_s
     assert net.events == []
 
 
+def test_a_late_chunk_of_the_newest_complete_version_does_not_disturb_the_next_one(tmp_path: Path) -> None:
+    ranks = [2, 3]
+    net = Net(tmp_path, ranks)
+    publisher = Publisher(net.send)
+    publish(publisher, tmp_path, 1, DATA, [2])
+    late = net.queue[0]
+    net.run()
+    publish(publisher, tmp_path, 2, DATA[::-1], [2])
+    net.deliver(net.queue[0])
+    net.receivers[2].chunk(WeightsChunk(1, 0, len(DATA), late[1].crc32, (3,)), late[2], 0.0)
+    assert not net.waiting(3)
+    net.run()
+    assert net.done[2] == [(1, DATA), (2, DATA[::-1])]
+
+
+def test_a_file_that_was_cut_short_ends_the_stream(tmp_path: Path) -> None:
+    net = Net(tmp_path, [2])
+    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    os.truncate(tmp_path / "export-00000001.safetensors", 450)
+    net.run()
+    assert (net.sent, net.done[2]) == (IN_FLIGHT, [])
+
+
 def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
     publisher = Publisher(net.send)
@@ -184,23 +229,27 @@ def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
         publish(publisher, tmp_path, version, f"weights {version}".encode(), [2])
         stale = stale or net.queue[0]
         net.run()
+        assert len(list(net.folders[2].glob("weights-*"))) == min(version, KEEP_VERSIONS + 1)
     assert [v for v, _ in net.done[2]] == list(range(1, 8))
     assert stale is not None
     net.receivers[2].chunk(stale[1], stale[2], 0.0)
     assert net.receivers[2].version == 7
-    assert len(list(net.folders[2].glob("weights-*"))) <= KEEP_VERSIONS + 1
-    assert len(list(tmp_path.glob("export-*"))) <= KEEP_VERSIONS + 1
+    for folder, prefix in ((net.folders[2], "weights"), (tmp_path, "export")):
+        assert sorted(int(path.stem.split("-")[1]) for path in folder.glob(f"{prefix}-*")) == list(range(7 - KEEP_VERSIONS, 8))
 
 
 def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
     publisher = Publisher(net.send)
     publish(publisher, tmp_path, 1, b"good bytes", [2])
-    rank, message, _, done = net.queue.pop()
+    rank, message, _, done = net.queue.pop(0)
     net.queue.append((rank, message, b"evil bytes", done))
     net.run()
     assert net.done[2] == []
-    assert net.events == [("weights_corrupt", {"version": 1, "size": 10})]
+    assert net.events == [("weights_corrupt", {"version": 1, "size": 10, "retry_s": RETRY_S})]
+    net.watch(RETRY_S - 0.1)
+    assert net.asked[2] == []
+    net.watch(RETRY_S)
     assert net.asked[2] == [-1]
     publisher.answer(2, have=-1)
     net.run()
@@ -278,6 +327,18 @@ def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_
     publisher.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, DATA)]
+
+
+def test_a_full_disk_is_relieved_of_all_but_the_newest_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net(tmp_path, [2])
+    publisher = Publisher(net.send)
+    for version in (1, 2, 3):
+        publish(publisher, tmp_path, version, DATA, [2])
+        net.run()
+    monkeypatch.setattr(incoming.shutil, "disk_usage", lambda folder: Usage(0, 0, 0))
+    publish(publisher, tmp_path, 4, DATA, [2])
+    net.run()
+    assert [path.name for path in net.folders[2].iterdir()] == ["weights-00000003.safetensors"]
 
 
 def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

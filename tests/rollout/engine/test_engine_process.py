@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.rollout import Abort, EngineError, Generate, Generated, Sleep, UpdateWeights, Wake, WeightsApplied
 from libra_hpc.rollout.engine.turns import NOT_FINITE
-from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn
+from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -242,6 +243,12 @@ def test_asleep_and_woken_without_weights_it_refuses(engine: EngineUnderTest, ol
     engine.apply(new.update(next(versions)))
     request = turn("awake", prompt(9), 8)
     assert_agrees(new, request, engine.generate(request)[0])
+
+
+def test_it_writes_its_stacks_on_request_and_goes_on(engine: EngineUnderTest) -> None:
+    engine.process.send_signal(DUMP_SIGNAL)
+    wait_until(lambda: "most recent call first" in engine.log(), "the stacks are in the log")
+    assert engine.generate(turn("after", prompt(9), 8))[0].finish == "length"
 
 
 def test_idle_it_reports_every_second(engine: EngineUnderTest) -> None:
