@@ -328,6 +328,7 @@ class RolloutLeader:
 
     def discount(self, seconds: float) -> None:
         """This process stood still for so long."""
+        self._attempts.book.discount(seconds)
         self._environments.discount(seconds)
         self._fleet.turns.discount(seconds)
 
