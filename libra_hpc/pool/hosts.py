@@ -2,7 +2,8 @@
 
 - Start takes longer than its deadline, or no sign of life for longer than its deadline -> event ``hung``, stacks into the log, SIGKILL.
 - More than half of a deadline has passed -> event ``slow``, once.
-- A host ended -> another follows after `RESTART_S` for every end in the window; more ends than `RestartBudget` allows -> the run fails.
+- A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it could not be started); more ends than
+  `RestartBudget` allows -> the run fails.
 - This process was stopped itself -> `discount`.
 """
 
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from libra_hpc.errors import said
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.deadlines import Deadlines
 from libra_hpc.protocol.env import HostAlive, HostReady, ToHost, from_host, to_host
@@ -24,6 +26,8 @@ from .commands import host_command, host_settings
 from .context import Context
 
 RESTART_S = 0.5
+NO_START_S = 5.0
+"""Where the system refuses a process or its log: a full disk has 75 s to get room again before the budget is spent."""
 START, LIFE = "start of environment host", "sign of life of environment host"
 
 
@@ -83,14 +87,20 @@ class Hosts:
                 self._slow.add(host)
                 self._context.log("slow", part=f"environment host {host}", reason=f"The {pending.sentence}.")
 
-    async def _start(self, host: int) -> None:
+    async def _start(self, host: int) -> bool:
+        """False when it could not be started; another attempt follows."""
         context = self._context
         child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._received, self._exited)
         self._children[host] = child
         self._deadlines.begin(START, host, self._clock())
         settings = context.private / f"host{host}.json"
-        write_private(settings, host_settings(context.config))
-        await child.start(host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log")
+        try:
+            write_private(settings, host_settings(context.config))
+            await child.start(host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log")
+        except OSError as error:
+            self._ended(host, f"environment host cannot be started: {said(error)}", NO_START_S)
+            return False
+        return True
 
     def _received(self, child: Child, message: Any) -> None:
         host, now = self._children.index(child), self._clock()
@@ -104,20 +114,20 @@ class Hosts:
     def _exited(self, child: Child, code: int) -> None:
         if self._stopping:
             return
-        host, now = self._children.index(child), self._clock()
+        self._ended(self._children.index(child), f"environment host ended with {code}", RESTART_S)
+
+    def _ended(self, host: int, reason: str, after_s: float) -> None:
         self._deadlines.forget(host)
         budget = self._budgets[host]
-        reason = f"environment host ended with {code}"
         self._context.log("host_lost", host=host, reason=reason)
-        if budget.spend(now):
-            self._task(self._restart(host, reason, RESTART_S * budget.spent))
+        if budget.spend(self._clock()):
+            self._task(self._restart(host, reason, after_s * budget.spent))
         else:
             self._fail(f"{reason}, {budget.spent} times in {budget.window_s:.0f} s; see {self._context.logs}/host{host}.log")
 
     async def _restart(self, host: int, reason: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        if not self._stopping:
-            await self._start(host)
+        if not self._stopping and await self._start(host):
             self._down(host, reason)
 
     def _task(self, work: Any) -> None:

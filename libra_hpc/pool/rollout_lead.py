@@ -7,6 +7,7 @@ import shutil
 import time
 from typing import Any
 
+from libra_hpc.errors import said
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.history import history
@@ -102,7 +103,10 @@ class RolloutLead:
     async def _supersede(self, kept: Kept) -> None:
         """Mark what earlier starts finished and this one does not go on with."""
         start, path = self._context.start, self._context.run.trajectories
-        if not path.exists() or not path.stat().st_size:
+        try:
+            if not path.stat().st_size:
+                return
+        except OSError:
             return
         done = sorted((t.index, t.sample) for group in kept.groups.values() for t in group if t.place == "done")
         self._trajectories.add(Restart(start.step, start.low, start.extra, tuple(done)))
@@ -111,7 +115,11 @@ class RolloutLead:
     async def _learn(self) -> None:
         """Show the policy what it could have learned before this attempt."""
         context, config = self._context, self._context.config
-        records = await asyncio.to_thread(history, context.run.trajectories, config.rollout.warm_start, config.task.name)
+        try:
+            records = await asyncio.to_thread(history, context.run.trajectories, config.rollout.warm_start, config.task.name)
+        except OSError as error:
+            context.log("storage_fault", part="trajectories.jsonl", reason=f"trajectories.jsonl cannot be read: {said(error)}")
+            return
         for number, record in enumerate(records):
             self._policy.finished(record, time.monotonic())
             if number % LEARN_AT_ONCE == 0:

@@ -55,7 +55,7 @@ def compose_status(
     report, rewards = seen.report, seen.rewards
     paused = report.paused if report else ""
     if paused and state == "running":
-        message = f"{paused} {message}".rstrip()
+        message = f"{paused.removesuffix('.')}; {message}" if message else paused
     train, rollout = seen.train_speed(), seen.rollout_speed(gen_tokens)
     membership = pool.membership if pool else states.Membership(0, ())
     fifth = max(1, len(rewards) // 5)

@@ -315,7 +315,7 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     failures: tuple[tuple[str, int, str], ...] = ()
     """(kind, failed attempts since start, last error), the most frequent first."""
     paused: str = ""
-    """Why no prompt is admitted at present; empty while prompts are."""
+    """Why no prompt is admitted at present, as a sentence (failures, no host, no engine); empty while prompts are."""
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------------------------

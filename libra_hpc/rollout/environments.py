@@ -65,6 +65,11 @@ class Environments:
         """Whether every host is."""
         return all(self._up)
 
+    @property
+    def missing(self) -> str:
+        """Which host is not up, as a sentence; empty when all are."""
+        return "" if self.up else f"Environment host {self._up.index(False)} is not ready."
+
     def open(self, trajectory: Trajectory) -> None:
         """Start its episode; one that has come further is brought back."""
         self.episodes[trajectory.episode] = trajectory

@@ -6,8 +6,9 @@
 - Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
 - Paused for ``patience_s`` in all, with no sound window in between -> fail.
 
-The window has one entry a trajectory, how its newest attempt ended, for the last `WINDOW` of them.  It is judged from `ENOUGH` entries on, or when every
-open trajectory waits.  One prompt alone never pauses the others: its failures are its own, and it is given up after its strikes.
+The window has one entry a trajectory, how its newest attempt ended: of as many as are open, but at least `LEAST` and at most `WINDOW`.  It is judged from
+`ENOUGH` entries on, or when every open trajectory waits.  One prompt alone never pauses the others: its failures are its own, and it is given up after its
+strikes.
 
 Pure: times are seconds of any monotonic clock, given as arguments.
 """
@@ -19,7 +20,7 @@ from typing import Literal, NamedTuple
 
 MAX_STRIKES = 3
 """Once is an accident, thrice is the trajectory's own fault."""
-WINDOW = 64
+LEAST, WINDOW = 16, 64
 """Half: a burst of accidents looks like an outage; double: an outage costs twice the attempts before it is seen."""
 ENOUGH = 8
 """Entries that make a share."""
@@ -126,18 +127,24 @@ class FailureBook:
     def evaluate(self, running: int, waiting: int, now: float) -> Admission | None:
         """What to do now, None for going on; ``running`` attempts are in play, ``waiting`` trajectories wait for their next one."""
         if not self.paused:
-            return self._pause(now) if self._outage(running, waiting) else None
+            recent = list(self._window.items())[-max(LEAST, running + waiting) :]
+            return self._pause(recent, now) if self._outage(recent, running, waiting) else None
         if self._resume:
             return self._resumed(now)
         paused_s = self._paused_s + now - self._paused_at
         if self.probe is None and not self._over and paused_s > self._patience_s:
             self._over = True
-            return Admission("fail", f"{self._sentence()} Admission was paused for {paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
+            sentence = self._sentence(list(self._window.items()))
+            return Admission("fail", f"{sentence} Admission was paused for {paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
         return None
 
-    def _outage(self, running: int, waiting: int) -> bool:
-        failed = [key for key, well in self._window.items() if not well]
-        ended = len(self._window)
+    def discount(self, seconds: float) -> None:
+        """This process stood still for so long, which is no pause."""
+        self._paused_at += seconds
+        self._probe_at += seconds
+
+    def _outage(self, recent: list[tuple[Key, bool]], running: int, waiting: int) -> bool:
+        failed, ended = [key for key, well in recent if not well], len(recent)
         if ended < ENOUGH:
             return bool(waiting) and running == 0 and len(failed) == ended > 0
         if len(failed) <= self._max_share * ended:
@@ -145,8 +152,8 @@ class FailureBook:
             return False
         return len({index for index, _ in failed}) >= PROMPTS or len(failed) == ended
 
-    def _pause(self, now: float) -> Admission:
-        self.paused = f"{self._sentence()} One attempt at a time goes on until one succeeds."
+    def _pause(self, recent: list[tuple[Key, bool]], now: float) -> Admission:
+        self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
         self._strikes.clear()
         self._paused_at, self._probe_at, self.probe, self._resume = now, now + self._delay_s, None, False
         return Admission("pause", self.paused)
@@ -158,8 +165,8 @@ class FailureBook:
         self._window.clear()
         return Admission("resume", f"An attempt succeeded after a pause of {seconds:.0f} s.")
 
-    def _sentence(self) -> str:
-        failed, ended = sum(not well for well in self._window.values()), len(self._window)
+    def _sentence(self, recent: list[tuple[Key, bool]]) -> str:
+        failed, ended = sum(not well for _, well in recent), len(recent)
         (kind, text), count = self._texts.most_common(1)[0]
         share = f"{failed} of the last {ended} trajectories failed ([task] max_failed_share = {self._max_share:g})"
         return f"{share}; the most frequent error ({kind}, {count} times): {text.rstrip('.')}."

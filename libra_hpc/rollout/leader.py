@@ -328,6 +328,7 @@ class RolloutLeader:
 
     def discount(self, seconds: float) -> None:
         """This process stood still for so long."""
+        self._attempts.book.discount(seconds)
         self._environments.discount(seconds)
         self._fleet.turns.discount(seconds)
 
@@ -344,5 +345,5 @@ class RolloutLeader:
             len(episodes) + len(self._attempts), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding,
             self.resubmitted, supply.blocked_share(now) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
             fleet.buckets(episodes), lengths, open_groups(episodes, now, fleet.decode_s()),
-            self._attempts.book.counts, self._attempts.book.paused,
+            self._attempts.book.counts, self._attempts.book.paused or self._environments.missing or ("" if fleet.engines else "No engine accepts turns."),
         )  # fmt: skip

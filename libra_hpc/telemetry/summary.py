@@ -18,23 +18,13 @@ from rich.text import Text
 from . import series
 from .accuracy import WINDOW, median_error, smoother_error, window_error
 from .failed import FailedAttempts, failed_facts, failed_in
+from .phases import PhaseReward, first_and_last, phase_rewards
 from .rundir import RunDir
 from .status import because
 
-FIRST_AND_LAST = 0.2
-"""Share of the steps averaged for "first" and "last" reward: one step is too noisy, a quarter hides a short warm-up."""
 STATE_STYLES = {
     "completed": "green", "running": "cyan", "starting": "yellow", "restarting": "yellow", "finishing": "cyan", "failed": "red", "cancelled": "yellow",
 }  # fmt: skip
-
-
-class PhaseReward(msgspec.Struct, frozen=True):
-    """Reward within one phase of a drifting task mix."""
-
-    phase: str
-    steps: int
-    reward_first: float | None
-    reward_last: float | None
 
 
 class MoveSummary(msgspec.Struct, frozen=True):
@@ -178,32 +168,6 @@ def summarise(run: RunDir) -> Summary:
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
     )
-
-
-def first_and_last(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Means of the first and of the last fifth (at least one value each)."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return None, None
-    share = max(1, round(len(finite) * FIRST_AND_LAST))
-    return series.mean(finite[:share]), series.mean(finite[-share:])
-
-
-def phase_rewards(rows: Sequence[series.Record]) -> list[PhaseReward]:
-    """First and last reward of every stretch of equal ``phase``; empty when the phase never changes."""
-    stretches: list[tuple[str, list[series.Record]]] = []
-    for row in rows:
-        phase = series.phase(row)
-        if not stretches or stretches[-1][0] != phase:
-            stretches.append((phase, []))
-        stretches[-1][1].append(row)
-    if len(stretches) < 2:
-        return []
-    out = []
-    for phase, part in stretches:
-        first, last = first_and_last(series.column(part, "reward"))
-        out.append(PhaseReward(phase=phase, steps=len(part), reward_first=first, reward_last=last))
-    return out
 
 
 def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:

@@ -364,7 +364,7 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     scene.coordinator._write_status()
     assert scene.coordinator._records._facts.flush(10.0)
     status = decode_status(scene.run.status.read_bytes())
-    assert status.message.startswith(why)
+    assert status.message == "9 of the last 9 trajectories failed; starting engines"
     assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])
     scene.tell((1, Fatal(3, "gone")))
     run_until_over(scene)

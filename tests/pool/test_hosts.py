@@ -24,8 +24,12 @@ class FakeChild:
         self.name, self.message, self.exited = name, message, exited
         self.ends = 0
 
+    refused = 0
+
     async def start(self, argv: list[str], environment: dict[str, str], log: Path) -> None:
-        pass
+        if FakeChild.refused:
+            FakeChild.refused -= 1
+            raise OSError(28, "No space left on device")
 
     async def stop(self) -> None:
         pass
@@ -122,6 +126,21 @@ def test_a_stall_of_the_watcher_itself_counts_for_nobody(tmp_path: Path, monkeyp
         scene.hosts.discount(30.0)
         await scene.watch(33.0)
         assert not scene.sent
+
+    asyncio.run(main())
+
+
+def test_a_host_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        scene = Scene(tmp_path, monkeypatch)
+        monkeypatch.setattr(module, "NO_START_S", 0.0)
+        monkeypatch.setattr(FakeChild, "refused", 2)
+        await scene.hosts.start()
+        await asyncio.sleep(0.01)
+        assert [event["reason"] for event in scene.events("host_lost")] == ["environment host cannot be started: No space left on device"] * 2
+        assert len(scene.downs) == 1, "once one is there"
+        scene.say(HostReady("toy"), 1.0)
+        assert scene.seen == [HostReady("toy")]
 
     asyncio.run(main())
 

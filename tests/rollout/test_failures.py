@@ -62,6 +62,27 @@ def test_one_prompt_alone_is_no_outage_and_leaves_the_window_when_given_up() -> 
     assert book.evaluate(0, 1, 0.0) is None, "1 of 9"
 
 
+def test_an_outage_is_seen_in_as_many_trajectories_as_are_open_however_many_went_well_before() -> None:
+    for open_, failures in ((4, 4), (8, 4), (32, 7), (64, 13), (500, 13)):
+        book = FailureBook(0.2, 600.0)
+        for index in range(WINDOW):
+            book.succeeded((index, 0), 0.0)
+        for index in range(failures):
+            assert book.evaluate(open_ - index, index, 0.0) is None
+            book.failed((100 + index, 0), why(), 0.0)
+        decision = book.evaluate(open_ - failures, failures, 0.0)
+        assert decision is not None
+        assert decision.action == "pause"
+
+
+def test_time_in_which_the_leader_stood_still_is_no_pause() -> None:
+    book = paused(10.0)
+    book.discount(3600.0)
+    assert book.evaluate(1, 1, 3605.0) is None
+    assert not book.may_probe(3600.5)
+    assert book.may_probe(3601.0)
+
+
 def test_a_small_run_is_judged_when_every_open_trajectory_waits() -> None:
     book = FailureBook(0.2, 600.0)
     for sample in range(2):
@@ -70,6 +91,17 @@ def test_a_small_run_is_judged_when_every_open_trajectory_waits() -> None:
     decision = book.evaluate(0, 4, 0.0)
     assert decision is not None
     assert decision.action == "pause"
+
+
+def test_what_failed_before_a_pause_is_not_held_against_a_trajectory() -> None:
+    book = FailureBook(0.2, 600.0)
+    for _ in range(MAX_STRIKES - 1):
+        for index in range(ENOUGH):
+            assert book.failed((index, 0), why(), 0.0) is not None
+    assert book.evaluate(4, ENOUGH, 0.0) is not None
+    book.succeeded((9, 0), 5.0)
+    assert book.evaluate(4, ENOUGH, 5.0) is not None
+    assert book.failed((0, 0), why(), 6.0) == 1.0
 
 
 def test_probes_come_one_at_a_time_and_ever_later() -> None:

@@ -311,7 +311,12 @@ def test_all_engines_gone_waits_and_goes_on() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         assert not plant.inbox
+        assert plant.leader.report().paused == "No engine accepts turns."
         plant.up("e9", rank=3)
+        plant.leader.on_host_down(0, "killed")
+        assert plant.leader.report().paused == "Environment host 0 is not ready."
+        plant.leader.on_host(0, HostReady("toy"))
+        assert plant.leader.report().paused == ""
         await plant.run(lambda: plant.batches)
 
     asyncio.run(main())

@@ -25,6 +25,8 @@ class GateMachine(RuleBasedStateMachine):
         self.sampled: dict[str, int] = {}
         self.given_up: list[tuple[int, str]] = []
         """(batch with which it counts as trained, group)"""
+        self.again = False
+        """Whether a start has sampled a prompt once more that an earlier one gave up: then not all that is there finds its place again."""
         self.start(version, {})
 
     def start(self, version: int, kept: dict[str, int]) -> None:
@@ -36,8 +38,6 @@ class GateMachine(RuleBasedStateMachine):
         self.version = self.consumed = version
         self.done = {name for batch in self.trained for name in batch} | {name for _, name in self.given_up}
         self.count = 0
-        self.again = False
-        """Whether this start samples a prompt once more that an earlier one gave up."""
 
     @precondition(lambda self: self.gate.capacity > 0)
     @rule()
@@ -101,13 +101,15 @@ class GateMachine(RuleBasedStateMachine):
         before, self.given_up = self.given_up, [entry for entry in self.given_up if entry[0] <= step]
         done = {name for batch in self.trained for name in batch}
         left = sorted(name for name, version in self.sampled.items() if name not in done and version <= step)
-        assert len(left) <= (self.eta + 1) * self.size
+        assert self.again or len(left) <= (self.eta + 1) * self.size
+        if self.again:
+            left = [name for name in left if self.sampled[name] + self.eta >= step]
         kept = data.draw(st.sets(st.sampled_from(left)), "kept") if left else set()
         versions = {name: data.draw(st.integers(self.sampled[name], step), "version") for name in sorted(kept)}
         assert all(version + self.eta >= step for version in versions.values())
         self.sampled = {name: version for name, version in self.sampled.items() if name in done or name in kept}
+        self.again = self.again or len(before) > len(self.given_up)
         self.start(step, versions)
-        self.again = len(before) > len(self.given_up)
         while self.kept and self.gate.capacity:
             self.admit()
             if data.draw(st.booleans(), "whole"):
