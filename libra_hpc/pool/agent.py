@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,11 @@ class Agent:
             # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
             asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
-        def saved(step: int, order: DataOrder) -> None:
+        def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
+            records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
             folder = self.run_dir.checkpoint(step)
             try:
-                folders.write_position(folder, folders.DataPosition(step, order.low, tuple(sorted(order.extra))))
+                folders.write_position(folder, folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records))
             except OSError:
                 # Renamed at once: the next attempt may write the same folder.
                 remove(folder.rename(folder.with_name(f".{folder.name}{folders.TEMPORARY}")))

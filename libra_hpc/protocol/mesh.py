@@ -79,6 +79,8 @@ class Roles(msgspec.Struct, tag=True, frozen=True):
 
     states: dict[int, str]
     receivers: tuple[int, ...]
+    recorded: int = 0
+    """Highest step whose line in `metrics.jsonl` is durable."""
 
 
 class RankLost(msgspec.Struct, tag=True, frozen=True):
@@ -158,6 +160,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     metrics: dict[str, float]
+    t: float = 0.0
+    """Epoch seconds of the commit."""
 
 
 # --- experience -----------------------------------------------------------------------------------------------------------------------------
