@@ -65,6 +65,8 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
     large ones.
     """
     damaged: list[tuple[int, str]] = []
+    if run.checkpoints.exists():
+        folders.remove_leftovers(run.checkpoints)
     for step, folder in reversed(run.complete_checkpoints()):
         position, why = _position(step, folder)
         if position is not None and not (why := folders.verify(folder)):

@@ -31,6 +31,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     (folder[50] / folders.POSITION_FILE).write_text('{"step": 50, ')
     (folder[40] / folders.POSITION_FILE).write_text('{"step": 39, "low": 0, "extra": []}')
     (folder[30] / folders.OPTIMIZER_FILE).write_bytes(b"mements")
+    (run.checkpoints / f"step-000060{folders.TEMPORARY}").mkdir()
     assert start_state(run).step == 30, "the quick answer reads no weights, and moves nothing"
     assert folder[50].exists()
     welcome, damaged = whole_start_state(run)
