@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ class Agent:
             self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)
             add_engines(self._routes, self.rollout_node, self.train_node, self._spawn)
             self._spawn(self.rollout_node.watch())
+            self._spawn(self.train_node.watch())
             if self.rank == self.layout.train_leader:
                 self.train_leader = self._make_train_leader(context)
                 add_train_leader(self._routes, self.train_leader, self.train_node, self.rank, self.mesh.send)
@@ -160,10 +162,11 @@ class Agent:
             # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
             asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
-        def saved(step: int, order: DataOrder) -> None:
+        def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
+            records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
             folder = self.run_dir.checkpoint(step)
             try:
-                folders.write_position(folder, folders.DataPosition(step, order.low, tuple(sorted(order.extra))))
+                folders.write_position(folder, folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records))
             except OSError:
                 # Renamed at once: the next attempt may write the same folder.
                 remove(folder.rename(folder.with_name(f".{folder.name}{folders.TEMPORARY}")))
@@ -286,6 +289,8 @@ class Agent:
     def _on_roles(self, roles: wire.Roles) -> None:
         if self.context is not None:
             self.context.receivers = roles.receivers
+        if self.train_leader is not None:
+            self.train_leader.on_recorded(roles.recorded)
 
     def _on_rank_lost(self, lost: wire.RankLost) -> None:
         self.mesh.forget(lost.rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
@@ -15,10 +16,28 @@ from libra_hpc.train import folders
 
 
 def forget_steps_after(run: RunDir, step: int) -> None:
-    """Drop metrics of steps that an earlier attempt ran beyond the checkpoint this one starts from: they are trained again, and must not count twice."""
-    kept = [line for line in read_lines(run.metrics) if line.get("step", 0) <= step]
-    if run.metrics.exists():
-        write_atomic(run.metrics, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+    """Make the metrics those of the checkpoint that this attempt starts from: one line for every step up to it, none beyond.
+
+    - A step beyond it is trained again -> its line is dropped.
+    - A step up to it was committed, but the coordinator ended before its line was written -> the line comes from the checkpoint.
+    """
+    lines: dict[int, dict[str, Any]] = {}
+    for line in read_lines(run.metrics):
+        if line.get("step", 0) <= step:
+            lines.setdefault(line.get("step", 0), line)
+    for record in _reports(run, step):
+        if record.step <= step:
+            known = {name: value for name, value in record.metrics.items() if value is not None}
+            lines.setdefault(record.step, {"t": record.t, "step": record.step, **known})
+    if lines or run.metrics.exists():
+        write_atomic(run.metrics, b"".join(json.dumps(lines[each]).encode() + b"\n" for each in sorted(lines)))
+
+
+def _reports(run: RunDir, step: int) -> tuple[folders.StepRecord, ...]:
+    try:
+        return folders.read_position(run.checkpoint(step)).reports
+    except (OSError, ValueError):
+        return ()
 
 
 def copy_policy(source: Path, destination: Path) -> None:
@@ -46,6 +65,8 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
     large ones.
     """
     damaged: list[tuple[int, str]] = []
+    if run.checkpoints.exists():
+        folders.remove_leftovers(run.checkpoints)
     for step, folder in reversed(run.complete_checkpoints()):
         position, why = _position(step, folder)
         if position is not None and not (why := folders.verify(folder)):

@@ -13,11 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.process.budget import RestartBudget
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
 from libra_hpc.protocol.trainer import (
+    Alive,
     Export,
+    Exported,
+    ExportFailed,
     FromWorker,
     Joined,
+    Saved,
+    SaveFailed,
     Standby,
     StepDone,
     Stop,
@@ -36,14 +42,17 @@ from .child import Child
 from .commands import trainer_command
 from .context import Context
 from .devices import MAX_STARTS, engine_environment
+from .replica_watch import ReplicaWatch
 
 KIND = "train"
+ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
+"""Answers that count as the same answer to one request."""
+LOOK_S = 1.0
+"""Between two looks at whether the replica makes progress."""
+STALL_S = 2.0
+"""A look that comes so much later than planned was kept from coming: the agent itself was stopped, and could read no answers."""
 WARNING_S = 60.0
 """A full file system fails a snapshot at every one of them: one event a minute says it."""
-
-
-FAILURES = {"SaveFailed": "Saved", "ExportFailed": "Exported"}
-"""Answers that stand for the failure of another."""
 
 
 class TrainNode:
@@ -56,6 +65,9 @@ class TrainNode:
         self._answers: dict[str, dict[int, FromWorker]] = {}
         self._state = "none"
         self._starts = self._failed_starts = 0
+        self._spawning = asyncio.Lock()
+        self._budget = RestartBudget()
+        self._watch = ReplicaWatch(context.config.deadlines.settings)
         self._ordered_at = 0.0
         self._warned_at = float("-inf")
         self._stopping = False
@@ -82,14 +94,16 @@ class TrainNode:
         if self._state == "ready":
             self._context.send(0, EngineIsReady(self._context.rank, KIND, 0.0))
             return
-        while any(not child.ended for child in self._children):
-            await asyncio.sleep(0.05)
-        await self._spawn()
+        async with self._spawning:
+            while any(not child.ended for child in self._children):
+                await asyncio.sleep(0.05)
+            await self._spawn()
 
     def standby(self) -> None:
         """Leave training: the group is dropped and device memory released; the processes stay."""
         if self._state == "ready":
             self._state = "standby"
+            self._watch.clear()
             for child in self._children:
                 child.send(Standby())
 
@@ -102,20 +116,40 @@ class TrainNode:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def reset(self) -> None:
-        """Be as just constructed: end every process, report nothing of it, and remove what they left in shared memory."""
-        children, self._children = self._children, []
-        for child in children:
-            child.stopping = True
-            child.kill()
-        await asyncio.gather(*(child.stop() for child in children))
-        self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
+        """Be as just constructed: end every process and report nothing of it; this node was declared lost and is taken back."""
+        async with self._spawning:
+            children, self._children = self._children, []
+            self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
+            self._watch.clear()
+            for child in children:
+                child.stopping = True
+                child.kill()
+            await asyncio.gather(*(child.stop() for child in children))
 
     def on_message(self, message: ToWorker) -> None:
         """Pass an order of the train leader to every process."""
         if isinstance(message, Export):
             message = Export(str(self._export_path(message.version)), message.version)
+        if self._state == "ready":
+            self._watch.asked(message, time.monotonic())
         for child in self._children:
             child.send(message)
+
+    async def watch(self) -> None:
+        """End a replica that makes no progress, so that it is rebuilt as after any other death; runs as long as the agent."""
+        planned = time.monotonic() + LOOK_S
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            if now - planned > STALL_S:
+                self._watch.discount(now - planned)
+            planned = now + LOOK_S
+            for reason in self._watch.late(now):
+                self._context.log("slow", rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
+            if (reason := self._watch.hung(now)) and not self._stopping:
+                self._watch.clear()
+                self._context.log("hung", rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
+                await asyncio.gather(*(child.end_hung() for child in self._children))
 
     def on_publish(self, message: Publish) -> None:
         """A version is committed: send its file on its way."""
@@ -137,6 +171,7 @@ class TrainNode:
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         # Reads whole states, which this loop must not wait for.
         start_dir = await asyncio.to_thread(self._start_dir, snapshots)
+        self._watch.started(time.monotonic())
         self._starts += 1
         self._failed_starts += 1
         for local_rank in range(train.tp * train.pp):
@@ -192,28 +227,34 @@ class TrainNode:
             self._ready[local_rank] = message
             if len(self._ready) == len(self._children):
                 self._state, self.step, self._failed_starts = "ready", self._ready[0].step, 0
+                self._watch.ready(time.monotonic())
                 seconds = time.monotonic() - self._ordered_at
                 self._context.log("replica_ready", rank=self._context.rank, step=self.step, seconds=seconds)
                 self._context.send(0, EngineIsReady(self._context.rank, KIND, seconds))
             return
+        now = time.monotonic()
+        if isinstance(message, Alive):
+            self._watch.alive(local_rank, message, now)
+            return
         if isinstance(message, Warned):
-            now = time.monotonic()
             if now - self._warned_at >= WARNING_S:
                 self._warned_at = now
                 self._context.log("snapshot_failed", rank=self._context.rank, reason=message.what)
             return
         if isinstance(message, WorkerError):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
+            self._watch.answered(message, now)
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
             self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
             return
         # Local rank 0 alone writes files, so it alone may have failed to.
-        asked = FAILURES.get(type(message).__name__, type(message).__name__)
+        asked = ASKED.get(type(message), type(message)).__name__
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(self._children):
             del self._answers[asked]
             answer = answers[0]
+            self._watch.answered(answer, now)
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
             self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, answer))
@@ -222,13 +263,18 @@ class TrainNode:
         if self._stopping or child not in self._children or self._state == "lost":
             return
         was, self._state = self._state, "lost"
+        self._watch.clear()
         for other in self._children:
             other.kill()
         reason = f"worker process {child.name} ended with {code}" if code >= 0 else f"worker process {child.name} was killed by signal {-code}"
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
+        where = self._context.logs / f"{child.name}.log"
         if self._failed_starts >= MAX_STARTS:
-            where = self._context.logs / f"{child.name}.log"
             self._context.send(0, Fatal(self._context.rank, f"{reason} {self._failed_starts} times before it was ready; see {where}"))
+            return
+        if not self._budget.spend(time.monotonic()):
+            times = f"the replica ended {self._budget.spent} times within {self._budget.window_s:.0f} s"
+            self._context.send(0, Fatal(self._context.rank, f"{reason}, and {times}; see {where}"))
             return
         self._context.send(0, EngineDied(self._context.rank, KIND, reason))
         self._context.send(self._context.layout.train_leader, EngineDied(self._context.rank, KIND, reason))

@@ -170,6 +170,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     metrics: dict[str, float]
+    t: float = 0.0
+    """Epoch seconds of the commit."""
 
 
 # --- experience -----------------------------------------------------------------------------------------------------------------------------

@@ -170,6 +170,15 @@ class Warned(msgspec.Struct, tag=True, frozen=True):
     what: str
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Once a second, from a thread of its own: what the process is doing."""
+
+    phase: str
+    """``idle``, ``compute`` or ``waiting for peers``"""
+    seconds: float
+    """Since the phase began."""
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """State replaced; now at ``step``."""
 
@@ -187,7 +196,7 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
 FromWorker = Union[
-    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Loaded, WorkerError,
+    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, Loaded, WorkerError,
 ]  # fmt: skip
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)

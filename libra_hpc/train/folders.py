@@ -101,7 +101,15 @@ def latest(parent: Path) -> Path | None:
     if not parent.is_dir():
         return None
     found = [folder for folder in parent.iterdir() if is_state(folder)]
-    return max(found, key=lambda folder: read_state(folder).step, default=None)
+    return max(found, key=_step, default=None)
+
+
+def _step(folder: Path) -> int:
+    """Step of a state; one that cannot be read counts as the oldest."""
+    try:
+        return read_state(folder).step
+    except (OSError, ValueError):
+        return -1
 
 
 def latest_whole(parent: Path) -> Path | None:
@@ -209,7 +217,14 @@ def publish(partial: Path, final: Path) -> None:
 
 def keep_newest(parent: Path, keep: int) -> None:
     """Remove all but the ``keep`` newest complete states directly under ``parent``, and what killed writers left."""
-    states = sorted((folder for folder in parent.iterdir() if is_state(folder)), key=lambda folder: read_state(folder).step)
-    leftovers = [folder for folder in parent.iterdir() if folder.name.endswith(TEMPORARY)]
-    for folder in [*states[: max(0, len(states) - keep)], *leftovers]:
+    states = sorted((folder for folder in parent.iterdir() if is_state(folder)), key=_step)
+    for folder in states[: max(0, len(states) - keep)]:
         shutil.rmtree(folder, ignore_errors=True)
+    remove_leftovers(parent)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what killed writers left directly under ``parent``; nobody may be writing there."""
+    for folder in parent.iterdir():
+        if folder.name.endswith(TEMPORARY):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from libra_hpc.protocol.mesh import (
     Batch,
@@ -68,7 +68,7 @@ class TrainLeader(Members):
         send: Callable[[int, MeshMessage], None],
         rollout_leader: int,
         receivers: Callable[[], tuple[int, ...]],
-        saved: Callable[[int, DataOrder], None],
+        saved: Callable[[int, DataOrder, Sequence[StepReport]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(settings, rank, send, clock)
@@ -82,6 +82,8 @@ class TrainLeader(Members):
         self._exports = Exports(step - 1)
         self._saves = Retry(SAVE_FIRST_S, SAVE_LONGEST_S)
         self._save_due = False
+        self._reports: list[StepReport] = []
+        """Of committed steps whose records are not known to be durable; a checkpoint carries them."""
         self._hopeless = ""
         self._skipped_in_row = 0
         self._totals: list[int] = []
@@ -125,6 +127,10 @@ class TrainLeader(Members):
                     self._failed = self._failed or f"replica {rank}: {what}"
                     self._replies[rank] = message
         self._wake.set()
+
+    def on_recorded(self, step: int) -> None:
+        """The records of steps up to this one are durable."""
+        self._reports = [report for report in self._reports if report.step > step]
 
     def on_stop(self, reason: str) -> None:
         """Finish early: checkpoint at the next step boundary."""
@@ -236,7 +242,8 @@ class TrainLeader(Members):
             metrics.update(train_columns(replies, tokens, wall_s, self._exports.seconds))
             self._note_skipped(batch.step, replies[0])
         self._last_commit = now
-        self._send(0, StepReport(self.step, metrics))
+        self._reports.append(StepReport(self.step, metrics, time.time()))
+        self._send(0, self._reports[-1])
         self._export()
 
     def _export(self) -> None:
@@ -264,7 +271,7 @@ class TrainLeader(Members):
         reason = reply.reason if isinstance(reply, SaveFailed) else ""
         if not reason:
             try:
-                self._saved(self.step, self.order)
+                self._saved(self.step, self.order, self._reports)
             except OSError as error:
                 reason = str(error)
         if reason:

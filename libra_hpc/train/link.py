@@ -1,6 +1,7 @@
 """A worker process's end of the socket to its agent.
 
 - Any thread may send.
+- `Pulse` gives a sign of life once a second.
 - While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is kept, and handled in order afterwards.
 
 Needs no torch: the simulated trainer speaks through it too.
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.trainer import FromWorker, Join, Standby, Stop, from_worker, to_worker
+from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, Stop, from_worker, to_worker
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
@@ -57,3 +60,35 @@ class WorkerSocket(EngineSocket[FromWorker]):
         if timeout is not None and not self._pending and not self._poll.poll(1000.0 * timeout):
             return None
         return super().receive()
+
+
+ALIVE_S = 1.0
+"""Between two signs of life."""
+IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
+
+
+class Pulse:
+    """Reports what the process does, from a thread of its own: a process that computes for long still reports, a stopped one does not."""
+
+    def __init__(self, socket: WorkerSocket) -> None:
+        self._socket = socket
+        self._now = (IDLE, time.monotonic())
+        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The process is in this phase meanwhile."""
+        before, self._now = self._now, (name, time.monotonic())
+        try:
+            yield
+        finally:
+            self._now = (before[0], time.monotonic())
+
+    def _run(self) -> None:
+        while True:
+            name, since = self._now
+            try:
+                self._socket.send(Alive(name, time.monotonic() - since))
+            except OSError:
+                return  # the agent is gone, which the main thread learns as well
+            time.sleep(ALIVE_S)

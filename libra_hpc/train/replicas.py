@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,8 +44,11 @@ class PeerLost(Exception):
 class Replicas:
     """This process's membership in the current generation."""
 
-    def __init__(self, engine: Engine, step_timeout_s: float, join_timeout_s: float) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, step_timeout_s: float, join_timeout_s: float, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """``waiting`` is entered while this process waits for other replicas."""
+        self._engine, self._waiting = engine, waiting
         self._step_timeout_s, self._join_timeout_s = step_timeout_s, join_timeout_s
         self._group: Any = None
         self.generation = -1
@@ -63,7 +67,8 @@ class Replicas:
         counters, error = (self._engine.state.step, self._engine.state.updates), ""
         try:
             if message.size > 1:
-                counters, received = self._form(message, interrupted)
+                with self._waiting():
+                    counters, received = self._form(message, interrupted)
         except (RuntimeError, OSError) as failure:
             error = str(failure)
             self.leave()
@@ -135,8 +140,9 @@ class Replicas:
         begin = time.monotonic()
         options = _within(dist.AllreduceOptions(), self._step_timeout_s)
         try:
-            for tensor in tensors:
-                wait(self._group.allreduce([tensor], options), self._step_timeout_s)
+            with self._waiting():
+                for tensor in tensors:
+                    wait(self._group.allreduce([tensor], options), self._step_timeout_s)
         except RuntimeError as failure:
             self.leave()
             raise PeerLost(str(failure)) from failure

@@ -51,7 +51,8 @@ def warm_start(
 
     ``batches`` yields at least ``steps`` lists of demonstrations.  Returns ``first_loss`` and ``last_loss`` (means over up to 100 steps, nats per token),
     ``steps`` and ``tokens``.  Must be the process's only user of torch.distributed while it runs.  Raises `UserError` when ``warmup`` does not end before
-    ``steps``, or for a model that cannot be trained; `ValueError` for a malformed demonstration; `RuntimeError` when the batches run out.
+    ``steps``, or for a model that cannot be trained; `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError`
+    when the batches run out.
     """
     if not 0 <= warmup < steps:
         raise invalid("warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}")
@@ -99,6 +100,8 @@ def _train(engine: Engine, batches: Iterator[Sequence[Demonstration]], steps: in
             raise ValueError(f"batch {step} has no token to learn")
         total.zero_()
         engine.forward_backward(packs, loss)
+        if not engine.finite():
+            raise ValueError(f"batch {step} gave a gradient that is not finite")
         engine.update(1.0 / count)
         losses.append(float(total) / count)
         tokens += sum(p.tokens.shape[1] for p in packs)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from libra_hpc.leave import leave
+from libra_hpc.process.dump import dump_on_request
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -42,7 +43,7 @@ from libra_hpc.protocol.trainer import (
 from . import checkpoint, folders
 from .device import choose, file_store
 from .engine import Engine, init_world
-from .link import WorkerSocket
+from .link import COMPUTE, WAITING, Pulse, WorkerSocket
 from .names import hf_shapes
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
@@ -56,8 +57,8 @@ SNAPSHOTS_KEPT = 1
 class Worker:
     """State of one worker process."""
 
-    def __init__(self, config: WorkerConfig, socket: WorkerSocket, begin: float) -> None:
-        self._config, self._socket = config, socket
+    def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse, begin: float) -> None:
+        self._config, self._socket, self._pulse = config, socket, pulse
         self._model_dir = Path(config.model_dir)
         torch.manual_seed(config.seed)
         shape = read_shape(self._model_dir)
@@ -66,7 +67,7 @@ class Worker:
         split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
         self._engine = Engine(shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute)
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
-        self._replicas = Replicas(self._engine, config.step_timeout_s, config.join_timeout_s)
+        self._replicas = Replicas(self._engine, config.step_timeout_s, config.join_timeout_s, lambda: pulse.phase(WAITING))
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
@@ -77,7 +78,8 @@ class Worker:
             message = self._socket.receive()
             if isinstance(message, Stop):
                 return
-            self._obey(message)
+            with self._pulse.phase(COMPUTE):
+                self._obey(message)
 
     def _obey(self, message: object) -> None:
         if isinstance(message, TrainStep):
@@ -164,9 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
     parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
     options = parser.parse_args(arguments)
+    dump_on_request()
     socket = WorkerSocket(options.socket)
+    pulse = Pulse(socket)
     try:
-        Worker(read_config(options.config), socket, begin).run()
+        with pulse.phase(COMPUTE):
+            worker = Worker(read_config(options.config), socket, pulse, begin)
+        worker.run()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

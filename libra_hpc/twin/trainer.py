@@ -15,6 +15,7 @@ from pathlib import Path
 
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
+from libra_hpc.process.dump import dump_on_request
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -39,7 +40,7 @@ from libra_hpc.protocol.trainer import (
     WorkerReady,
 )
 from libra_hpc.train import folders
-from libra_hpc.train.link import WorkerSocket
+from libra_hpc.train.link import COMPUTE, WAITING, Pulse, WorkerSocket
 from libra_hpc.train.settings import WorkerConfig, read_config
 
 from . import state
@@ -55,6 +56,7 @@ class Trainer:
     """One process of a replica.  Raises `UserError` for hardware or a model that is not known."""
 
     def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
+        self._pulse = Pulse(socket)
         self._config, self._speedup, self._socket = config, pace.speedup, socket
         shape = model_shape(pace.model)
         self._law = TrainLaw(shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s)
@@ -71,7 +73,8 @@ class Trainer:
             message = self._socket.receive()
             if message is None or isinstance(message, Stop):
                 return
-            self._socket.send_many(self._obey(message))
+            with self._pulse.phase(COMPUTE):
+                self._socket.send_many(self._obey(message))
 
     def _take(self, simulated_s: float, begin: float) -> None:
         """Be busy until so many simulated seconds after ``begin``."""
@@ -98,7 +101,8 @@ class Trainer:
         self._generation = -1
         mine = self._state
         try:
-            truth = state.meet(message, self._config.local_rank, mine.step, mine.updates, self._config.join_timeout_s, self._socket.interrupted)
+            with self._pulse.phase(WAITING):
+                truth = state.meet(message, self._config.local_rank, mine.step, mine.updates, self._config.join_timeout_s, self._socket.interrupted)
         except state.NotMet as error:
             return [WorkerError(f"generation {message.generation} did not form: {error}", fatal=False, generation=message.generation)]
         received = 0
@@ -181,6 +185,7 @@ def _tokens(sample: Sample) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run a twin; exit codes as `entry.run`."""
     begin = time.monotonic()
+    dump_on_request()
 
     def work(socket: str, path: Path, pace: Pace) -> None:
         Trainer(read_config(path), pace, WorkerSocket(socket), begin).run()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 
-from libra_hpc.pool.attempt import start_state, whole_start_state
+from libra_hpc.pool.attempt import forget_steps_after, start_state, whole_start_state
 from libra_hpc.protocol.mesh import Welcome
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import folders
 
 
@@ -30,6 +31,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     (folder[50] / folders.POSITION_FILE).write_text('{"step": 50, ')
     (folder[40] / folders.POSITION_FILE).write_text('{"step": 39, "low": 0, "extra": []}')
     (folder[30] / folders.OPTIMIZER_FILE).write_bytes(b"mements")
+    (run.checkpoints / f"step-000060{folders.TEMPORARY}").mkdir()
     assert start_state(run).step == 30, "the quick answer reads no weights, and moves nothing"
     assert folder[50].exists()
     welcome, damaged = whole_start_state(run)
@@ -47,3 +49,27 @@ def test_a_checkpoint_of_an_older_version_is_taken_as_it_is(tmp_path: Path) -> N
     run = RunDir(tmp_path)
     (save(run, 10) / folders.MANIFEST_FILE).unlink()
     assert whole_start_state(run) == (Welcome(10, str(run.checkpoint(10)), 80, (83,)), [])
+
+
+def test_steps_whose_lines_were_lost_with_the_coordinator_come_from_the_checkpoint_once_each(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    reports = tuple(folders.StepRecord(step, 100.0 + step, {"loss": 0.25, "reward": None}) for step in (3, 4, 5, 6))
+    save(run, 6, reports)
+    # The coordinator was killed while it wrote step 5; the line of step 7 is of a step that is trained again.
+    written = [{"t": float(step), "step": step, "loss": 0.5, "predicted_s": 1.0} for step in (1, 2, 3, 4, 7)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in written) + '{"t": 5.0, "step": 5, "lo')
+    forget_steps_after(run, 6)
+    lines = list(read_lines(run.metrics))
+    assert lines[:4] == written[:4]
+    assert lines[4:] == [{"t": 105.0, "step": 5, "loss": 0.25}, {"t": 106.0, "step": 6, "loss": 0.25}]
+    forget_steps_after(run, 6)
+    assert list(read_lines(run.metrics)) == lines
+
+
+def test_metrics_that_were_never_written_come_from_the_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    forget_steps_after(run, 0)
+    assert not run.metrics.exists()
+    save(run, 2, (folders.StepRecord(1, 1.0, {}), folders.StepRecord(2, 2.0, {})))
+    forget_steps_after(run, 2)
+    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
-from libra_hpc.protocol.trainer import Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
+from libra_hpc.protocol.trainer import Alive, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
 from libra_hpc.train import checkpoint, folders
 from libra_hpc.train.engine import Engine
 from libra_hpc.train.names import Split
@@ -132,7 +132,7 @@ class Replica:
         settings = {"optimizer": OPTIMIZER, "algorithm": ALGORITHM, "micro_tokens": MICRO_TOKENS, "join_timeout_s": 60.0, **options}
         self.processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
-        self._buffers: list[tuple[FrameBuffer, list[bytes]]] = []
+        self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
         listeners = []
         for rank in range(tp * pp):
             path = self.folder / f"{rank}.sock"
@@ -175,14 +175,27 @@ class Replica:
         self._sockets[rank].sendall(to_worker.frame(message))
 
     def receive_from(self, rank: int) -> Any:
-        """The next answer of one process."""
-        buffer, pending = self._buffers[rank]
+        """The next answer of one process; signs of life are passed over."""
+        pending = self._buffers[rank][1]
         while not pending:
-            chunk = self._sockets[rank].recv(1 << 20)
-            if not chunk:
-                raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
-            pending.extend(buffer.feed(chunk))
-        return from_worker.decode(pending.pop(0))
+            self._read(rank)
+        return pending.pop(0)
+
+    def alive(self, rank: int) -> Alive:
+        """The newest sign of life of one process, once there is another."""
+        found: list[Alive] = []
+        while not found:
+            found = self._read(rank)
+        return found[-1]
+
+    def _read(self, rank: int) -> list[Alive]:
+        buffer, pending = self._buffers[rank]
+        chunk = self._sockets[rank].recv(1 << 20)
+        if not chunk:
+            raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
+        messages = [from_worker.decode(body) for body in buffer.feed(chunk)]
+        pending.extend(message for message in messages if not isinstance(message, Alive))
+        return [message for message in messages if isinstance(message, Alive)]
 
     def ask(self, message: Any, kind: type[Any]) -> Any:
         """Send and receive."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.trainer import Join, Joined, LoadCheckpoint, Loaded, SaveCheckpoint, Saved, Standby, StepFailed, TrainStep, WorkerError
 from libra_hpc.train import folders
 from libra_hpc.train.names import Split
@@ -115,8 +116,13 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     assert first.receive(Saved).step == 0
     assert [replica.receive(Joined).generation for replica in (first, second)] == [2, 2]
     assert [answer.step for answer in step_all([first, second], 1, 2)] == [1, 1]
-    # So does a stop, and the end of the agent.
+    # So does a stop, and the end of the agent.  What the process does meanwhile can be seen from outside.
     first.send(Join(3, 0, 2, str(tmp_path / "g3")))
+    while first.alive(0).phase != "waiting for peers":
+        pass
+    first.processes[0].send_signal(DUMP_SIGNAL)
+    while "in _assemble" not in (log := (first.folder / "0.log").read_text()):
+        assert first.alive(0).phase == "waiting for peers", log
     second.send(Join(4, 0, 2, str(tmp_path / "g4")))
     assert first.close() + second.abandon() == [0, 0]
 

@@ -62,6 +62,14 @@ def test_the_newest_whole_state_is_chosen(tmp_path: Path) -> None:
     assert folders.latest_whole(tmp_path) is None
 
 
+def test_a_state_that_cannot_be_read_counts_as_the_oldest(tmp_path: Path) -> None:
+    torn, older, newer = state(tmp_path, 11), state(tmp_path, 9), state(tmp_path, 10)
+    (torn / folders.STATE_FILE).write_text("{")
+    assert folders.latest(tmp_path) == newer
+    folders.keep_newest(tmp_path, 2)
+    assert set(tmp_path.iterdir()) == {older, newer}
+
+
 def test_a_data_position_is_read_strictly(tmp_path: Path) -> None:
     position = folders.DataPosition(4, 8, (10,), (folders.StepRecord(4, 12.5, {"loss": 0.5}),))
     data = msgspec.json.encode(position)

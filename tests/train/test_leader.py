@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -78,13 +78,15 @@ class World:
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
         self.no_position = False
+        self.carried: list[list[tuple[int, float]]] = []
         self.tried: list[int] = []
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
         settings = LeaderSettings(steps, 1, True, checkpoint_every, "/rendezvous", "/checkpoints", retain)
 
-        def saved(at: int, order: DataOrder) -> None:
+        def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
+            self.carried.append([(report.step, report.metrics["reward"]) for report in reports])
             if self.no_position:
                 raise OSError("no room for the position")
             self.saved.append((at, order.low, sorted(order.extra)))
@@ -355,6 +357,22 @@ def test_a_checkpoint_that_fails_is_tried_again_at_a_later_boundary(monkeypatch:
     events = [(log.fields["step"], log.fields["reason"]) for log in world.of(Log) if log.kind == "checkpoint_failed"]
     assert events == [(2, "no room"), (4, "no room"), (5, "no room for the position")]
     assert not world.of(Fatal)
+
+
+def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> None:
+    world = World(steps=4, checkpoint_every=2)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for step in (1, 2, 3, 4):
+            world.leader.on_batch(batch(step))
+            await until(lambda step=step: len(world.of(Committed)) == step and len(world.carried) == step // 2)
+            world.leader.on_recorded(1)
+
+    play(world, script)
+    assert world.carried == [[(2, 0.5)], [(2, 0.5), (3, 0.5), (4, 0.5)]]
+    assert all(report.t > 1e9 for report in world.of(StepReport))
 
 
 @pytest.mark.parametrize("freed", [True, False])

@@ -1,0 +1,137 @@
+"""Whether a training replica makes progress: the judgement of its node, from orders, answers and signs of life.
+
+- An order takes more than half of its limit -> late, reported once.
+- More than its limit, and the replica computes -> hung.
+- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long: whoever keeps them waiting is ended first.
+- A process that has something to do gives no sign of life for ``floor_s`` -> hung; for half of that -> late.
+
+Pure: times are seconds of any monotonic clock, given as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from libra_hpc.process.deadlines import Deadlines, DeadlineSettings, Pending
+from libra_hpc.protocol.trainer import (
+    Alive,
+    Export,
+    Exported,
+    ExportFailed,
+    Join,
+    Joined,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    StepDone,
+    StepFailed,
+    TrainStep,
+    WorkerError,
+)
+
+PEERS = 3.0
+"""Half: a replica that waits may be ended before the slow one is; double: a network that lost a message holds the run so much longer."""
+FRESH_S = 5.0
+"""Signs of life come every second; a phase reported longer ago says nothing about now."""
+WAITING = "waiting for peers"
+START = "start"
+
+
+def order_key(message: Any) -> tuple[str, int] | None:
+    """Name and number of what an order asks for or an answer is about; None: not watched."""
+    match message:
+        case Join(generation=number) | Joined(generation=number):
+            return "join", number
+        case TrainStep(step=number) | StepDone(step=number) | StepFailed(step=number):
+            return "train step", number
+        case Export(version=number) | Exported(version=number) | ExportFailed(version=number):
+            return "export", number
+        case SaveCheckpoint(step=number) | Saved(step=number) | SaveFailed(step=number):
+            return "checkpoint", number
+        case WorkerError(generation=number) if number >= 0:
+            return "join", number
+    return None
+
+
+class ReplicaWatch:
+    """See the module docstring."""
+
+    def __init__(self, settings: DeadlineSettings) -> None:
+        self._silent_s = settings.floor_s
+        self._deadlines = Deadlines(settings)
+        self._alive: dict[int, tuple[str, float]] = {}
+        self._reported: set[Hashable] = set()
+
+    def started(self, now: float) -> None:
+        """The processes are being started; what an earlier replica was asked is void."""
+        self.clear()
+        self._deadlines.begin(START, (START, 0), now)
+
+    def ready(self, now: float) -> None:
+        """All processes are ready."""
+        self._deadlines.end((START, 0), now)
+
+    def asked(self, message: Any, now: float) -> None:
+        """An order goes to all processes."""
+        key = order_key(message)
+        if key is not None:
+            self._deadlines.begin(key[0], key, now)
+
+    def answered(self, message: Any, now: float) -> None:
+        """The replica answered.  A failure's duration says nothing about how long success takes."""
+        key = order_key(message)
+        if key is None:
+            return
+        if isinstance(message, StepFailed | ExportFailed | SaveFailed | WorkerError):
+            self._deadlines.forget(key)
+        else:
+            self._deadlines.end(key, now)
+        self._reported.discard(key)
+
+    def alive(self, process: int, message: Alive, now: float) -> None:
+        """A process gave a sign of life."""
+        self._alive[process] = (message.phase, now)
+        self._reported.discard(process)
+
+    def clear(self) -> None:
+        """Nothing is waited for any more; measured durations stay."""
+        self._deadlines.clear()
+        self._alive.clear()
+        self._reported.clear()
+
+    def discount(self, seconds: float) -> None:
+        """The node's agent itself was stopped for so long."""
+        self._deadlines.discount(seconds)
+        self._alive = {process: (phase, at + seconds) for process, (phase, at) in self._alive.items()}
+
+    def late(self, now: float) -> list[str]:
+        """A sentence for everything that is late and was not reported yet."""
+        found: list[tuple[Hashable, str]] = [(pending.key, pending.sentence) for pending in self._deadlines.pending(now, 0.5)]
+        found += self._silent(now, 0.5)
+        fresh = [(key, sentence) for key, sentence in found if key not in self._reported]
+        self._reported.update(key for key, _ in fresh)
+        return [sentence for _, sentence in fresh]
+
+    def hung(self, now: float) -> str:
+        """Why the replica is to be ended; empty: it is not."""
+        for _, sentence in self._silent(now, 1.0):
+            return sentence
+        return next((self._phases(pending) for pending in self._deadlines.pending(now) if self._to_blame(pending, now)), "")
+
+    def _to_blame(self, pending: Pending, now: float) -> bool:
+        waits = bool(self._alive) and all(phase == WAITING and now - at <= FRESH_S for phase, at in self._alive.values())
+        return not waits or pending.waited_s > PEERS * pending.limit_s
+
+    def _phases(self, pending: Pending) -> str:
+        phases = ", ".join(sorted({phase for phase, _ in self._alive.values()}))
+        return f"{pending.sentence}, in phase: {phases or 'unknown'}"
+
+    def _silent(self, now: float, share: float) -> list[tuple[Hashable, str]]:
+        if not self._deadlines.pending(now, 0.0):
+            return []
+        return [
+            (process, f"process {process} has given no sign of life for {now - at:.0f} s (limit {self._silent_s:.0f} s), last in phase: {phase}")
+            for process, (phase, at) in sorted(self._alive.items())
+            if now - at > share * self._silent_s
+        ]
