@@ -1,7 +1,9 @@
 """How long the engines of a node may make no progress: start, weight update, waking, and between these a sign of life.
 
-- `EngineWatch.began` -> the operation has the limit of `Deadlines`, by the durations of the node's engines; silence meanwhile is no fault.
-- No operation in flight -> any message is a sign of life; engines send `EngineStats` at least once a second, idle ones too.
+- `EngineWatch.began` -> the operation has the limit of `Deadlines`, by the durations of the node's engines.  Silence
+  meanwhile is no fault.
+- No operation in flight -> any message is a sign of life; engines send `EngineStats` at least once a second, idle ones
+  too.
 - Half of a limit is used up -> *late*, found once.  All of it -> *hung*.
 
 Times are seconds of any monotonic clock, given as arguments.
@@ -13,7 +15,9 @@ from typing import Literal, NamedTuple
 
 from libra_hpc.process.deadlines import Deadlines, DeadlineSettings
 
-Operation = Literal["start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"]
+Operation = Literal[
+    "start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"
+]
 START: Operation = "start of the engine"
 WEIGHTS: Operation = "weight update of the engine"
 WAKE: Operation = "waking of the engine"
@@ -69,7 +73,8 @@ class EngineWatch:
 
     def late(self, now: float) -> list[Finding]:
         """Engines that became late since the last call."""
-        found = {pending.key: pending.sentence for pending in self._deadlines.pending(now, LATE_SHARE) if pending.key not in self._late}
+        pending = self._deadlines.pending(now, LATE_SHARE)
+        found = {one.key: one.sentence for one in pending if one.key not in self._late}
         self._late.update(found)  # type: ignore[arg-type]
         return [Finding(key[0], sentence) for key, sentence in found.items()]  # type: ignore[index]
 

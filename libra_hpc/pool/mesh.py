@@ -1,13 +1,13 @@
 """The mesh: point-to-point messages between node agents over MPI, driven by the agent's asyncio loop.
 
-A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`.  It may carry one *blob* (raw bytes, no copy at the sender), which follows as
-an MPI message of its own.  Every MPI call is nonblocking, so a dead peer never blocks a live one.
+A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`.  It may carry one *blob* (raw bytes, no
+copy at the sender), an MPI message of its own.  Every MPI call is nonblocking, so a dead peer never blocks a live one.
 
 - A send stays until MPI has taken it, however long that takes: slow is slow.  Its buffer lives as long.
 - `forget` -> new sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`, whole messages in order.
 - `remember` -> the rank is a peer again.
-- MPI reports an error (a peer died while its blob was read) -> counted in `Mesh.broken`, and everything goes on.  The bytes of that blob are arbitrary:
-  who uses a blob has a checksum.
+- MPI reports an error (a peer died while its blob was read) -> counted in `Mesh.broken`, and everything goes on.  The
+  bytes of that blob are arbitrary: who uses a blob has a checksum.
 
 MPI has no descriptor to wait on, so the mesh polls.  The pause between two polls is `POLL_SHARE` = 5 % of the time since the last message, but at least
 `POLL_MIN_S` and at most `POLL_MAX_S`: an idle agent costs well under one percent of a core.
@@ -135,7 +135,7 @@ class Mesh:
     def forget(self, rank: int) -> None:
         """A rank was declared lost.
 
-        Its unfinished receives go on: a blob whose receive is gone would be matched to another frame when the rank comes back.
+        Its unfinished receives go on: a blob whose receive is gone would be matched to another frame when it is back.
         """
         self._lost.add(rank)
 
@@ -200,7 +200,7 @@ class Mesh:
             return None
 
     def _completed(self, request: MPI.Request) -> bool:
-        """Whether a request has completed.  An error may be that of any other request: each call makes all of them progress."""
+        """Whether a request has completed.  An error may be another request's: each call makes all of them progress."""
         try:
             return request.Test()
         except MPI.Exception:

@@ -162,7 +162,7 @@ class RolloutNode:
         await asyncio.gather(*(e.child.stop() for e in self._engines.values() if e.child is not None))
 
     async def reset(self) -> None:
-        """End every engine at once, without a word to anyone, and be as just constructed: this node was declared lost and is taken back."""
+        """End every engine at once and unreported, and be as just constructed: a lost node is taken back."""
         async with self._changing:
             children = [engine.child for engine in self._engines.values() if engine.child is not None]
             self._wanted, self._outbox = False, []
@@ -338,9 +338,11 @@ class RolloutNode:
         if in_budget and engine.starts < MAX_STARTS:
             self._context.send(0, EngineDied(self._context.rank, KIND, reason))
             return
-        often = f"{engine.starts} times before it was ready" if in_budget else f"{engine.budget.spent} times in {engine.budget.window_s:.0f} s"
-        where = self._context.logs / f"{engine.name}.log"
-        self._context.send(0, Fatal(self._context.rank, f"engine {engine.name} ended {often}, the last time because {reason}; see {where}"))
+        often = f"{engine.starts} times before it was ready"
+        if not in_budget:
+            often = f"{engine.budget.spent} times in {engine.budget.window_s:.0f} s"
+        what = f"engine {engine.name} ended {often}, the last time because {reason}"
+        self._context.send(0, Fatal(self._context.rank, f"{what}; see {self._context.logs / engine.name}.log"))
 
 
 def _refused(request: Generate, reason: str) -> Generated:

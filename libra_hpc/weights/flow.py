@@ -1,8 +1,9 @@
 """Flow of weight files from one node of the tree to its children: chunks leave as fast as each child takes them.
 
-- A child has at most `IN_FLIGHT` chunks that it has not taken; when it takes one, the next is read from the file and sent.
+- A child has at most `IN_FLIGHT` chunks that it has not taken; when it takes one, the next is read and sent.
 - Another file is started for a child -> unsent chunks of the one before are dropped.
-- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for weights when it is back.
+- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for weights
+  when it is back.
 
 Every chunk is a copy of its own, so a file may be removed while MPI still reads a chunk of it.
 """
@@ -23,7 +24,10 @@ from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
 CHUNK_BYTES = 16 << 20
 """Large enough that MPI bandwidth is reached, small enough that a tree of depth 5 starts its last hop after 80 MiB."""
 IN_FLIGHT = 4
-"""Chunks.  One on the wire, three for the pauses of the sender's loop.  Half: a busy loop leaves the link idle; double: 128 MiB held per child."""
+"""Chunks: one on the wire, three for the pauses of the sender's loop.
+
+Half: a busy loop leaves the link idle; double: 128 MiB are held per child.
+"""
 
 Send = Callable[[int, MeshMessage, bytes, Callable[[bool], None]], None]
 """``send(rank, message, blob, done)``; ``done(True)`` once the blob was taken, ``done(False)`` when it was dropped."""
@@ -47,7 +51,10 @@ class _Stream:
         self._handle = file.path.open("rb", buffering=0)
 
     def read(self, available: int) -> bytes:
-        """The next chunk out of the first ``available`` bytes; empty when there is none.  Raises `OSError` when the file lacks it."""
+        """The next chunk out of the first ``available`` bytes; empty when there is none.
+
+        Raises `OSError` when the file lacks it.
+        """
         wanted = min(CHUNK_BYTES, available - self.offset)
         if wanted <= 0:
             return b""
@@ -107,7 +114,8 @@ class Flow:
             if stream.offset == file.size:
                 self._end(rank)
             self._in_flight[rank] += 1
-            self._send(rank, WeightsChunk(file.version, offset, file.size, file.crc32, stream.relay), blob, partial(self._taken, rank))
+            chunk = WeightsChunk(file.version, offset, file.size, file.crc32, stream.relay)
+            self._send(rank, chunk, blob, partial(self._taken, rank))
 
     def _taken(self, rank: int, arrives: bool) -> None:
         self._in_flight[rank] -= 1

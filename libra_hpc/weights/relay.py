@@ -1,15 +1,15 @@
-"""Weight relay: a version-numbered file travels from the training node that exported it to every rollout node, down a binomial tree of agents.
+"""Weight relay: a version's file travels from the training node that exported it down a binomial tree of rollout nodes.
 
-The file is HF-named safetensors in /dev/shm, cut in chunks (`libra_hpc.weights.flow`).  A chunk is forwarded as soon as it is stored, so the depth of the
-tree costs one chunk, not one file.  Only the finished, checksummed file is handed to the engines.
+The file is HF-named safetensors in /dev/shm, cut in chunks (`libra_hpc.weights.flow`).  A chunk is forwarded as soon as
+it is stored, so the depth of the tree costs one chunk.  Only the finished, checksummed file goes to the engines.
 
 - A newer version is published -> unsent chunks of the older one are dropped, and receivers drop what they have of it.
-- No chunk of an announced version for the limit of `Deadlines`, or no answer to a request -> ``weights_stalled``, and the receiver asks again.
-- The checksum is wrong -> ``weights_corrupt``, and the receiver asks again later.
-- /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed, and the receiver asks again later.
+- No chunk of an announced version, or no answer to a request, within the limit -> ``weights_stalled``; asks again.
+- The checksum is wrong -> ``weights_corrupt``; asks again later.
+- /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed; asks again later.
 - Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MOST_S`, until a version is complete.
 
-Receivers ask for what they miss (`WeightsWanted`): a node that joins, an engine that was rebuilt, and a subtree whose inner node died.
+Receivers ask for what they miss (`WeightsWanted`): a node that joins, a rebuilt engine, a subtree whose inner node died.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .incoming import Incoming
 KEEP_VERSIONS = 2
 """An engine may still be reading the previous file when the next one is complete."""
 RETRY_S = 10.0
-"""Memory of /dev/shm is freed by an engine that closes an older version or by a person, both not at once; a file that is corrupt at its source stays so."""
+"""An engine that closes an older version, or a person, frees memory: neither at once.  A corrupt source stays corrupt."""
 RETRY_MOST_S = 60.0
 """Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
 
@@ -61,7 +61,8 @@ class Publisher:
 class Receiver:
     """The receiving and forwarding end, on a rollout node; times are seconds of ``time.monotonic``.
 
-    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with an event.
+    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with an
+    event.
     """
 
     def __init__(
@@ -95,7 +96,10 @@ class Receiver:
         return -1 if self.newest is None else self.newest.version
 
     def chunk(self, message: WeightsChunk, blob: bytes, now: float) -> None:
-        """Take one chunk, forward it, and finish the file when it was the last.  Chunks that came on another path already are passed over."""
+        """Take one chunk, forward it, and finish the file when it was the last.
+
+        Chunks that came on another path already are passed over.
+        """
         if not blob:
             self._expect(message.version, now)
             return
@@ -132,8 +136,9 @@ class Receiver:
         """To be called about once a second: notices what does not arrive."""
         overdue = self._deadlines.pending(now)
         if overdue:
-            incoming = self._incoming
-            version, received = (max(self.version, self._announced), 0) if incoming is None else (incoming.file.version, incoming.received)
+            version, received = max(self.version, self._announced), 0
+            if self._incoming is not None:
+                version, received = self._incoming.file.version, self._incoming.received
             self._log("weights_stalled", version=version, received=received, reason=overdue[0].sentence)
         if overdue or now >= self._retry_at:
             if self._incoming is not None:
@@ -171,7 +176,8 @@ class Receiver:
         present = self.version if incoming is None else incoming.file.version
         if message.version < present or message.version <= max(self.version, self._refused):
             return None
-        if incoming is None or message.version > present or (message.offset == 0 and message.crc32 != incoming.file.crc32):
+        other = incoming is None or (message.offset == 0 and message.crc32 != incoming.file.crc32)
+        if incoming is None or other or message.version > present:
             if message.offset:
                 return None
             self._abandon()

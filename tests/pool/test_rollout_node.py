@@ -56,7 +56,9 @@ class Scene:
         self.sent: list[Any] = []
         self.newest = 0
         layout = Layout(("planner", "train", "rollout"))
-        self.context = Context(NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders)
+        self.context = Context(
+            NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
+        )
         self.node = RolloutNode(self.context)
 
     def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
@@ -135,7 +137,9 @@ def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Pa
     run(work())
 
 
-def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_leader_nothing_new(tmp_path: Path) -> None:
+def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_leader_nothing_new(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:
             await made.up()
@@ -185,7 +189,9 @@ def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_engine_that_keeps_ending_ends_the_run_with_count_window_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_keeps_ending_ends_the_run_with_count_window_and_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rollout_node, "RestartBudget", lambda: RestartBudget(restarts=1, window_s=300.0))
 
     async def work() -> None:
