@@ -17,6 +17,9 @@ from .observations import Observations
 SHOWN_STEPS = 6
 """Steps whose prediction the status shows."""
 
+FINAL = ("completed", "failed", "cancelled")
+"""States of a run in which its nodes do nothing any more."""
+
 
 class NodeFacts:
     """What is known of one node; times are epoch seconds."""
@@ -70,7 +73,7 @@ def compose_status(
         staleness_mean=sum(m for m, _ in seen.staleness) / len(seen.staleness) if seen.staleness else 0.0,
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
-        nodes=[_node(context, pool, rank, facts, now) for rank, facts in nodes.items()], decision=decision, message=message,
+        nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()], decision=decision, message=message,
         forecast=_forecast(seen, forecast), laid_out=laid_out, failures=[FailedAttempts(*found) for found in report.failures] if report else [],
         paused=paused, notices=notices,
     )  # fmt: skip
@@ -90,8 +93,10 @@ def _forecast(seen: Observations, forecast: StepForecast) -> ForecastStatus | No
     )  # fmt: skip
 
 
-def _node(context: Context, pool: states.Pool | None, rank: int, facts: NodeFacts, now: float) -> NodeStatus:
+def _node(context: Context, pool: states.Pool | None, rank: int, facts: NodeFacts, over: bool, now: float) -> NodeStatus:
     component = context.layout.components[rank]
     role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
+    if over and role != "lost":
+        return NodeStatus(rank, facts.host, component, "ended", {}, -1, 0.0)
     beat = facts.beat
     return NodeStatus(rank, facts.host, component, role, beat.engines if beat else {}, beat.version if beat else -1, max(0.0, now - facts.seen))

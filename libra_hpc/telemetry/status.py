@@ -23,7 +23,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     component: str
     """``planner`` | ``train`` | ``hybrid`` | ``rollout``"""
     role: str
-    """``planner`` | ``train`` | ``rollout`` | ``to_train`` | ``to_rollout`` | ``lost``"""
+    """``planner`` | ``train`` | ``rollout`` | ``to_train`` | ``to_rollout`` | ``starting`` | ``lost`` | ``ended``"""
     engines: dict[str, str]
     """Engine id -> state (``starting`` | ``ready`` | ``standby`` | ``lost``)."""
     version: int

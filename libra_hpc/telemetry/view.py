@@ -30,6 +30,7 @@ STALE_HEARTBEAT_S = 5.0
 """A heartbeat comes about once a second; five missed ones are worth a colour."""
 STALE_STATUS_S = 10.0
 """status.json is replaced about once a second; older than this, the screen says so."""
+SHOWN_NOTICES = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
 ROLE_STYLES = {"planner": "blue", "train": "magenta", "rollout": "cyan", "to_train": "yellow", "to_rollout": "yellow", "lost": "bold red"}
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
@@ -157,6 +158,8 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
         grid.add_row("laid out", Text(status.laid_out))
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
+    for number, notice in enumerate(status.notices[:SHOWN_NOTICES] if not over else ()):
+        grid.add_row("lately" if number == 0 else "", Text(notice, style="yellow"))
     if not over and now - status.updated_at > STALE_STATUS_S:
         grid.add_row("stale", Text(f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone", style="red"))
     return [grid]
