@@ -160,13 +160,15 @@ class Agent:
 
         def remove(folder: Path) -> None:
             # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
-            asyncio.get_running_loop().run_in_executor(None, functools.partial(shutil.rmtree, folder, ignore_errors=True))
+            work = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+            asyncio.get_running_loop().run_in_executor(None, work)
 
         def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
             records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
+            position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
             folder = self.run_dir.checkpoint(step)
             try:
-                folders.write_position(folder, folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records))
+                folders.write_position(folder, position)
             except OSError:
                 # Renamed at once: the next attempt may write the same folder.
                 remove(folder.rename(folder.with_name(f".{folder.name}{folders.TEMPORARY}")))

@@ -16,10 +16,10 @@ from libra_hpc.train import folders
 
 
 def forget_steps_after(run: RunDir, step: int) -> None:
-    """Make the metrics those of the checkpoint that this attempt starts from: one line for every step up to it, none beyond.
+    """Make the metrics those of the checkpoint that this attempt starts from: one line for every step up to it.
 
     - A step beyond it is trained again -> its line is dropped.
-    - A step up to it was committed, but the coordinator ended before its line was written -> the line comes from the checkpoint.
+    - A step up to it has no line, because the coordinator ended too early -> the line comes from the checkpoint.
     """
     lines: dict[int, dict[str, Any]] = {}
     for line in read_lines(run.metrics):
@@ -50,7 +50,10 @@ def copy_policy(source: Path, destination: Path) -> None:
 
 
 def start_state(run: RunDir) -> Welcome:
-    """Where an attempt would start: the newest complete checkpoint of the run, or the beginning.  Weights are not read, so this is fast."""
+    """Where an attempt would start: the newest complete checkpoint of the run, or the beginning.
+
+    Weights are not read, so this is fast.
+    """
     for step, folder in reversed(run.complete_checkpoints()):
         position, _ = _position(step, folder)
         if position is not None:
@@ -61,8 +64,8 @@ def start_state(run: RunDir) -> Welcome:
 def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
     """Where an attempt starts: the newest checkpoint of which every byte is as it was written, or the beginning.
 
-    Newer ones that are damaged are moved aside and returned, as step and sentence.  For rank 0 alone; reads whole checkpoints, which takes minutes for
-    large ones.
+    Newer ones that are damaged are moved aside and returned, as step and sentence.  For rank 0 alone, before anybody
+    writes; reads whole checkpoints, which takes minutes for large ones.
     """
     damaged: list[tuple[int, str]] = []
     if run.checkpoints.exists():
@@ -83,7 +86,9 @@ def _position(step: int, folder: Path) -> tuple[folders.DataPosition | None, str
         position = folders.read_position(folder)
     except (OSError, ValueError) as error:
         return None, f"{error}."
-    return (position, "") if position.step == step else (None, f"{folders.POSITION_FILE} is that of step {position.step}.")
+    if position.step != step:
+        return None, f"{folders.POSITION_FILE} is that of step {position.step}."
+    return position, ""
 
 
 def _welcome(folder: Path, position: folders.DataPosition) -> Welcome:

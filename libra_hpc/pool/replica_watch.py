@@ -2,7 +2,8 @@
 
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
-- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long: whoever keeps them waiting is ended first.
+- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long: whoever
+  keeps them waiting is ended first.
 - A process that has something to do gives no sign of life for ``floor_s`` -> hung; for half of that -> late.
 
 Pure: times are seconds of any monotonic clock, given as arguments.
@@ -31,7 +32,7 @@ from libra_hpc.protocol.trainer import (
 )
 
 PEERS = 3.0
-"""Half: a replica that waits may be ended before the slow one is; double: a network that lost a message holds the run so much longer."""
+"""Half: a replica that waits may be ended before the slow one; double: a lost message holds the run so much longer."""
 FRESH_S = 5.0
 """Signs of life come every second; a phase reported longer ago says nothing about now."""
 WAITING = "waiting for peers"
@@ -107,7 +108,9 @@ class ReplicaWatch:
 
     def late(self, now: float) -> list[str]:
         """A sentence for everything that is late and was not reported yet."""
-        found: list[tuple[Hashable, str]] = [(pending.key, pending.sentence) for pending in self._deadlines.pending(now, 0.5)]
+        found: list[tuple[Hashable, str]] = [
+            (pending.key, pending.sentence) for pending in self._deadlines.pending(now, 0.5)
+        ]
         found += self._silent(now, 0.5)
         fresh = [(key, sentence) for key, sentence in found if key not in self._reported]
         self._reported.update(key for key, _ in fresh)
@@ -117,10 +120,14 @@ class ReplicaWatch:
         """Why the replica is to be ended; empty: it is not."""
         for _, sentence in self._silent(now, 1.0):
             return sentence
-        return next((self._phases(pending) for pending in self._deadlines.pending(now) if self._to_blame(pending, now)), "")
+        return next(
+            (self._phases(pending) for pending in self._deadlines.pending(now) if self._to_blame(pending, now)), ""
+        )
 
     def _to_blame(self, pending: Pending, now: float) -> bool:
-        waits = bool(self._alive) and all(phase == WAITING and now - at <= FRESH_S for phase, at in self._alive.values())
+        waits = bool(self._alive) and all(
+            phase == WAITING and now - at <= FRESH_S for phase, at in self._alive.values()
+        )
         return not waits or pending.waited_s > PEERS * pending.limit_s
 
     def _phases(self, pending: Pending) -> str:
@@ -131,7 +138,11 @@ class ReplicaWatch:
         if not self._deadlines.pending(now, 0.0):
             return []
         return [
-            (process, f"process {process} has given no sign of life for {now - at:.0f} s (limit {self._silent_s:.0f} s), last in phase: {phase}")
+            (
+                process,
+                f"process {process} has given no sign of life for {now - at:.0f} s (limit {self._silent_s:.0f} s), "
+                f"last in phase: {phase}",
+            )
             for process, (phase, at) in sorted(self._alive.items())
             if now - at > share * self._silent_s
         ]

@@ -50,7 +50,7 @@ ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
 LOOK_S = 1.0
 """Between two looks at whether the replica makes progress."""
 STALL_S = 2.0
-"""A look that comes so much later than planned was kept from coming: the agent itself was stopped, and could read no answers."""
+"""A look that comes so much later than planned means that the agent itself was stopped, and could read no answers."""
 WARNING_S = 60.0
 """A full file system fails a snapshot at every one of them: one event a minute says it."""
 
@@ -136,7 +136,7 @@ class TrainNode:
             child.send(message)
 
     async def watch(self) -> None:
-        """End a replica that makes no progress, so that it is rebuilt as after any other death; runs as long as the agent."""
+        """End a replica that makes no progress; it is then rebuilt as after any other death.  Runs as long as the agent."""
         planned = time.monotonic() + LOOK_S
         while True:
             await asyncio.sleep(LOOK_S)
@@ -208,7 +208,7 @@ class TrainNode:
             await child.start(trainer_command(config, context.component, path), environment, context.logs / f"{name}.log")
 
     def _start_dir(self, snapshots: Path) -> str:
-        """Newest whole snapshot; else, for a replica that is rebuilt, the newest whole checkpoint of this attempt; else what the attempt started from."""
+        """Newest whole snapshot; else, when rebuilt, the newest whole checkpoint; else what the attempt started from."""
         newest = folders.latest_whole(snapshots)
         if newest is not None:
             return str(newest)

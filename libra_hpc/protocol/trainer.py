@@ -196,7 +196,8 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
 FromWorker = Union[
-    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, Loaded, WorkerError,
+    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, Loaded,
+    WorkerError,
 ]  # fmt: skip
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)

@@ -230,14 +230,15 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The complete checkpoint with the highest step; its files are not read (`libra_hpc.pool.attempt.whole_start_state` does)."""
+        """The complete checkpoint with the highest step; `libra_hpc.pool.attempt.whole_start_state` also reads its files."""
         return max(self.complete_checkpoints(), default=None)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Step and folder of every complete checkpoint, the lowest step first."""
         if not self.checkpoints.exists():
             return []
-        return sorted((int(m.group(1)), p) for p in self.checkpoints.iterdir() if (m := _STEP.match(p.name)) and (p / "state.json").exists())
+        found = [(int(m.group(1)), path) for path in self.checkpoints.iterdir() if (m := _STEP.match(path.name))]
+        return sorted((step, path) for step, path in found if (path / "state.json").exists())
 
     def resolved(self) -> dict[str, Any]:
         """The content of `config`, not validated; raises `UserError` when it is missing, damaged, or someone else's."""

@@ -38,7 +38,7 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 def export(engine: Engine, path: Path) -> tuple[int, int]:
     """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write.
 
-    Collective over the replica.  Raises `OSError` in all its processes when the file system has no room; nothing is left behind.
+    Collective over the replica.  Raises `OSError` in all its processes when there is no room; nothing is left behind.
     """
     parameters = dict(engine.named_parameters())
     tensors = gathered(parameters, engine.shape, engine.split)
@@ -55,7 +55,9 @@ def export(engine: Engine, path: Path) -> tuple[int, int]:
     return found
 
 
-def _write_export(path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+def _write_export(
+    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[int, int]:
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +129,11 @@ def save(engine: Engine, model_dir: Path, folder: Path) -> None:
 
 
 def _write_state(
-    state: folders.TrainerState, policy: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], model_dir: Path, folder: Path
+    state: folders.TrainerState,
+    policy: dict[str, torch.Tensor],
+    optimizer: dict[str, torch.Tensor],
+    model_dir: Path,
+    folder: Path,
 ) -> None:
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,9 +1,10 @@
 """Checkpoint and snapshot folders: what is in one, which one is newest, and how one appears all at once.
 
 A folder holds ``policy/`` (a Hugging Face folder: config, tokenizer, ``model.safetensors``), ``optimizer.safetensors`` (``exp_avg/<HF name>``,
-``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than float32), ``trainer.json`` and, written last, ``manifest.json``: the
-size and checksum of every other file.  It is written under a temporary name and renamed when complete; a process killed while writing leaves only a
-temporary one behind.  What a file system loses or tears later, `verify` finds.
+``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than float32), ``trainer.json``
+and, written last, ``manifest.json``: the size and checksum of every other file.  It is written under a temporary name
+and renamed when complete; a process killed while writing leaves only a temporary one behind.  What a file system loses
+or tears later, `verify` finds.
 
 The train leader adds ``state.json``, the data position, to a checkpoint.  Needs no torch, so an agent may use it.
 """
@@ -122,7 +123,7 @@ def latest_whole(parent: Path) -> Path | None:
 
 
 def verify(folder: Path) -> str:
-    """Compare the files of a state with its manifest: empty when it is whole, else a sentence that names the first bad file.
+    """Compare a state with its manifest: empty when it is whole, else a sentence that names the first bad file.
 
     A folder without a manifest was written by an older version, and is taken as it is.
     """
@@ -143,8 +144,10 @@ def verify(folder: Path) -> str:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written."
     for name, crc in _checksums(folder, manifest).items():
+        if isinstance(crc, OSError):
+            return f"{name} cannot be read: {crc}."
         if crc != manifest[name][1]:
-            return f"{name} cannot be read: {crc}." if isinstance(crc, OSError) else f"{name} has not the checksum with which it was written."
+            return f"{name} has not the checksum with which it was written."
     return ""
 
 
@@ -193,8 +196,9 @@ def sync(path: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Write the manifest of a complete folder and give it its final name; an older folder of that name is moved aside first and then removed."""
-    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
+    """Write the manifest of a complete folder and give it its final name, in place of an older folder of that name."""
+    files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+    names = sorted(str(path) for path in files if path.name != MANIFEST_FILE)
     with ThreadPoolExecutor(1) as pool:
         # The disk writes while the processor sums.
         synced = pool.submit(sync_tree, partial)

@@ -48,12 +48,12 @@ from .retry import Exports, Retry
 from .shards import loss_tokens_of, shard, tokens_of
 
 SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
-"""Pauses after a checkpoint that failed; training goes on meanwhile, and each attempt costs the time of a checkpoint."""
+"""Pauses in seconds after a checkpoint that failed; each attempt costs the time of a checkpoint."""
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Of the last checkpoint, which must not fail; a run that was told to stop has seconds."""
 SKIPPED_STEPS = 3
-"""Steps in a row without any update, because no gradient was finite, that end the run.  One may be an accident of a batch; three are the policy itself.
-Half: a single pair of bad batches ends a run; double: as many batches more are spent on nothing."""
+"""Steps in a row without any update, because no gradient was finite, that end the run.  One may be an accident of a
+batch; three are the policy itself.  Half: a single pair of bad batches ends a run; double: more batches are wasted."""
 
 
 class TrainLeader(Members):
@@ -113,7 +113,8 @@ class TrainLeader(Members):
                 self._log("export_failed", step=version, reason=reason)
                 now = self._clock()
                 if self._exports.failed(now):
-                    self._hopeless = f"the weights of step {version} could not be written for the rollout engines: {reason}"
+                    what = f"the weights of step {version} could not be written for the rollout engines"
+                    self._hopeless = f"{what}: {reason}"
                 else:
                     asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._export)
             case Exported(version=version, crc32=crc32, seconds=seconds):
@@ -162,7 +163,7 @@ class TrainLeader(Members):
             self._send(0, TrainingFinished(self.step))
 
     def _batch_or_change(self) -> bool:
-        return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason) or bool(self._hopeless)
+        return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason or self._hopeless)
 
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""
@@ -202,7 +203,9 @@ class TrainLeader(Members):
         every = self.settings.checkpoint_every
         if every and self.step % every == 0 and self.step < self.settings.steps:
             self._save_due = True
-        return self._skipped_in_row < SKIPPED_STEPS or self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
+        if self._skipped_in_row >= SKIPPED_STEPS:
+            return self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
+        return True
 
     def _note_skipped(self, step: int, done: StepDone) -> None:
         minibatches = len(self._totals)
@@ -252,7 +255,10 @@ class TrainLeader(Members):
             self._send(self.exporter, ToReplica(Export("", self.step)))
 
     async def _save(self) -> str | None:
-        """Save through one member; when that member dies meanwhile, through another.  Empty: saved; None: the run cannot go on; else why it failed."""
+        """Save through one member; when that member dies meanwhile, through another.
+
+        Empty: saved; None: the run cannot go on; else why it failed.
+        """
         while await self._membership():
             if self._state_step < self.step:
                 await self._replay()

@@ -2,7 +2,7 @@
 
 - Any thread may send.
 - `Pulse` gives a sign of life once a second.
-- While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is kept, and handled in order afterwards.
+- While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is handled in order later.
 
 Needs no torch: the simulated trainer speaks through it too.
 """
@@ -22,7 +22,7 @@ from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, Stop, f
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
-    """See the module docstring.  The socket stays in blocking mode, so that a receiver never changes the mode under a sender."""
+    """See the module docstring.  The socket stays blocking, so that a receiver never changes the mode under a sender."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, to_worker, from_worker)
@@ -68,7 +68,7 @@ IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
 
 
 class Pulse:
-    """Reports what the process does, from a thread of its own: a process that computes for long still reports, a stopped one does not."""
+    """Reports what the process does, from a thread of its own: one that computes still reports, a stopped one does not."""
 
     def __init__(self, socket: WorkerSocket) -> None:
         self._socket = socket

@@ -20,8 +20,8 @@ from libra_hpc.protocol.trainer import Join, Joined
 NEW_GENERATION_S = 120.0
 """A step or join that keeps failing for so long although no member died would go on to fail."""
 RETRY_S = 5.0
-"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.  Silence for so long means that
-nobody died (a member was slow, a connection broke): the same members try again."""
+"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.
+Silence for so long means that nobody died (a member was slow, a connection broke): the same members try again."""
 
 
 class LeaderSettings(msgspec.Struct, frozen=True):
@@ -40,7 +40,9 @@ class LeaderSettings(msgspec.Struct, frozen=True):
 class Members:
     """The base of the train leader: orders, members, and their answers to what was asked last."""
 
-    def __init__(self, settings: LeaderSettings, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: LeaderSettings, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
+    ) -> None:
         self.settings, self._send, self._clock = settings, send, clock
         self.generation = 0
         self.members: tuple[int, ...] = ()
@@ -81,18 +83,22 @@ class Members:
         while not condition():
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock()))
+                await asyncio.wait_for(
+                    self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock())
+                )
             except TimeoutError:
                 return condition()
         return True
 
     async def _order_or_retry(self) -> bool:
-        """Wait for a newer order, or until it is time to try the last one again; False when that was tried for too long."""
+        """Wait for a newer order, or until the last one is to be tried again; False when that was tried for too long."""
         while not self._ordered_newer():
             alive = bool(self._failed) and not self._died
             if alive and self._failing_since is None:
                 self._failing_since = self._clock()
-            if not await self._until(self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None):
+            if not await self._until(
+                self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None
+            ):
                 return self._failing_since is None or self._clock() - self._failing_since < NEW_GENERATION_S
         return True
 
@@ -100,7 +106,7 @@ class Members:
         return self._ordered_newer() or self._died
 
     async def _join(self, wanted: tuple[int, ...]) -> bool:
-        """Have these ranks form the generation; False when that failed, or when a newer order came before all had joined."""
+        """Have these ranks form the generation; False when that failed, or a newer order came before all had joined."""
         self._joining, self._broken = wanted, True
         self._ask_anew()
         self._joins += 1

@@ -7,7 +7,8 @@ each coordinate gets one *bare* process group per generation, met through a file
    has all of its own, so a source that dies half-way leaves the receiver as it was.
 2. Gradients are summed before anything is changed.  All processes of a replica agree on success before the update; on failure the step is not committed.
 3. Whoever fails leaves the group at once, which closes its sockets and thereby wakes peers that wait for it.
-4. Members announce themselves and wait for the others interruptibly; only when all are there does the connect follow, which nothing can interrupt.
+4. Members announce themselves and wait for the others interruptibly; only when all are there does the connect follow,
+   which nothing can interrupt.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ BROADCAST_ELEMENTS = 1 << 24
 ANNOUNCE_POLL_S = 0.05
 """Pause between two looks at who has announced itself: a read of a file on the shared file system."""
 CONNECT_S = 8.0
-"""Longest connect of members that have all announced themselves, which takes milliseconds on the CPU.  Half: a loaded node may miss it; double: a member
-that dies in between holds the others so long."""
+"""Longest connect of members that have all announced themselves, which takes milliseconds on the CPU.  Half: a loaded
+node may miss it; double: a member that dies in between holds the others so long."""
 
 
 class PeerLost(Exception):
@@ -45,7 +46,11 @@ class Replicas:
     """This process's membership in the current generation."""
 
     def __init__(
-        self, engine: Engine, step_timeout_s: float, join_timeout_s: float, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        engine: Engine,
+        step_timeout_s: float,
+        join_timeout_s: float,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """``waiting`` is entered while this process waits for other replicas."""
         self._engine, self._waiting = engine, waiting
@@ -59,8 +64,8 @@ class Replicas:
     def join(self, message: Join, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Become a member of a generation and bring this replica to the truth's state; returns the bytes received.
 
-        Collective over the generation; ``interrupted`` ends the wait for members that have not appeared.  Raises `PeerLost` when it does not come about;
-        this process is then in no generation and its state is as before.
+        Collective over the generation; ``interrupted`` ends the wait for members that have not appeared.  Raises
+        `PeerLost` when it does not come about; this process is then in no generation and its state is as before.
         """
         self.leave()
         received: list[torch.Tensor] = []
@@ -89,14 +94,15 @@ class Replicas:
         store.set(members[message.rank], "here")
         deadline = time.monotonic() + self._join_timeout_s
         while True:
-            # Also when all are there: those that got the newer order are about to leave, and the connect would wait for them.
+            # Also when all are there: those that got the newer order are about to leave, and the connect would wait.
             if interrupted():
                 raise RuntimeError("a newer order came")
             if store.check(members):
                 return
             if time.monotonic() > deadline:
                 missing = [rank for rank, member in enumerate(members) if not store.check([member])]
-                raise RuntimeError(f"members {missing} of {message.size} did not appear within {self._join_timeout_s:g} s")
+                within = f"within {self._join_timeout_s:g} s"
+                raise RuntimeError(f"members {missing} of {message.size} did not appear {within}")
             time.sleep(ANNOUNCE_POLL_S)
 
     def _form(self, message: Join, interrupted: Callable[[], bool]) -> tuple[tuple[int, int], list[torch.Tensor]]:

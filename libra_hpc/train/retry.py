@@ -40,7 +40,7 @@ class Exports:
     """Which version of the weights was asked of the exporter, and which is written."""
 
     FIRST_S, LONGEST_S = 2.0, 10.0
-    """Pauses after failed exports.  Generation under a staleness bound of 0 waits for the version, so they are short."""
+    """Pauses in seconds.  Generation under a staleness bound of 0 waits for the version, so they are short."""
     FAILURES = 5
     """In a row that end the run: 24 s in which nobody made room."""
 

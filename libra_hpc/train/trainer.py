@@ -2,7 +2,7 @@
 
 - A step is committed in all processes of a replica or in none: the sum over replicas comes before any change.
 - A step of several minibatches starts from a copy that it falls back to.
-- The summed gradient or a sum of a minibatch is not finite -> its update is skipped everywhere, and the step still commits.
+- The summed gradient or a sum of a minibatch is not finite -> its update is skipped everywhere; the step commits.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class GrpoTrainer:
 
 
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
-    """What a step reports for each of the sums, from those and the global loss tokens of its updates; zeros without an update."""
+    """What a step reports, by place, from the sums and global loss tokens of its updates; zeros without an update."""
     count = max(1.0, sum(s[TOKENS] for s, _ in sums))
     means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, ENTROPY)}
     means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))

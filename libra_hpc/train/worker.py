@@ -2,10 +2,12 @@
 
     python -m libra_hpc.train.worker --socket PATH --config JSON
 
-One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone writes exports.  Failures come in two
-sizes: a step, a join or a file that did not come about but left this process usable (`StepFailed`, `SaveFailed`, `ExportFailed`, `Warned`,
-`WorkerError(fatal=False)`), and anything unforeseen, after which the process says ``WorkerError(fatal=True)`` and exits with 1; its closed sockets tell every
-peer.
+One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone
+writes files.  Failures come in two sizes:
+
+- A step, a join or a file did not come about -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or
+  ``WorkerError(fatal=False)``; the process stays usable.
+- Anything unforeseen -> ``WorkerError(fatal=True)`` and exit code 1; the closed sockets tell every peer.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Worker:
         split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
         self._engine = Engine(shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute)
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
-        self._replicas = Replicas(self._engine, config.step_timeout_s, config.join_timeout_s, lambda: pulse.phase(WAITING))
+        timeouts = config.step_timeout_s, config.join_timeout_s
+        self._replicas = Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
@@ -102,7 +105,8 @@ class Worker:
         try:
             received = self._replicas.join(message, self._socket.interrupted)
         except PeerLost as lost:
-            self._socket.send(WorkerError(f"generation {message.generation} did not form: {lost}", fatal=False, generation=message.generation))
+            what = f"generation {message.generation} did not form: {lost}"
+            self._socket.send(WorkerError(what, fatal=False, generation=message.generation))
             return
         self._socket.send(Joined(message.generation, self._engine.state.step, received, time.monotonic() - begin))
 

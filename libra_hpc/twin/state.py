@@ -42,7 +42,10 @@ def weight_file(step: int) -> bytes:
 
 
 def export(path: Path, step: int) -> tuple[int, int]:
-    """Write the weights of ``step``, all at once; returns crc32 and size of the file.  Raises `OSError`, and leaves nothing behind, when there is no room."""
+    """Write the weights of ``step``, all at once; returns crc32 and size of the file.
+
+    Raises `OSError`, and leaves nothing behind, when there is no room.
+    """
     data = weight_file(step)
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
     try:
@@ -56,7 +59,7 @@ def export(path: Path, step: int) -> tuple[int, int]:
 
 
 def save(folder: Path, step: int, updates: int) -> None:
-    """Write a checkpoint, which appears all at once; raises `OSError`, and leaves nothing behind, when there is no room."""
+    """Write a checkpoint, which appears all at once; raises `OSError` and leaves nothing when there is no room."""
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -102,9 +102,13 @@ class Trainer:
         mine = self._state
         try:
             with self._pulse.phase(WAITING):
-                truth = state.meet(message, self._config.local_rank, mine.step, mine.updates, self._config.join_timeout_s, self._socket.interrupted)
+                config, interrupted = self._config, self._socket.interrupted
+                truth = state.meet(
+                    message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted
+                )
         except state.NotMet as error:
-            return [WorkerError(f"generation {message.generation} did not form: {error}", fatal=False, generation=message.generation)]
+            what = f"generation {message.generation} did not form: {error}"
+            return [WorkerError(what, fatal=False, generation=message.generation)]
         received = 0
         if truth != mine:
             received = self._law.state_bytes
@@ -121,7 +125,7 @@ class Trainer:
         samples = [sample for minibatch in message.minibatches for sample in minibatch]
         compute_s, reduce_s = self._law.compute_s(map(_tokens, samples)), self._law.reduce_s(self._size)
         self._take(compute_s + reduce_s, begin)
-        skipped = sum(any(not math.isfinite(sample.advantage) for sample in minibatch) for minibatch in message.minibatches)
+        skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
         warned = self._snapshot()

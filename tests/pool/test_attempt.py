@@ -20,7 +20,9 @@ def save(run: RunDir, step: int, reports: tuple[folders.StepRecord, ...] = ()) -
     (partial / folders.OPTIMIZER_FILE).write_bytes(b"moments")
     (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
     folders.publish(partial, folder)
-    (folder / folders.POSITION_FILE).write_bytes(msgspec.json.encode(folders.DataPosition(step, 8 * step, (8 * step + 3,), reports)))
+    (folder / folders.POSITION_FILE).write_bytes(
+        msgspec.json.encode(folders.DataPosition(step, 8 * step, (8 * step + 3,), reports))
+    )
     return folder
 
 
@@ -37,7 +39,10 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     welcome, damaged = whole_start_state(run)
     assert welcome == Welcome(20, str(folder[20]), 160, (163,))
     assert [step for step, _ in damaged] == [50, 40, 30]
-    assert [word in sentence for (_, sentence), word in zip(damaged, ("torn", "step 39", "optimizer.safetensors"), strict=True)] == [True] * 3
+    assert [
+        word in sentence
+        for (_, sentence), word in zip(damaged, ("torn", "step 39", "optimizer.safetensors"), strict=True)
+    ] == [True] * 3
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
         "step-000010", "step-000020", "step-000030.damaged", "step-000040.damaged", "step-000050.damaged",
     ]  # fmt: skip

@@ -98,7 +98,9 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
     scene.play(script)
     (hung,) = [log for log in scene.of(Log) if log.kind == "hung"]
     assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
-    assert hung.fields["reason"].startswith("process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers")
+    assert hung.fields["reason"].startswith(
+        "process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers"
+    )
     assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
 
 
@@ -112,7 +114,9 @@ def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path)
             await scene.until(lambda ended=ended: scene.of(ended))
 
     scene.play(script)
-    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, "one end for each of two parties"
+    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, (
+        "one end for each of two parties"
+    )
     reason = scene.of(Fatal)[0].reason
     assert "the replica ended 2 times within 300 s" in reason
     assert reason.endswith("t1.0.log")
