@@ -43,11 +43,11 @@ class Attempts:
         self._waiting[trajectory.index, trajectory.sample] = (now, trajectory)
 
     def begin(self, now: float) -> list[Trajectory]:
-        """Attempts that begin now: all that are due, or during a pause the one that has waited longest, as a probe."""
+        """Attempts that begin now: all that are due, or during a pause one as a probe, of the prompt that failed least."""
         if self.book.paused:
             if not self._waiting or not self.book.may_probe(now):
                 return []
-            key = min(self._waiting, key=lambda key: self._waiting[key][0])
+            key = min(self._waiting, key=lambda key: (self.book.probed(key), self._waiting[key][0]))
             self.book.probing(key)
             return [self._waiting.pop(key)[1]]
         due = [key for key, (at, _) in self._waiting.items() if at <= now]

@@ -2,7 +2,8 @@
 
 - Attempt failed -> the trajectory waits 1, 2, 4, ... s (at most `LONGEST_S`); at its `MAX_STRIKES`-th failure it is given up.
 - More than ``max_share`` of the window failed -> pause: no prompt is admitted, and one attempt at a time (a *probe*) begins.
-- Probe failed -> the next one waits twice as long.  No failure of a pause, or that led to it, counts against its trajectory.
+- Probe failed -> the next one, of another prompt where one waits, comes after twice the time.
+- What led to a pause does not count against its trajectory; of the failures in a pause only those of probes do.
 - Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
 - Paused for ``patience_s`` in all, with no sound window in between -> fail.
 
@@ -66,6 +67,8 @@ class FailureBook:
         """Why nothing is admitted; empty while prompts are."""
         self.probe: Key | None = None
         """The one attempt that runs on purpose during a pause."""
+        self._probed: Counter[int] = Counter()
+        """Probes of this pause that failed, by prompt."""
         self._probe_at = self._paused_at = self._paused_s = 0.0
         self._delay_s = FIRST_S
         self._failed_at = float("-inf")
@@ -82,12 +85,13 @@ class FailureBook:
             self._texts[text] += 1
         self._ended(key, False)
         self._failed_at = now
-        if self.paused:
-            if key == self.probe:
-                self.probe = None
-                self._delay_s = min(LONGEST_S, 2.0 * self._delay_s)
-                self._probe_at = now + self._delay_s
+        if self.paused and key != self.probe:
             return FIRST_S
+        if self.paused:
+            self.probe = None
+            self._probed[key[0]] += 1
+            self._delay_s = min(LONGEST_S, 2.0 * self._delay_s)
+            self._probe_at = now + self._delay_s
         self._strikes[key] += 1
         if self._strikes[key] >= MAX_STRIKES:
             del self._strikes[key]
@@ -112,6 +116,10 @@ class FailureBook:
         """A probe began."""
         self.probe = key
 
+    def probed(self, key: Key) -> int:
+        """How often its prompt failed as a probe in this pause."""
+        return self._probed[key[0]]
+
     def may_probe(self, now: float) -> bool:
         """Whether a probe may begin."""
         return bool(self.paused) and not self._over and self.probe is None and now >= self._probe_at
@@ -132,7 +140,7 @@ class FailureBook:
         if self._resume:
             return self._resumed(now)
         paused_s = self._paused_s + now - self._paused_at
-        if self.probe is None and not self._over and paused_s > self._patience_s:
+        if waiting and self.probe is None and not self._over and paused_s > self._patience_s:
             self._over = True
             sentence = self._sentence(list(self._window.items()))
             return Admission("fail", f"{sentence} Admission was paused for {paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
@@ -155,6 +163,7 @@ class FailureBook:
     def _pause(self, recent: list[tuple[Key, bool]], now: float) -> Admission:
         self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
         self._strikes.clear()
+        self._probed.clear()
         self._paused_at, self._probe_at, self.probe, self._resume = now, now + self._delay_s, None, False
         return Admission("pause", self.paused)
 
@@ -162,7 +171,8 @@ class FailureBook:
         seconds = now - self._paused_at
         self._paused_s += seconds
         self.paused, self.probe, self._resume = "", None, False
-        self._window.clear()
+        # What failed before says nothing any more; what went well still says that one prompt's failures are its own.
+        self._window = OrderedDict((key, well) for key, well in self._window.items() if well)
         return Admission("resume", f"An attempt succeeded after a pause of {seconds:.0f} s.")
 
     def _sentence(self, recent: list[tuple[Key, bool]]) -> str:

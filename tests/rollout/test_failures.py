@@ -7,7 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.rollout.attempts import Attempts
 from libra_hpc.rollout.failures import ENOUGH, LONGEST_S, MAX_STRIKES, WINDOW, Failure, FailureBook
+from libra_hpc.rollout.trajectory import Trajectory
 
 
 def why(error: str = "KeyError: 'x'", kind: str = "raised") -> Failure:
@@ -109,11 +111,24 @@ def test_probes_come_one_at_a_time_and_ever_later() -> None:
     while len(began) < 9:
         now += 1.0
         if book.may_probe(now):
+            key = (len(began), 0)
             began.append(now)
-            book.probing((0, 0))
+            book.probing(key)
             assert not book.may_probe(now + 1000.0)
-            assert book.failed((0, 0), why(), now) is not None, "it is not held against the trajectory"
+            assert book.failed(key, why(), now) is not None
     assert [b - a for a, b in pairwise(began)] == [2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_S, LONGEST_S, LONGEST_S]
+
+
+def test_in_a_pause_only_probes_count_against_a_trajectory() -> None:
+    book, now = paused(1e9), 0.0
+    assert [book.failed((1, 0), why(), now) for _ in range(9)] == [1.0] * 9
+    given_up = []
+    for _ in range(MAX_STRIKES):
+        now += 1000.0
+        assert book.may_probe(now)
+        book.probing((0, 0))
+        given_up.append(book.failed((0, 0), why(), now) is None)
+    assert given_up == [False, False, True]
 
 
 def test_a_probe_or_what_was_sent_after_the_last_failure_resumes() -> None:
@@ -141,6 +156,7 @@ def test_patience_is_of_the_pauses_together_until_a_sound_window_and_waits_for_t
     book.probing((0, 0))
     assert book.evaluate(1, 1, now + 4.0) is None, "12 s, but an attempt is on its way"
     book.failed((0, 0), why(), now + 4.0)
+    assert book.evaluate(0, 0, now + 4.0) is None, "nothing is left to try: the trainers have the next move"
     decision = book.evaluate(1, 1, now + 4.0)
     assert decision is not None
     assert decision.action == "fail"
@@ -171,8 +187,25 @@ def test_no_history_breaks_the_book(history: list[tuple[bool, int, int]]) -> Non
         else:
             delay = book.failed((index, sample), why(), now)
             assert delay is None or 1.0 <= delay <= LONGEST_S
-            assert not (book.paused and delay is None), "nothing is given up during a pause"
         decision = book.evaluate(1, 1, now)
         over = over or (decision is not None and decision.action == "fail")
         assert not (over and book.may_probe(now + 1000.0) and book.paused)
         assert len(book._window) <= WINDOW
+
+
+def test_probes_go_round_the_prompts_and_events_are_few() -> None:
+    events: list[tuple[str, dict[str, object]]] = []
+    attempts = Attempts(FailureBook(0.2, 1e9), lambda kind, **fields: events.append((kind, fields)), lambda reason: None)
+    for number in range(30):
+        assert attempts.failed(Trajectory(number // 10, number % 10, 0), why(), 0.0)
+    assert attempts.evaluate(0, 0.0) == 0
+    now, probed = 0.0, []
+    for _ in range(4):
+        now += 1000.0
+        (probe,) = attempts.begin(now)
+        assert attempts.begin(now + 1000.0) == []
+        probed.append(probe.index)
+        attempts.failed(probe, why(), now)
+    assert probed == [0, 1, 2, 0]
+    assert [kind for kind, _ in events] == ["trajectory_failed"] * 20 + ["admission_paused"] + ["trajectory_failed"] * 4
+    assert [fields["unsaid"] for kind, fields in events if kind == "trajectory_failed"][19:22] == [0, 10, 0]

@@ -995,3 +995,55 @@ def test_a_turn_past_its_deadline_is_said_to_be_slow_once() -> None:
         assert len(plant.kinds("slow")) == 1
 
     asyncio.run(main())
+
+
+def faults(plant: Plant, pick: random.Random) -> Callable[[Any], str | None]:
+    """A share of all steps, one prompt always, and everything for some seconds."""
+    share, bad, since, seconds = pick.choice((0.0, 0.05, 0.1)), pick.randrange(20), plant.now + pick.randrange(30), pick.randrange(20)
+
+    def broken(message: Any) -> str | None:
+        if isinstance(message, CloseEpisode):
+            return None
+        fails = int(message.episode.split(".")[0]) == bad or pick.random() < share or 0.0 <= plant.now - since < seconds
+        return "Error" if fails else None
+
+    return broken
+
+
+def test_whatever_fails_every_step_has_its_groups_and_no_prompt_is_trained_and_given_up() -> None:
+    async def main() -> None:
+        given_up = dropped = 0
+        for seed in range(24):
+            pick = random.Random(seed)
+            eta, in_order, steps, prompts = seed % 3, seed % 2 == 0, 6, pick.choice((1, 2, 4))
+            plant = Plant(eta=eta, steps=steps, in_order=in_order, prompts=prompts, group=pick.choice((2, 4)))
+            plant.broken = faults(plant, pick)
+            plant.start()
+            trained: list[int] = []
+            for step in range(1, steps + 1):
+                await plant.pass_time(590, lambda plant=plant, step=step: len(plant.batches) >= step)
+                batch = plant.batches[step - 1]
+                assert batch.step == step
+                assert len(batch.groups) == prompts
+                assert all(any(any(s.loss_mask) for s in group.samples) for group in batch.groups)
+                assert batch.stats["staleness_max"] <= eta
+                assert plant.leader._supply.gate.outstanding <= (eta + 1) * prompts
+                trained += [group.index for group in batch.groups]
+                dropped += int(batch.stats["failed"])
+                if pick.random() < 0.2:
+                    plant.down("e0")
+                    plant.up("e0", rank=3)
+                if pick.random() < 0.2:
+                    kill_host(plant)
+                plant.commit(batch)
+            gone = [index for batch in plant.batches for index in batch.given_up]
+            assert len(set(trained) | set(gone)) == len(trained) + len(gone)
+            assert not [m for m in plant.sent if isinstance(m, wire.Fatal)]
+            given_up += len(gone)
+            await plant.pass_time(80)
+            assert plant.leader._supply.gate.outstanding == 0
+            assert not plant.leader._environments.episodes, "nothing is sampled for steps that do not come"
+        assert given_up > 5
+        assert dropped > 0
+
+    asyncio.run(main())
