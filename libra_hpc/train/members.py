@@ -76,7 +76,8 @@ class Members:
         return self._broken or self._ordered_newer()
 
     def _ordered_newer(self) -> bool:
-        return self._ordered[0] > self.generation
+        # An order without ranks says that every member died, and that another one follows.
+        return self._ordered[0] > self.generation and bool(self._ordered[1])
 
     async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = None if timeout is None else self._clock() + timeout
