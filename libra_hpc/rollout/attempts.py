@@ -15,6 +15,9 @@ from .trajectory import Trajectory
 EVENTS, EVENTS_S = 20, 60.0
 """Failures that get an event of their own: enough to see a pattern, and a broken environment does not fill the disk."""
 
+ERROR_CHARS = 500
+"""Of an error in an event: an engine's may be a whole traceback."""
+
 
 class Attempts:
     """``log`` writes an event, ``fail`` ends the run with a sentence."""
@@ -73,7 +76,7 @@ class Attempts:
             return
         self._said.append(now)
         self._log(
-            "trajectory_failed", trajectory=trajectory.episode, task=failure.task, prompt=failure.prompt, failure=failure.kind, error=failure.error,
-            given_up=given_up, unsaid=self._unsaid,
+            "trajectory_failed", trajectory=trajectory.episode, task=failure.task, prompt=failure.prompt, failure=failure.kind,
+            error=failure.error[:ERROR_CHARS], given_up=given_up, unsaid=self._unsaid,
         )  # fmt: skip
         self._unsaid = 0

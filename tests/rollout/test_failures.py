@@ -197,7 +197,7 @@ def test_probes_go_round_the_prompts_and_events_are_few() -> None:
     events: list[tuple[str, dict[str, object]]] = []
     attempts = Attempts(FailureBook(0.2, 1e9), lambda kind, **fields: events.append((kind, fields)), lambda reason: None)
     for number in range(30):
-        assert attempts.failed(Trajectory(number // 10, number % 10, 0), why(), 0.0)
+        assert attempts.failed(Trajectory(number // 10, number % 10, 0), why("long" * 1000), 0.0)
     assert attempts.evaluate(0, 0.0) == 0
     now, probed = 0.0, []
     for _ in range(4):
@@ -208,4 +208,5 @@ def test_probes_go_round_the_prompts_and_events_are_few() -> None:
         attempts.failed(probe, why(), now)
     assert probed == [0, 1, 2, 0]
     assert [kind for kind, _ in events] == ["trajectory_failed"] * 20 + ["admission_paused"] + ["trajectory_failed"] * 4
+    assert len(str(events[0][1]["error"])) == 500
     assert [fields["unsaid"] for kind, fields in events if kind == "trajectory_failed"][19:22] == [0, 10, 0]
