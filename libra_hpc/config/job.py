@@ -91,6 +91,8 @@ class DeadlinesSection(Section):
     factor: float = Field(10.0, gt=1)
     """A measured operation may take this many times the longest of its last durations."""
 
+    restarts: int = Field(5, ge=1)
+    """How often one engine, replica or environment host may be started again within five minutes; once more fails the run."""
     storage_s: float = Field(900.0, gt=0)
     """How long the run directory may take no writes, in seconds; then the run saves if it can, and stops."""
 

@@ -45,7 +45,7 @@ class Hosts:
         self._context, self._message, self._down, self._fail, self._clock = context, message, down, fail, clock
         count = context.config.task.hosts
         self._children: list[Child | None] = [None] * count
-        self._budgets = [RestartBudget() for _ in range(count)]
+        self._budgets = [RestartBudget(context.config.deadlines.restarts) for _ in range(count)]
         self._deadlines = Deadlines(context.config.deadlines.settings)
         self._slow: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()

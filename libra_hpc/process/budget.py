@@ -11,7 +11,7 @@ from collections import deque
 
 RESTARTS = 5
 WINDOW_S = 300.0
-"""Five ends in five minutes: single accidents are hours apart, a broken configuration or a full disk ends a process every few seconds."""
+"""Five ends in five minutes (``deadlines.restarts``): single accidents are hours apart, a broken configuration ends a process every few seconds."""
 
 
 class RestartBudget:
