@@ -27,11 +27,15 @@ RESERVE_BYTES = 128 << 10
 
 
 class Reserve:
-    """A file that can be replaced on a full disk, as long as its content is not longer than what was reserved."""
+    """A JSON file that can be replaced on a full disk, again and again, as long as it is not longer than what was reserved.
+
+    Two files of that size stand by.  On a full disk the content goes into one of them, padded with spaces so that it keeps its blocks, and is renamed
+    into place; what it replaces stands by in turn, once it has that size too.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
-        self._spare = path.with_name(f".{path.name}.reserve")
+        self._spares = [path.with_name(f".{path.name}.reserve-{number}") for number in range(2)]
         self._make()
 
     def write(self, data: bytes) -> None:
@@ -39,29 +43,45 @@ class Reserve:
         try:
             write_atomic(self._path, data)
         except OSError:
-            if len(data) > self._size or not self._spare.exists():
+            spare = next((spare for spare in self._spares if _size(spare) == self._size), None)
+            if len(data) > self._size or spare is None:
                 raise
-            with self._spare.open("r+b") as spare:
-                spare.write(data)
-                spare.truncate(len(data))
-                os.fsync(spare.fileno())
-            self._spare.replace(self._path)
-        if not self._spare.exists():
+            self._write_spare(spare, data)
+        else:
             self._make()
 
+    def _write_spare(self, spare: Path, data: bytes) -> None:
+        with spare.open("r+b") as file:
+            file.write(data.ljust(self._size))
+            file.flush()
+            os.fsync(file.fileno())
+        kept = spare.with_name(f"{spare.name}.kept")
+        if _size(self._path) == self._size:
+            os.link(self._path, kept)
+        spare.replace(self._path)
+        if kept.exists():
+            kept.replace(spare)
+
     def _make(self) -> None:
-        # Written, not only allocated: on some file systems allocation alone promises nothing.
-        with contextlib.suppress(OSError):
-            try:
-                write_atomic(self._spare, bytes(self._size))
-            except OSError:
-                self._spare.unlink(missing_ok=True)
-                raise
+        for spare in self._spares:
+            # Written, not only allocated: on some file systems allocation alone promises nothing.
+            with contextlib.suppress(OSError):
+                if _size(spare) != self._size:
+                    write_atomic(spare, b" " * self._size)
 
     def close(self) -> None:
         """Give the reserve back."""
-        with contextlib.suppress(OSError):
-            self._spare.unlink(missing_ok=True)
+        for spare in self._spares:
+            with contextlib.suppress(OSError):
+                spare.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, -1 without one."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 class FactsWriter:

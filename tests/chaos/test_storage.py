@@ -55,7 +55,7 @@ def test_a_disk_that_stays_full_stops_the_run_with_that_reason(tmp_path: Path, d
     case.wait(lambda: run.result.exists(), "it ended")
     assert run.read_json(run.result)["state"] == "failed"
     assert "No space left" in case.message() or "free" in case.message(), case.message()
-    assert case.status()["state"] == "failed"
+    case.wait(lambda: case.status()["state"] == "failed", "the status of its end, which ended on a full disk")
     assert not case.events("recovered"), "a restart would find the same full disk"
 
 

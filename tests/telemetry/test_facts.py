@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.telemetry.facts import RESERVE_BYTES, FactsWriter
+from libra_hpc.telemetry.facts import FactsWriter
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)], capture_output=True).returncode:
+    """A file system of 768 KiB."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("file systems may not be mounted here")
     yield tmp_path
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
@@ -63,8 +63,9 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(dis
         facts.step({"step": step, "text": "x" * 200})
     until(lambda: facts.fault)
     assert "No space" in facts.fault
-    facts.status(b'{"message": "storage fault"}' + b" " * (RESERVE_BYTES // 2))
-    until(lambda: run.read_json(run.status) == {"message": "storage fault"})
+    for number in range(5):
+        facts.status(b'{"message": "storage fault %d"}' % number)
+        until(lambda number=number: run.read_json(run.status) == {"message": f"storage fault {number}"})
     (disk / "filler").unlink()
     until(lambda: not facts.waiting)
     assert facts.close(10.0) == ""
