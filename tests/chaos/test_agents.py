@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(300)]
 PLANNER, TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(5)
 
 
-@pytest.mark.parametrize("rank", [PLANNER, TRAIN_LEADER, ROLLOUT_LEADER])
+@pytest.mark.parametrize("rank", [PLANNER, pytest.param(TRAIN_LEADER, marks=pytest.mark.chaos), pytest.param(ROLLOUT_LEADER, marks=pytest.mark.chaos)])
 def test_a_killed_leader_costs_a_restart_inside_the_job(tmp_path: Path, rank: int) -> None:
     case = Chaos(tmp_path)
     case.submit()
@@ -33,6 +33,7 @@ def test_a_killed_leader_costs_a_restart_inside_the_job(tmp_path: Path, rank: in
         assert recovered["step"] >= 8
 
 
+@pytest.mark.chaos
 def test_a_run_whose_planner_dies_again_and_again_fails_with_that_reason(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=400)
     case.submit("-o", "slurm.restarts=1")

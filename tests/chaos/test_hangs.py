@@ -17,7 +17,11 @@ TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(1, 5)
 
 @pytest.mark.parametrize(
     ("rank", "module", "part"),
-    [(ROLLOUT, "libra_hpc.twin.engine", "r4.0"), (TRAIN_LEADER, "t1.1.json", "t1"), (ROLLOUT_LEADER, "libra_hpc.twin.host", "environment host 0")],
+    [
+        pytest.param(ROLLOUT, "libra_hpc.twin.engine", "r4.0", marks=pytest.mark.chaos),
+        (TRAIN_LEADER, "t1.1.json", "t1"),
+        pytest.param(ROLLOUT_LEADER, "libra_hpc.twin.host", "environment host 0", marks=pytest.mark.chaos),
+    ],
 )
 def test_a_part_that_hangs_is_ended_and_started_again(tmp_path: Path, rank: int, module: str, part: str) -> None:
     case = Chaos(tmp_path, steps=60)
@@ -33,6 +37,7 @@ def test_a_part_that_hangs_is_ended_and_started_again(tmp_path: Path, rank: int,
     assert not case.events("recovered")
 
 
+@pytest.mark.chaos
 def test_processes_that_keep_ending_end_the_run_with_their_log(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=4000)
     run = case.submit()

@@ -47,6 +47,7 @@ def test_a_run_goes_on_through_a_full_disk_and_loses_nothing(tmp_path: Path, dis
     sound(case)
 
 
+@pytest.mark.chaos
 def test_a_disk_that_stays_full_stops_the_run_with_that_reason(tmp_path: Path, disk: Path) -> None:
     case = Chaos(tmp_path, steps=4000)
     run = case.submit("-o", "deadlines.storage_s=5")

@@ -59,6 +59,7 @@ def test_bad_rewards_raised_errors_hanging_steps_and_huge_answers_cost_their_tra
     nothing_left(run)
 
 
+@pytest.mark.chaos
 def test_a_task_that_always_raises_fails_the_run_with_its_error_and_trains_nothing(policy: Path, tmp_path: Path) -> None:
     case = odd(tmp_path, policy, 14, always="raise")
     run = case.run
