@@ -1,8 +1,8 @@
 """What follows once all ranks have ended: one decision for the batch script and for the local launcher.
 
 - The job was told to leave -> stop.
-- The ranks ask for a restart in `RunDir.again` -> ``again`` (a repartition), or ``recover`` (a leader was lost).
 - The run has a verdict -> stop.
+- The ranks ask for a restart in `RunDir.again` -> ``again`` (a repartition), or ``recover`` (a leader was lost).
 - The ranks never met -> ``repeat``, at most `START_TRIES` starts.
 - The ranks met, but rank 0 left no verdict -> it was killed: ``recover``.
 - ``recover`` happens at most ``slurm.restarts`` times; then the run has failed.
@@ -28,6 +28,9 @@ RECOVER = "recover: "
 """Beginning of `RunDir.again` where ranks restart because a part of the job was lost; the rest is the reason."""
 RECOVERIES, REASON = "LIBRA_HPC_RECOVERIES", "LIBRA_HPC_RESTART_REASON"
 """Variables of the ranks: how many restarts this attempt has used, and why the last one happened."""
+
+LOOKS, LOOK_S = 5, 2.0
+"""How often the run directory is asked what the ranks left, and the pause between."""
 
 Word = Literal["stop", "again", "recover", "repeat"]
 
@@ -61,12 +64,12 @@ def decide(ended: Ended) -> Decision:
     """See the module docstring."""
     if ended.told:
         return Decision("stop", "the job was told to leave")
+    if ended.verdict:
+        return Decision("stop", "the run has ended")
     if ended.again is not None and not ended.again.startswith(RECOVER):
         return Decision("again", "the ranks start in another layout")
     if ended.again is not None:
         return _recover(ended, ended.again.removeprefix(RECOVER).strip())
-    if ended.verdict:
-        return Decision("stop", "the run has ended")
     if ended.met:
         return _recover(ended, "the planner's agent (rank 0) was lost")
     if ended.tries < START_TRIES:
@@ -81,26 +84,31 @@ def _recover(ended: Ended, reason: str) -> Decision:
 
 
 def look(run: RunDir, attempt: int, *, told: bool, tries: int, recoveries: int, restarts: int) -> Ended:
-    """Read what the ranks left behind."""
-    again: str | None = None
-    if run.again(attempt).exists():
-        again = run.again(attempt).read_text(errors="replace")
-    return Ended(told, run.met(attempt).exists(), again, run.result.exists(), tries, recoveries, restarts)
+    """Read what the ranks left behind; a file system that hiccups is asked again, `LOOKS` times."""
+    for left in reversed(range(LOOKS)):
+        try:
+            again = run.again(attempt).read_text(errors="replace") if run.again(attempt).exists() else None
+            return Ended(told, run.met(attempt).exists(), again, run.result.exists(), tries, recoveries, restarts)
+        except OSError as error:
+            print(f"the run directory cannot be read: {error}", file=sys.stderr)
+            if left:
+                time.sleep(LOOK_S)
+    return Ended(told, True, None, False, tries, restarts, restarts)
 
 
 def finish(run: RunDir, attempt: int, decision: Decision, *, told: bool) -> int:
     """Leave a verdict where the ranks could not, say it, and return the exit code: 0 when the run completed."""
     result = run.read_json(run.result)
-    if not result and not told:
+    if not result:
         status = run.read_json(run.status)
         result = {
-            "state": "failed", "message": decision.reason, "step": status.get("step", 0), "attempt": attempt, "t": time.time(),
+            "state": "cancelled" if told else "failed", "message": decision.reason, "step": status.get("step", 0), "attempt": attempt, "t": time.time(),
         }  # fmt: skip
         try:
             _write(run, result, status)
         except OSError as error:
             print(f"the verdict cannot be written: {error}", file=sys.stderr)
-    state = result.get("state", "cancelled")
+    state = result["state"]
     print(f"the run {'was ' if state == 'cancelled' else ''}{state}: {result.get('message', decision.reason)}", flush=True)
     return 0 if state == "completed" else 1
 

@@ -29,13 +29,14 @@ from pathlib import Path
 from libra_hpc.process.folders import remove_orphans
 from libra_hpc.telemetry.rundir import RunDir
 
-from .outcome import REASON, RECOVERIES, decide, finish, look
+from .outcome import REASON, RECOVERIES, Decision, decide, finish, look
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Between two looks for ended ranks: once started up, ranks rarely say anything."""
-STRAGGLERS_S = 45.0
-"""From rank 0's end to SIGKILL for ranks that are left: an agent needs up to 15 s to end its engines and to drain its messages."""
+STRAGGLERS_S = 90.0
+"""From rank 0's end, or that of all others, to SIGKILL for who is left: training may save for 60 s once rank 0 is gone, and an agent needs up to 15 s to end
+its engines."""
 MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
 """Limits the ranks' libraries respect when they split long values over several keys; those of MPICH's own launcher."""
 
@@ -140,28 +141,33 @@ def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int
 
 
 class Watch:
-    """Notes the ends of ranks, and ends those that outlive rank 0 for too long: a stopped process never leaves by itself."""
+    """Notes the ends of ranks, and ends who outlives rank 0, or as rank 0 all others, for too long: a stopped process never leaves by itself."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
         self._gone: set[int] = set()
-        self._leader_gone_at = 0.0
+        self._over_at = 0.0
 
     def alive(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
         """Whether any rank lives."""
+        before = self._over(len(processes))
         for rank, process in enumerate(processes):
             if rank not in self._gone and process.poll() is not None:
                 self._gone.add(rank)
                 self._note(rank, process.pid)
+        if self._over(len(processes)) and not before:
+            self._over_at = time.monotonic()
         alive = len(self._gone) < len(processes)
-        if alive and 0 in self._gone and self._logs is not None and time.monotonic() - self._leader_gone_at > STRAGGLERS_S:
+        if alive and self._logs is not None and self._over(len(processes)) and time.monotonic() - self._over_at > STRAGGLERS_S:
             for process in processes:
                 process.kill()
         return alive
 
+    def _over(self, size: int) -> bool:
+        """Whether rank 0 has ended, or everybody else."""
+        return 0 in self._gone or len(self._gone) >= size - 1 > 0
+
     def _note(self, rank: int, pid: int) -> None:
-        if rank == 0:
-            self._leader_gone_at = time.monotonic()
         if self._logs is not None:
             with contextlib.suppress(OSError):
                 (self._logs / f"gone-{rank}").write_text(str(pid))
@@ -197,7 +203,7 @@ def main() -> None:
 def carry(run: RunDir, options: argparse.Namespace, told: Sequence[int]) -> int:
     """Start the ranks of a run as often as `libra_hpc.slurm.outcome` decides; returns the exit code."""
     tries, recoveries = 1, 0
-    while True:
+    while not told:
         for path in (run.again(options.attempt), run.met(options.attempt), *run.logs(options.attempt).glob("gone-*")):
             path.unlink(missing_ok=True)
         os.environ[RECOVERIES] = str(recoveries)
@@ -207,9 +213,11 @@ def carry(run: RunDir, options: argparse.Namespace, told: Sequence[int]) -> int:
         if decision.word == "stop":
             return finish(run, options.attempt, decision, told=bool(told))
         print(f"{decision.word}: {decision.reason}", flush=True)
-        os.environ[REASON] = decision.reason
+        if decision.word != "repeat":
+            os.environ[REASON] = decision.reason if decision.word == "recover" else ""
         tries = tries + 1 if decision.word == "repeat" else 1
         recoveries += decision.word == "recover"
+    return finish(run, options.attempt, Decision("stop", "the job was told to leave"), told=True)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from libra_hpc.errors import invalid
 from .launch import Launch
 from .outcome import REASON, RECOVERIES
 from .pmi import GONE
+from .ranks import STRAGGLERS_S
 
 WARNING_S = 60
 """Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
-STRAGGLERS_S = 45
-"""From rank 0's end to SIGKILL for ranks that are left: an agent needs up to 15 s to end its engines and to drain its messages."""
 RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 """What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
 
@@ -55,7 +54,9 @@ def het_script(launch: Launch) -> str:
         met=shlex.quote(str(run.met(launch.attempt))),
         again=shlex.quote(str(run.again(launch.attempt))),
         gone=shlex.quote(str(run.gone(launch.attempt))),
-        grace=STRAGGLERS_S,
+        grace=int(STRAGGLERS_S),
+        others=launch.ranks - 1,
+        step=shlex.quote(str(logs / "step")),
         recoveries=RECOVERIES,
         reason=REASON,
         restarts=config.slurm.restarts,

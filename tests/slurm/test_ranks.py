@@ -162,7 +162,8 @@ def test_what_follows_the_end_of_all_ranks() -> None:
     assert decide(lost._replace(verdict=True)).word == "stop"
     assert decide(lost._replace(again="")).word == "again"
     assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
-    assert decide(lost._replace(again="recover: node 1 was lost\n", verdict=True)) == Decision("recover", "node 1 was lost")
+    assert decide(lost._replace(again="recover: node 1 was lost\n")) == Decision("recover", "node 1 was lost")
+    assert decide(lost._replace(again="", verdict=True)).word == "stop", "a restart that could not be prepared ends with a verdict"
     assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
     assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]
 
