@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
@@ -40,27 +42,17 @@ from .attempt import whole_start_state
 from .child import Child
 from .context import Context
 from .coordinator import Coordinator
+from .coordinator_watch import CoordinatorWatch
 from .layout import Layout, check_world
-from .liveness import read_gone
-from .mesh import MPI, Mesh, meet
+from .mesh import Mesh, meet
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
 from .routes import Routes, add_engines, add_rollout_lead, add_train_leader
 from .train_node import TrainNode
 
 HEARTBEAT_S = 1.0
-ORPHAN_S = 90.0
-"""The coordinator repeats the roles every 2 s; an agent that hears nothing for so long is alone and leaves, whatever the launcher saw."""
-FIRST_WORD_S = 1800.0
-"""Before its first word the coordinator reads a whole checkpoint, which takes minutes for a large one."""
-QUIET_S = 5.0
-"""Silence of the coordinator after which an agent asks what the launcher saw: a file look-up, so not every second."""
 REAP_S = 1.0
 """Between two looks for processes that were left behind."""
-SAVE_S = 60.0
-"""How long training may take to save once the coordinator is gone; the other agents stay for it."""
-STALL_S = 2.0
-"""A loop that wakes this much later than planned was stopped; that time is no silence of others."""
 GOODBYE_S = 5.0
 
 log = logging.getLogger("libra_hpc.agent")
@@ -83,8 +75,12 @@ class Agent:
         self.train_node: TrainNode | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
-        self._heard = time.monotonic()
+        self._watch = CoordinatorWatch(run.gone(attempt))
         self._training: asyncio.Task[Any] | None = None
+        self._early_signals: list[str] = []
+        """Notices that came while rank 0 still read its checkpoint."""
+        self._rendezvous: Path | None = None
+        """Train leader only: its folder for the meeting points of generations."""
         self._routes = Routes()
         self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.Roles, self._on_roles)
@@ -102,15 +98,19 @@ class Agent:
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in MPI until there is one.
             start, damaged = await asyncio.to_thread(whole_start_state, self.run_dir)
-            self._enter(start)
+            self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
             self.coordinator = Coordinator(self.context, damaged)
             self.mesh.from_lost = self._on_lost_message
+            for name in self._early_signals:
+                self.coordinator.on_signal(name)
             self._spawn(self.coordinator.run(), then=self._stop.set)
         self._spawn(self.mesh.run())
         self._spawn(self._reap())
         self._hello()
         self._spawn(self._heartbeats())
+        if self.rank != 0:
+            self._spawn(self._outlive_coordinator())
         await self._stop.wait()
         await self._leave()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
@@ -144,9 +144,10 @@ class Agent:
 
     def _make_train_leader(self, context: Context) -> TrainLeader:
         config, start = self.config, context.start
-        self.run_dir.rendezvous.mkdir(exist_ok=True)
-        rendezvous = self.run_dir.rendezvous / f"attempt-{self.attempt}"
-        rendezvous.mkdir(exist_ok=True)
+        # Of this start alone: a killed one leaves meeting points behind that would be met again.
+        shutil.rmtree(self.run_dir.rendezvous, ignore_errors=True)
+        self._rendezvous = rendezvous = self.run_dir.rendezvous / f"attempt-{self.attempt}-{os.getpid()}"
+        rendezvous.mkdir(parents=True)
         self.run_dir.checkpoints.mkdir(exist_ok=True)
         settings = LeaderSettings(
             steps=config.run.steps,
@@ -188,6 +189,8 @@ class Agent:
         await self.mesh.drain(GOODBYE_S)
         for task in self._tasks:
             task.cancel()
+        if self._rendezvous is not None:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
         shutil.rmtree(self.private, ignore_errors=True)
         shutil.rmtree(self.shared_memory, ignore_errors=True)
 
@@ -200,37 +203,17 @@ class Agent:
             if self.rollout_node is not None and self.train_node is not None:
                 version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
             self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version))
-            before = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
-            slept_s = time.monotonic() - before
-            if slept_s > HEARTBEAT_S + STALL_S:
-                self._heard += slept_s - HEARTBEAT_S
-            if await self._orphaned():
-                await self._save()
-                self._stop.set()
 
-    async def _orphaned(self) -> bool:
-        """Whether the coordinator is gone: the launcher saw its end, or it has been silent for `ORPHAN_S`."""
-        silent_s = time.monotonic() - self._heard
-        if silent_s > (FIRST_WORD_S if self.context is None else ORPHAN_S):
-            log.error("no word from the coordinator for %.0f s: leaving", silent_s)
-            return True
-        if silent_s > QUIET_S and 0 in await asyncio.to_thread(read_gone, self.run_dir.gone(self.attempt)):
-            log.error("the coordinator's process ended: leaving")
-            return True
-        return False
-
-    async def _save(self) -> None:
-        """The coordinator is gone, the training is not: save at the next step boundary, so that the restart loses no step."""
+    async def _outlive_coordinator(self) -> None:
+        """Leave once the coordinator is gone, but not before training has saved."""
+        await self._watch.gone()
         if self.train_leader is not None and self._training is not None:
             self.train_leader.on_stop("the coordinator was lost")
-            await asyncio.wait({self._training}, timeout=SAVE_S)
+            await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
-            leader = self.layout.train_leader
-            for _ in range(int(SAVE_S)):
-                if leader in await asyncio.to_thread(read_gone, self.run_dir.gone(self.attempt)):
-                    break
-                await asyncio.sleep(HEARTBEAT_S)
+            await self._watch.stay(self.layout.train_leader)
+        self._stop.set()
 
     async def _reap(self) -> None:
         """End what outlived a child of this agent: a host that was killed leaves the processes its tools started."""
@@ -271,14 +254,17 @@ class Agent:
         return task
 
     def _on_signal(self, number: signal.Signals) -> None:
+        name = signal.Signals(number).name
         if self.coordinator is not None:
-            self.coordinator.on_signal(signal.Signals(number).name)
+            self.coordinator.on_signal(name)
+        else:
+            self._early_signals.append(name)
 
     # --- messages ---------------------------------------------------------------------------------------------------------------------------
 
     def _on_message(self, source: int, message: Any, blob: bytes) -> None:
         if source == 0:
-            self._heard = time.monotonic()
+            self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
         try:
             self._route(source, message, blob)
         except Exception as error:
@@ -327,6 +313,7 @@ def main() -> None:
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     comm = meet()
+    _release_segments()
     run = RunDir(arguments.run)
     try:
         config = load_resolved(run.config)
@@ -337,20 +324,17 @@ def main() -> None:
         if comm.Get_rank() == 0:
             run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})
         leave(error.exit_code)
-    _release_segments(comm)
     if comm.Get_rank() == 0:
         run.met(arguments.attempt).touch()
     good = asyncio.run(Agent(comm, config, layout, run, arguments.attempt).run())
-    shutil.rmtree(run.rendezvous / f"attempt-{arguments.attempt}", ignore_errors=True)
     leave(0 if good else 1)
 
 
-def _release_segments(comm: MPI.Intracomm) -> None:
-    """Unlink MPI's shared-memory files once every rank has mapped them.
+def _release_segments() -> None:
+    """Unlink MPI's shared-memory files: every rank has mapped them, because all have met.
 
     The mapping stays; the name would otherwise stay too, because this process leaves without `MPI_Finalize`, which hangs for ever once a member is dead.
     """
-    comm.Barrier()
     for line in Path("/proc/self/maps").read_text().splitlines():
         name = line.split(maxsplit=5)[-1]
         if name.startswith("/dev/shm/mpich_shm_"):

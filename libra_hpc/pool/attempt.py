@@ -29,8 +29,9 @@ def forget_steps_after(run: RunDir, step: int) -> None:
         if record.step <= step:
             known = {name: value for name, value in record.metrics.items() if value is not None}
             lines.setdefault(record.step, {"t": record.t, "step": record.step, **known})
-    if lines or run.metrics.exists():
-        write_atomic(run.metrics, b"".join(json.dumps(lines[each]).encode() + b"\n" for each in sorted(lines)))
+    content = b"".join(json.dumps(lines[each]).encode() + b"\n" for each in sorted(lines))
+    if content != (run.metrics.read_bytes() if run.metrics.exists() else b""):
+        write_atomic(run.metrics, content)
 
 
 def _reports(run: RunDir, step: int) -> tuple[folders.StepRecord, ...]:

@@ -25,6 +25,7 @@ from . import states
 from .attempt import copy_policy, forget_steps_after
 from .context import Context
 from .decisions import DecisionLog, predicted_gain
+from .ending import Ending
 from .liveness import discount, read_gone
 from .nodes import NodePool, Role
 from .observations import Observations
@@ -34,6 +35,8 @@ from .recovery import Recovery
 from .relayout import Relayout
 from .screen import compose_status
 
+GONE_HELLO_S = 10.0
+"""The end of a rank that has not said hello counts from then on: what the launcher notes late may be of the start before."""
 HELLO_S = 120.0
 """All agents of one `srun` say hello within seconds of each other."""
 STATUS_S = 1.0
@@ -71,9 +74,7 @@ class Coordinator:
         self._step = context.start.step
         self._gen_tokens = 0.0
         self._finished = asyncio.Event()
-        self.state, self._message = "starting", "waiting for the nodes"
-        self._stop_deadline: float | None = None
-        self._recovery = Recovery(self._config.slurm.restarts)
+        self._ending = Ending(self._config.run.steps, Recovery(self._config.slurm.restarts))
         self._stepped_at = now
         self._gone: dict[int, int] = {}
         self._job_id = ""
@@ -117,21 +118,31 @@ class Coordinator:
                 self._nodes.apply(states.MemberOf(rank, generation))
             case wire.TrainingFinished(step=step):
                 self._step = step
-                again = (self._relayout.ordered or self._recovery.reason) and step < self._config.run.steps
-                self._end("cancelled" if self._stop_deadline is not None else "restarting" if again else "completed", f"step {step} is saved")
-            case wire.Fatal(rank=rank, reason=reason):
-                self._end("failed", f"node {rank}: {reason}")
+                self._ending.finished(step, self._relayout.ordered, node.seen)
+            case wire.Fatal(rank=rank, reason=reason, restart=restart):
+                self._ending.fatal(f"node {rank}: {reason}", restart or self._relayout.ordered, node.seen)
+        self._settle()
 
     def on_signal(self, name: str) -> None:
-        """SIGTERM or the time-limit notice: save at the next step border, then stop."""
-        if self._stop_deadline is None and not self._finished.is_set():
+        """SIGTERM or the time-limit notice: save at the next step boundary, then stop."""
+        if not self._ending.over:
             self._event("stop_requested", signal=name)
             self._stop(name, NOTICE_S[name])
 
-    def _stop(self, reason: str, patience_s: float) -> None:
-        self._stop_deadline = time.time() + patience_s
-        self._message = f"{reason}: saving and stopping"
+    def _stop(self, reason: str, patience_s: float, state: str = "cancelled") -> None:
+        self._ending.stop(reason, patience_s, time.time(), state)
         self._context.send(self._context.layout.train_leader, wire.StopTraining(reason))
+
+    def _settle(self) -> None:
+        """Nothing is ordered any more once the run is over."""
+        if self._ending.over:
+            self._nodes.frozen = True
+            self._finished.set()
+
+    @property
+    def state(self) -> str:
+        """``starting`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``restarting``"""
+        return self._ending.state
 
     def on_back(self, rank: int) -> None:
         """A node that was declared lost is heard again."""
@@ -141,9 +152,9 @@ class Coordinator:
         if self._nodes.pool is not None or not self._nodes.complete:
             return
         self._event("job_started", ranks=len(self._nodes.facts), step=self._step, attempt=self._context.attempt)
-        if self._recovery.used:
-            self._event("recovered", restarts=self._recovery.used, reason=self._recovery.cause, step=self._step)
-        self.state, self._message = "running", "starting engines"
+        if self._ending.recovery.cause:
+            self._event("recovered", restarts=self._ending.recovery.used, reason=self._ending.recovery.cause, step=self._step)
+        self._ending.state, self._ending.message = "running", "starting engines"
         self._nodes.start(self._config.planner.hybrid_start)
 
     # --- planning -----------------------------------------------------------------------------------------------------------------------------
@@ -173,7 +184,7 @@ class Coordinator:
 
     def _hindrance(self) -> str:
         """Why the ranks cannot be laid out anew at the moment."""
-        return "the run is stopping" if self._stop_deadline is not None else self._nodes.on_the_way
+        return "the run is stopping" if self._ending.stopping else self._nodes.on_the_way
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
 
@@ -198,34 +209,40 @@ class Coordinator:
             if now >= next_status:
                 next_status = now + STATUS_S
                 self._write_status()
-            before = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._finished.wait(), period)
-            slept_s = time.monotonic() - before
+            # By the clock that silences are measured with: a clock that was set forward is no silence either.
+            slept_s = time.time() - now
         await self._close()
 
     @property
     def _stopping(self) -> bool:
-        return bool(self._relayout.ordered or self._recovery.reason) or self._stop_deadline is not None
+        return bool(self._relayout.ordered or self._ending.recovery.reason) or self._ending.stopping
 
     def _check(self, now: float) -> None:
         """What time alone brings about."""
-        if self._nodes.pool is None and now - self._started_at > HELLO_S:
+        waited_s = now - self._started_at
+        if self._nodes.pool is None and waited_s > GONE_HELLO_S:
             missing = [rank for rank, node in self._nodes.facts.items() if not node.host]
-            self._end("failed", f"no sign of life from rank(s) {missing} after {HELLO_S:.0f} s")
+            if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
+                self._ending.restart(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", now)
         for lost in self._nodes.lose(self._gone, now) if self._nodes.pool is not None else ():
             if lost.rank in (self._context.layout.train_leader, self._context.layout.rollout_leader):
                 self._recover(lost.rank, lost.reason)
-        if self._stop_deadline is not None and now > self._stop_deadline:
-            self._end("cancelled", "stopped before the last step could be saved; the last checkpoint stands")
-        if self._recovery.reason and now > self._recovery.deadline:
-            self._end("restarting", f"{self._recovery.reason}; all ranks restart from the newest checkpoint")
-        if (fault := self._records.check_storage()) and not self._stopping:
-            self._stop(fault, SAVE_S)
+        self._ending.check(now)
+        if (fault := self._records.check_storage()) and not (self._ending.stopping or self._ending.recovery.reason):
+            self._stop(fault, SAVE_S, "failed")
+        self._settle()
 
     def _poll(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._polls.add(task)
+        task.add_done_callback(self._polled)
+
+    def _polled(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ending.end("failed", f"rank 0: {type(error).__name__}: {error}")
+            self._settle()
 
     async def _poll_gone(self) -> None:
         """Read what the launcher saw, in a thread: the file system may hang."""
@@ -240,7 +257,7 @@ class Coordinator:
         """Look for an operator's order for another layout, in a thread."""
         while not self._finished.is_set():
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
-            if self._nodes.pool is None or self._recovery.reason:
+            if self._nodes.pool is None or self._ending.recovery.reason:
                 continue
             if await asyncio.to_thread(self._relayout.look, self._hindrance()):
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
@@ -250,17 +267,15 @@ class Coordinator:
         layout = self._context.layout
         stage = "training" if rank == layout.train_leader else "rollout"
         sentence = f"node {rank}, which leads {stage}, was lost ({reason})"
-        if not self._recovery.start(sentence, time.time()):
-            self._end("failed", f"{sentence}, and {self._recovery.exhausted}; continue with --resume")
-        elif rank == layout.train_leader:
-            self._end("restarting", f"{sentence}; all ranks restart from the newest checkpoint")
-        else:
-            self._message = f"{sentence}; saving, then all ranks restart"
+        if rank == layout.train_leader:
+            self._ending.restart(sentence, time.time())
+        elif self._ending.save_and_restart(sentence, time.time()):
             self._context.send(layout.train_leader, wire.StopTraining("recovery"))
 
     def _on_step(self, report: wire.StepReport) -> None:
         self._step = report.step
-        self._message = ""
+        if not self._stopping:
+            self._ending.message = ""
         self._stepped_at = now = time.time()
         self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
         self._observations.on_step(report, now)
@@ -277,12 +292,6 @@ class Coordinator:
             }
         )  # fmt: skip
 
-    def _end(self, state: str, message: str) -> None:
-        if not self._finished.is_set():
-            self.state, self._message = state, message
-            self._nodes.frozen = True
-            self._finished.set()
-
     async def _close(self) -> None:
         for poll in self._polls:
             poll.cancel()
@@ -291,30 +300,30 @@ class Coordinator:
             try:
                 await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
             except OSError as error:
-                self.state, self._message = "failed", f"the last step is saved in {newest[1]}, but the policy could not be exported: {error}"
+                why = f"the last step is saved in {newest[1]}, but the policy could not be exported: {error}"
+                self._ending.state, self._ending.message = "failed", why
         self._decisions.close()
         if self.state == "restarting":
             await asyncio.to_thread(self._leave_for_restart)
         if self.state != "restarting":
-            await asyncio.to_thread(self._relayout.give_up, f"the run is over: {self.state}, {self._message}.")
-            self._records.verdict(self.state, self._message, self._step)
+            await asyncio.to_thread(self._relayout.give_up, f"the run is over: {self.state}, {self._ending.message}.")
+            self._records.verdict(self.state, self._ending.message, self._step)
         self._write_status()
         for rank in self._nodes.facts:
             if rank != self._context.rank:
-                self._context.send(rank, wire.Stop(self._message))
-        await self._records.close(f"the run is {self.state} at step {self._step}: {self._message}")
+                self._context.send(rank, wire.Stop(self._ending.message))
+        await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
 
     def _leave_for_restart(self) -> None:
         try:
-            if self._recovery.reason:
-                self._event("restart", reason=self._recovery.reason, restarts=self._recovery.used + 1, step=self._step)
-                self._recovery.leave(self._run_dir, self._context.attempt)
+            recovery = self._ending.recovery
+            if recovery.reason:
+                self._event("restart", reason=recovery.reason, restarts=recovery.used + 1, step=self._step)
+                recovery.leave(self._run_dir, self._context.attempt)
             else:
                 self._relayout.carry_out(self._step)
         except OSError as error:
-            self.state, self._message = "failed", f"the restart could not be prepared: {error}"
-
-    # --- what people read -------------------------------------------------------------------------------------------------------------------
+            self._ending.state, self._ending.message = "failed", f"the restart could not be prepared: {error}"
 
     def _late(self, now: float, notices: list[str]) -> str:
         if self._nodes.pool is None or self._finished.is_set():
@@ -325,7 +334,7 @@ class Coordinator:
     def _write_status(self) -> None:
         now = time.time()
         notices = self._records.notices(now)
-        message = self._message or self._relayout.message or self._late(now, notices)
+        message = self._ending.message or self._relayout.message or self._late(now, notices)
         nodes = self._nodes
         status = compose_status(
             self._context, nodes.pool, nodes.facts, self._observations, job_id=self._job_id, state=self.state, message=message,

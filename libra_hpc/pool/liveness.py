@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -57,11 +58,10 @@ def discount(nodes: Mapping[int, NodeFacts], slept_s: float, planned_s: float, n
 def read_gone(prefix: Path) -> dict[int, int]:
     """Process ids by rank, from the files the launcher left; empty where they cannot be read."""
     found = {}
-    try:
+    with contextlib.suppress(OSError):
         for path in prefix.parent.glob(f"{prefix.name}*"):
-            number, text = path.name.removeprefix(prefix.name), path.read_text().strip()
-            if number.isdecimal() and text.isdecimal():
-                found[int(number)] = int(text)
-    except OSError:
-        return {}
+            with contextlib.suppress(OSError):
+                number, text = path.name.removeprefix(prefix.name), path.read_text(errors="replace").strip()
+                if number.isdecimal() and text.isdecimal():
+                    found[int(number)] = int(text)
     return found

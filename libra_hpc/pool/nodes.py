@@ -79,8 +79,10 @@ class NodePool:
         self.facts[rank].seen = time.time()
         assert self.pool is not None
         for other, node in self.pool.nodes.items():
-            if node.state is states.NodeState.LOST and other != rank:
-                self._context.send(rank, wire.RankLost(other))
+            if other != rank:
+                # It may have missed both while it was lost itself.
+                lost = node.state is states.NodeState.LOST
+                self._context.send(rank, wire.RankLost(other) if lost else wire.RankBack(other))
         self._context.send(rank, wire.Reset())
 
     def take_back(self, rank: int) -> None:
@@ -103,10 +105,14 @@ class NodePool:
             self.pool, effects = states.advance(self.pool, event)
         except states.IllegalTransition as error:
             self._event("illegal_transition", reason=str(error))
+            self.moves.pop(event.rank, None)
             return
         self._carry_out(effects)
         now = time.time()
         for rank, node in self.pool.nodes.items():
+            if rank in self.moves and node.role != self.moves[rank][0]:
+                # Called off: it was the only one that still held the training state.
+                self._event("move_called_off", rank=rank, role=self.moves.pop(rank)[0])
             if node.state is before[rank].state:
                 continue
             self.facts[rank].since = now

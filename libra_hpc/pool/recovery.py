@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from libra_hpc.slurm.outcome import REASON, RECOVER, RECOVERIES
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.rundir import RunDir, write_atomic
 
 SAVE_S = 60.0
 """How long the train leader may take to save before the ranks restart from an older checkpoint."""
@@ -23,8 +23,8 @@ class Recovery:
     def __init__(self, restarts: int, environ: Mapping[str, str] = os.environ) -> None:
         self.used = int(environ.get(RECOVERIES, "0") or 0)
         """Restarts of this attempt so far."""
-        self.cause = environ.get(REASON, "") if self.used else ""
-        """Why the ranks were restarted the last time."""
+        self.cause = environ.get(REASON, "")
+        """Why this is a restart; empty for a first start and after a repartition."""
         self._restarts = restarts
         self.reason = ""
         """Why they are to restart now; empty while they are not."""
@@ -46,4 +46,4 @@ class Recovery:
 
     def leave(self, run: RunDir, attempt: int) -> None:
         """Tell the launcher; raises `OSError` when that cannot be written."""
-        run.again(attempt).write_text(f"{RECOVER}{self.reason}\n")
+        write_atomic(run.again(attempt), f"{RECOVER}{self.reason}\n".encode())

@@ -78,6 +78,8 @@ class Relayout:
 
     def propose(self, decision: PlanDecision) -> bool:
         """Prepare to carry out the planner's decision; False, with an event that says why, when it cannot be."""
+        if self._ordered is not None:
+            return False
         try:
             config = self._changed(decision.changes)
         except UserError as error:

@@ -32,6 +32,8 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Checkpoint folder, empty at the beginning of a run."""
     low: int
     extra: tuple[int, ...]
+    pid: int = 0
+    """Of rank 0's agent, by which its end is told from that of an earlier start."""
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -118,6 +120,8 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 
     rank: int
     reason: str
+    restart: bool = False
+    """All ranks may go on from the newest checkpoint, if a restart is left."""
 
 
 # --- training -------------------------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def run_until_over(scene: Scene) -> None:
 
 
 def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
     scene.hello()
     scene.tell((1, StepReport(1, {"reward": 0.5, "trained_tokens": 10.0, "loss_tokens": 5.0, "replicas": 1.0, "train_s": 0.1})), (1, TrainingFinished(1)))
     run_until_over(scene)
@@ -166,7 +166,7 @@ def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: py
 
 
 def test_advice_is_only_written_down_where_the_run_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, RunConfig.model_validate({"planner": {"repartition": "advise"}}), 3)
+    scene = laid_out(tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3)
     assert not scene.orders(StopTraining)
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
@@ -204,7 +204,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
 
 
 def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 7}}))
     scene.hello()
     scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
     scene.tell((1, TrainingFinished(7)))
@@ -321,7 +321,7 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
 def test_every_step_is_written_with_its_prediction_and_the_status_shows_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(module.time, "time", lambda: now[0])
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 12}}))
     scene.hello()
     scene.tell((1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
     for step in range(1, 13):
