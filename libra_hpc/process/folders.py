@@ -31,15 +31,20 @@ def make_folders() -> tuple[Path, Path]:
     return made[0], made[1]
 
 
-def remove_orphans() -> None:
-    """Remove the folders of this user's agents that are gone."""
+def orphans() -> list[Path]:
+    """Folders of this user's agents that are gone."""
+    found = []
     for base in set(_bases()):
         for folder in base.glob(f"{PREFIX}*"):
             try:
-                if folder.stat().st_uid != os.getuid():
-                    continue
-                owner = int((folder / OWNER_FILE).read_text())
+                if folder.stat().st_uid == os.getuid() and not Path(f"/proc/{int((folder / OWNER_FILE).read_text())}").exists():
+                    found.append(folder)
             except (OSError, ValueError):
                 continue
-            if not Path(f"/proc/{owner}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def remove_orphans() -> None:
+    """Remove them."""
+    for folder in orphans():
+        shutil.rmtree(folder, ignore_errors=True)

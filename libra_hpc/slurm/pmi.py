@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from libra_hpc.process.folders import remove_orphans
+from libra_hpc.process.folders import orphans, remove_orphans
 
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
@@ -113,8 +113,9 @@ def note_end(rank: int, handle: int) -> None:
     if prefix and number:
         with contextlib.suppress(OSError), open(prefix + number, "w", encoding="ascii") as file:
             file.write(str(rank))
-    time.sleep(CHILDREN_LEAVE_S)
-    remove_orphans()
+    if orphans():
+        time.sleep(CHILDREN_LEAVE_S)
+        remove_orphans()
 
 
 def main() -> NoReturn:
