@@ -16,7 +16,7 @@ PLANNER, TRAIN_LEADER, HYBRID = range(3)
 
 
 def test_a_killed_planner_and_a_killed_node_on_slurm(cluster: ClusterInfo, tmp_path: Path) -> None:
-    case = Chaos(tmp_path, "slurm", rollout=1)
+    case = Chaos(tmp_path, "slurm", rollout=1, steps=200)
     run = case.submit()
     case.reach(4)
     case.signal_agent(HYBRID, signal.SIGKILL)
@@ -33,7 +33,7 @@ def test_a_killed_planner_and_a_killed_node_on_slurm(cluster: ClusterInfo, tmp_p
 
 @pytest.mark.chaos
 def test_a_stopped_leader_on_slurm_is_ended_by_the_script(cluster: ClusterInfo, tmp_path: Path) -> None:
-    case = Chaos(tmp_path, "slurm", rollout=1)
+    case = Chaos(tmp_path, "slurm", rollout=1, steps=200)
     case.submit()
     case.reach(4)
     case.signal_agent(TRAIN_LEADER, signal.SIGSTOP)

@@ -69,7 +69,7 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> 
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
-    case.cli("submit", "--resume", str(run.path), "--wait", "-o", "run.steps=15")
+    case.resume("-o", "run.steps=15")
     case.values["steps"] = 15
     sound(case)
     (damaged,) = case.events("checkpoint_damaged")

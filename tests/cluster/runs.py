@@ -83,6 +83,17 @@ class Case:
         self.run = RunDir(self.folder / "runs" / "t-001")
         return self.run
 
+    def resume(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Go on with the run and wait for its end; a run that has left its verdict may take seconds to leave the queue."""
+        assert self.run is not None
+        for _ in range(60):
+            done = self.cli("submit", "--resume", str(self.run.path), "--wait", *arguments, check=False)
+            if "is running" not in done.stderr:
+                break
+            time.sleep(0.5)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         assert self.run is not None
         return [event for event in read_lines(self.run.events) if event["kind"] == kind]

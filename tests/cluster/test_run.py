@@ -55,12 +55,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert reached[0] == case.steps()[-1], "cancelling saves at a step border"
     state = run.read_json(reached[1] / "state.json")
     untrained = set(range(state["low"], STEPS * BATCH)) - set(state["extra"])
-    for _ in range(60):
-        done = case.cli("submit", "--resume", str(run.path), "--wait", check=False)
-        if "is running" not in done.stderr:
-            break
-        time.sleep(0.5)
-    assert done.returncode == 0, done.stdout + done.stderr
+    case.resume()
     assert case.ended() == "completed"
     trained_once(run, STEPS)
     (learned,) = case.events("scheduler_warm_start")

@@ -90,7 +90,7 @@ def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterIn
     done = case.cli("trace", "inspect", str(run.trajectories), "--json")
     assert json.loads(done.stdout)["description"]["trajectories"] >= reached * 32
 
-    case.cli("submit", "--resume", str(run.path), "--wait", "-o", f"run.steps={reached + 2}")
+    case.resume("-o", f"run.steps={reached + 2}")
     assert case.ended() == "completed"
     trained_once(run, reached + 2)
     (kept,) = case.events("experience_kept")
