@@ -118,6 +118,8 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 
     rank: int
     reason: str
+    restart: bool = False
+    """It can from its newest checkpoint: all ranks are to be started again."""
 
 
 # --- training -------------------------------------------------------------------------------------------------------------------------------
