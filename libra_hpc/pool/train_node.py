@@ -35,6 +35,7 @@ from libra_hpc.protocol.trainer import (
     to_worker,
 )
 from libra_hpc.train import folders
+from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
 from libra_hpc.weights.relay import Publisher
 
@@ -275,6 +276,8 @@ class TrainNode:
         now = time.monotonic()
         if isinstance(message, Alive):
             self._watch.alive(local_rank, message, now)
+            if message.phase in BUSY and not local_rank:
+                self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
             return
         if isinstance(message, Warned):
             if now - self._warned_at >= WARNING_S:

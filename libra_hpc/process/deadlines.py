@@ -3,7 +3,8 @@
 - Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow once.
 - Measured -> ``factor`` times the longest of the last `WINDOW` durations, and never less than ``floor_s``.
 - Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process, start another.
-- Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends; `GIVE_UP` in a row -> the run fails.
+- Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends.
+- `GIVE_UP` in a row -> the run fails.
 - The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for nobody.
 
 Pure: times are seconds of any monotonic clock, given as arguments.

@@ -163,4 +163,4 @@ def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_t
         said.append(watch.give_up(now))
         assert watch.hung(1e9) == ""
     assert said[:3] == [""] * 3
-    assert said[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.first_s")
+    assert said[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")

@@ -68,7 +68,7 @@ def test_a_limit_that_was_exceeded_doubles_until_an_operation_ends() -> None:
         assert deadlines.exceeded(1) == "", "given up once"
     assert limits == [100.0, 200.0, 400.0, 800.0]
     assert said[:-1] == [["", ""]] * (GIVE_UP - 1)
-    assert said[-1][0].startswith("start did not end 4 times in a row, the last time within 800 s; raise deadlines.first_s")
+    assert said[-1][0].startswith("start did not end 4 times in a row, the last time within 800 s; raise deadlines.")
     deadlines.begin("start", 1, 0.0)
     deadlines.end(1, 20.0)
     assert deadlines.limit("start") == 200.0
