@@ -83,7 +83,10 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
 
 
 def complete_checkpoint(folder: Path, position: folders.DataPosition) -> None:
-    """Give a saved state its data position; raises `OSError`, and the state is then removed."""
+    """Give a saved state its data position, if it has none yet; raises `OSError`, and the state is then removed."""
+    with contextlib.suppress(OSError, ValueError):
+        if folders.read_position(folder).step == position.step:
+            return
     try:
         folders.write_position(folder, position)
     except OSError:

@@ -156,7 +156,10 @@ class Worker:
             return
         try:
             with self._pulse.phase(CHECKPOINT):
-                checkpoint.save(self._engine, self._model_dir, Path(message.folder))
+                # A process killed between the renames of a replacement would leave the step without a checkpoint.
+                saved = self._config.local_rank == 0 and folders.is_saved(Path(message.folder), message.step)
+                if self._engine.agree(not saved):
+                    checkpoint.save(self._engine, self._model_dir, Path(message.folder))
         except OSError as error:
             self._socket.send(SaveFailed(message.folder, message.step, str(error)))
             return
