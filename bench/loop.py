@@ -113,7 +113,11 @@ class TrainRun:
         folder.mkdir()
         settings = LeaderSettings(config.run.steps, 1, True, 0, str(folder), str(run.checkpoints), config.train.snapshot_every + 2)
         run.checkpoints.mkdir()
-        self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), lambda *saved: None)
+
+        async def saved(*checkpoint: Any) -> None:
+            pass
+
+        self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), saved)
         self.points: Rates = []
         self.done = asyncio.Event()
         self.mesh.handlers = {0: self._coordinator, 1: self._agent}

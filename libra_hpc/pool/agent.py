@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
-import functools
 import logging
 import os
 import shutil
@@ -38,7 +37,7 @@ from libra_hpc.train import folders
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
-from .attempt import whole_start_state
+from .attempt import complete_checkpoint, remove_old, whole_start_state
 from .child import Child
 from .context import Context
 from .coordinator import Coordinator
@@ -157,26 +156,16 @@ class Agent:
             rendezvous=str(rendezvous),
             checkpoints=str(self.run_dir.checkpoints),
             retain=config.train.snapshot_every + 2,
+            storage_s=config.deadlines.storage_s,
         )
 
-        def remove(folder: Path) -> None:
-            # Seconds for a large checkpoint on a shared file system, which this loop must not wait.
-            work = functools.partial(shutil.rmtree, folder, ignore_errors=True)
-            asyncio.get_running_loop().run_in_executor(None, work)
-
-        def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
+        async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
             records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
             position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
-            folder = self.run_dir.checkpoint(step)
-            try:
-                folders.write_position(folder, position)
-            except OSError:
-                # Renamed at once: the next attempt may write the same folder.
-                remove(folder.rename(folder.with_name(f".{folder.name}{folders.TEMPORARY}")))
-                raise
+            # A shared file system may take a minute for any of this, and this loop has heartbeats to send.
+            await asyncio.to_thread(complete_checkpoint, self.run_dir.checkpoint(step), position)
             context.log("checkpoint_saved", step=step)
-            for _, old in self.run_dir.complete_checkpoints()[: -config.checkpoint.keep]:
-                remove(old)
+            asyncio.get_running_loop().run_in_executor(None, remove_old, self.run_dir, config.checkpoint.keep)
 
         order = DataOrder(start.low, start.extra)
         leader = self.layout.rollout_leader

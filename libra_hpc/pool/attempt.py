@@ -5,6 +5,7 @@ An attempt goes on from the newest complete checkpoint.  Whatever was done after
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -80,6 +81,29 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
         folder.rename(aside)
         damaged.append((step, f"checkpoint {folder.name} is damaged and was moved to {aside.name}: {why}"))
     return Welcome(0, "", 0, ()), damaged
+
+
+def complete_checkpoint(folder: Path, position: folders.DataPosition) -> None:
+    """Give a saved state its data position, if it has none yet; raises `OSError`, and the state is then removed."""
+    with contextlib.suppress(OSError, ValueError):
+        if folders.read_position(folder).step == position.step:
+            return
+    try:
+        folders.write_position(folder, position)
+    except OSError:
+        # Renamed first: the next attempt may write the same folder.
+        aside = folder.with_name(f".{folder.name}{folders.TEMPORARY}")
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(folder.rename(aside), ignore_errors=True)
+        raise
+
+
+def remove_old(run: RunDir, keep: int) -> None:
+    """Remove all but the newest complete checkpoints."""
+    # The next checkpoint comes here again.
+    with contextlib.suppress(OSError):
+        for _, old in run.complete_checkpoints()[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _position(step: int, folder: Path) -> tuple[folders.DataPosition | None, str]:

@@ -30,6 +30,8 @@ class Finding(NamedTuple):
 
     engine: str
     reason: str
+    hopeless: str = ""
+    """Why the run is to fail; empty: another engine may do better."""
 
 
 class EngineWatch:
@@ -80,10 +82,11 @@ class EngineWatch:
 
     def hung(self, now: float) -> list[Finding]:
         """Engines beyond a limit, each once; they are not watched any more."""
-        found: dict[str, str] = {}
+        found: dict[str, Finding] = {}
         for pending in self._deadlines.pending(now):
             engine: str = pending.key[0]  # type: ignore[index]
-            found.setdefault(engine, pending.sentence)
+            if engine not in found:
+                found[engine] = Finding(engine, pending.sentence, self._deadlines.exceeded(pending.key))
         for engine in found:
             self.gone(engine)
-        return [Finding(engine, sentence) for engine, sentence in found.items()]
+        return list(found.values())

@@ -1,5 +1,7 @@
 """Whether a training replica makes progress: the judgement of its node, from orders, answers and signs of life.
 
+- The replica is serial: an order counts from when the one before it was answered.
+- It writes a snapshot, which no order asks for -> an operation of its own; the next order counts from its end.
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
 - More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long: whoever
@@ -11,6 +13,7 @@ Pure: times are seconds of any monotonic clock, given as arguments.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
@@ -30,28 +33,28 @@ from libra_hpc.protocol.trainer import (
     TrainStep,
     WorkerError,
 )
+from libra_hpc.train.link import BUSY, CHECKPOINT, COMPUTE, WAITING
 
 PEERS = 3.0
 """Half: a replica that waits may be ended before the slow one; double: a lost message holds the run so much longer."""
 FRESH_S = 5.0
 """Signs of life come every second; a phase reported longer ago says nothing about now."""
-WAITING = "waiting for peers"
 START = "start"
 
 
-def order_key(message: Any) -> tuple[str, int] | None:
+def order_key(message: Any) -> tuple[str, Hashable] | None:
     """Name and number of what an order asks for or an answer is about; None: not watched."""
     match message:
-        case Join(generation=number) | Joined(generation=number):
-            return "join", number
+        case Join(generation=number, attempt=attempt) | Joined(generation=number, attempt=attempt):
+            return "join", (number, attempt)
         case TrainStep(step=number) | StepDone(step=number) | StepFailed(step=number):
             return "train step", number
         case Export(version=number) | Exported(version=number) | ExportFailed(version=number):
             return "export", number
         case SaveCheckpoint(step=number) | Saved(step=number) | SaveFailed(step=number):
-            return "checkpoint", number
-        case WorkerError(generation=number) if number >= 0:
-            return "join", number
+            return CHECKPOINT, number
+        case WorkerError(generation=number, attempt=attempt) if number >= 0:
+            return "join", (number, attempt)
     return None
 
 
@@ -61,6 +64,10 @@ class ReplicaWatch:
     def __init__(self, settings: DeadlineSettings) -> None:
         self._silent_s = settings.floor_s
         self._deadlines = Deadlines(settings)
+        self._orders: deque[tuple[str, Hashable]] = deque()
+        """Orders without an answer; the replica carries out the first."""
+        self._busy = ""
+        """Phase in which the replica writes its state unasked."""
         self._alive: dict[int, tuple[str, float]] = {}
         self._reported: set[Hashable] = set()
 
@@ -77,27 +84,64 @@ class ReplicaWatch:
         """An order goes to all processes."""
         key = order_key(message)
         if key is not None:
-            self._deadlines.begin(key[0], key, now)
+            self._orders.append(key)
+            if len(self._orders) == 1 and not self._busy:
+                self._deadlines.begin(key[0], key, now)
 
     def answered(self, message: Any, now: float) -> None:
         """The replica answered.  A failure's duration says nothing about how long success takes."""
         key = order_key(message)
-        if key is None:
+        if key is None and isinstance(message, WorkerError) and self._orders and self._orders[0][0] == CHECKPOINT:
+            key = self._orders[0]  # a save that was refused
+        if key is None or key not in self._orders:
             return
+        while self._orders[0] != key:
+            self._deadlines.forget(self._orders.popleft())
+        self._orders.popleft()
         if isinstance(message, StepFailed | ExportFailed | SaveFailed | WorkerError):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)
         self._reported.discard(key)
+        # Signs of life of before the answer say nothing about what comes after it.
+        self._alive = {
+            process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
+        }
+        self._go_on(now)
 
     def alive(self, process: int, message: Alive, now: float) -> None:
         """A process gave a sign of life."""
         self._alive[process] = (message.phase, now)
         self._reported.discard(process)
+        first = self._orders[0][0] if self._orders else ""
+        busy = next((phase for phase, _ in self._alive.values() if phase in BUSY and phase != first), "")
+        if busy == self._busy:
+            return
+        self._deadlines.end(self._busy, now)
+        self._reported.discard(self._busy)
+        self._busy = busy
+        if busy:
+            if self._orders:
+                self._deadlines.forget(self._orders[0])
+            self._deadlines.begin(busy, busy, now - message.seconds)
+        self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """The replica turns to its first order."""
+        if self._orders and not self._busy:
+            self._deadlines.begin(self._orders[0][0], self._orders[0], now)
+
+    def give_up(self, now: float) -> str:
+        """The replica is ended because it is hung.  Empty, or why the run is to fail."""
+        failures = [self._deadlines.exceeded(pending.key) for pending in self._deadlines.pending(now, 0.0)]
+        self.clear()
+        return next(filter(None, failures), "")
 
     def clear(self) -> None:
         """Nothing is waited for any more; measured durations stay."""
         self._deadlines.clear()
+        self._orders.clear()
+        self._busy = ""
         self._alive.clear()
         self._reported.clear()
 

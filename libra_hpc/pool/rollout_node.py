@@ -277,6 +277,9 @@ class RolloutNode:
             if engine.child is not None and not engine.child.ended:
                 self._context.log("hung", rank=self._context.rank, part=hung.engine, reason=hung.reason)
                 engine.hung = hung.reason
+                if hung.hopeless:
+                    where = self._context.logs / f"{engine.name}.log"
+                    self._context.send(0, Fatal(self._context.rank, f"{hung.hopeless}; see {where}"))
                 ends.append(engine.child.end_hung())
         await asyncio.gather(*ends)
 

@@ -35,6 +35,7 @@ from libra_hpc.protocol.trainer import (
     to_worker,
 )
 from libra_hpc.train import folders
+from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
 from libra_hpc.weights.relay import Publisher
 
@@ -51,6 +52,10 @@ LOOK_S = 1.0
 """Between two looks at whether the replica makes progress."""
 STALL_S = 2.0
 """A look that comes so much later than planned means that the agent itself was stopped, and could read no answers."""
+KILL_S = 10.0
+"""After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
+REPEAT_S = 60.0
+"""Between two events about a process that does not end."""
 WARNING_S = 60.0
 """A full file system fails a snapshot at every one of them: one event a minute says it."""
 
@@ -70,6 +75,10 @@ class TrainNode:
         self._watch = ReplicaWatch(context.config.deadlines.settings)
         self._ordered_at = 0.0
         self._warned_at = float("-inf")
+        self._killed_at: float | None = None
+        """When all processes of the replica were to end."""
+        self._stuck_at = float("-inf")
+        """Of the last event about one that does not."""
         self._stopping = False
         self._publisher = Publisher(context.send)
         self.step = -1
@@ -120,6 +129,7 @@ class TrainNode:
         async with self._spawning:
             children, self._children = self._children, []
             self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
+            self._killed_at = None
             self._watch.clear()
             for child in children:
                 child.stopping = True
@@ -145,11 +155,33 @@ class TrainNode:
                 self._watch.discount(now - planned)
             planned = now + LOOK_S
             for reason in self._watch.late(now):
-                self._context.log("slow", rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
+                self._log_part("slow", reason)
             if (reason := self._watch.hung(now)) and not self._stopping:
-                self._watch.clear()
-                self._context.log("hung", rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
+                hopeless = self._watch.give_up(now)
+                self._log_part("hung", reason)
+                if hopeless:
+                    where = self._context.logs / f"{self._children[0].name}.log"
+                    self._context.send(0, Fatal(self._context.rank, f"training replica: {hopeless}; see {where}"))
+                self._killed_at = now
                 await asyncio.gather(*(child.end_hung() for child in self._children))
+            self._check_ended(now)
+
+    def _check_ended(self, now: float) -> None:
+        """A process that SIGKILL does not end counts as ended; an event a minute names it as long as it lives."""
+        if self._killed_at is None:
+            return
+        stuck = [child for child in self._children if child.pid and not child.ended]
+        if not stuck:
+            self._killed_at = None
+        elif now - self._killed_at > KILL_S and now - self._stuck_at >= REPEAT_S and not self._stopping:
+            self._stuck_at = now
+            names = ", ".join(f"{child.name} (process {child.pid})" for child in stuck)
+            reason = f"{names} lives {now - self._killed_at:.0f} s after SIGKILL, so it waits inside the kernel"
+            self._log_part("hung", reason)
+            self._ended(stuck[0], reason)
+
+    def _log_part(self, kind: str, reason: str) -> None:
+        self._context.log(kind, rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
 
     def on_publish(self, message: Publish) -> None:
         """A version is committed: send its file on its way."""
@@ -169,6 +201,7 @@ class TrainNode:
         snapshots = context.shared_memory / "snapshots"
         snapshots.mkdir(exist_ok=True)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
+        self._killed_at = None
         # Reads whole states, which this loop must not wait for.
         start_dir = await asyncio.to_thread(self._start_dir, snapshots)
         self._watch.started(time.monotonic())
@@ -208,16 +241,24 @@ class TrainNode:
             await child.start(trainer_command(config, context.component, path), environment, context.logs / f"{name}.log")
 
     def _start_dir(self, snapshots: Path) -> str:
-        """Newest whole snapshot; else, when rebuilt, the newest whole checkpoint; else what the attempt started from."""
+        """The newest of: what the attempt started from, whole snapshots and, when rebuilt, whole checkpoints."""
+        step, found = self._context.start.step, self._context.start.checkpoint
         newest = folders.latest_whole(snapshots)
-        if newest is not None:
-            return str(newest)
-        start = self._context.start
-        if self._starts:
-            for step, folder in reversed(self._context.run.complete_checkpoints()):
-                if step > start.step and not folders.verify(folder):
-                    return str(folder)
-        return start.checkpoint
+        if newest is not None and (saved := folders.read_state(newest).step) >= step:
+            step, found = saved, str(newest)
+        for saved, folder in reversed(self._checkpoints() if self._starts else []):
+            if saved <= step:
+                break
+            if not folders.verify(folder):
+                return str(folder)
+        return found
+
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        try:
+            return self._context.run.complete_checkpoints()
+        except OSError as error:
+            self._log_part("slow", f"The checkpoints cannot be listed: {error}.")
+            return []
 
     def _message(self, child: Child, message: Any) -> None:
         if child not in self._children:
@@ -235,6 +276,8 @@ class TrainNode:
         now = time.monotonic()
         if isinstance(message, Alive):
             self._watch.alive(local_rank, message, now)
+            if message.phase in BUSY and not local_rank:
+                self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
             return
         if isinstance(message, Warned):
             if now - self._warned_at >= WARNING_S:
@@ -260,13 +303,19 @@ class TrainNode:
             self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, answer))
 
     def _exited(self, child: Child, code: int) -> None:
+        name = f"worker process {child.name}"
+        self._ended(child, f"{name} ended with {code}" if code >= 0 else f"{name} was killed by signal {-code}")
+
+    def _ended(self, child: Child, reason: str) -> None:
+        """The replica is lost with this process; once for every start."""
         if self._stopping or child not in self._children or self._state == "lost":
             return
         was, self._state = self._state, "lost"
         self._watch.clear()
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
         for other in self._children:
             other.kill()
-        reason = f"worker process {child.name} ended with {code}" if code >= 0 else f"worker process {child.name} was killed by signal {-code}"
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
         if self._failed_starts >= MAX_STARTS:

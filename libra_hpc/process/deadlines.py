@@ -3,6 +3,8 @@
 - Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow once.
 - Measured -> ``factor`` times the longest of the last `WINDOW` durations, and never less than ``floor_s``.
 - Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process, start another.
+- Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends.
+- `GIVE_UP` in a row -> the run fails.
 - The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for nobody.
 
 Pure: times are seconds of any monotonic clock, given as arguments.
@@ -16,6 +18,9 @@ from typing import NamedTuple
 
 WINDOW = 32
 """Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after one."""
+GIVE_UP = 4
+"""Operations of a name given up in a row that show that no limit will do: the last one had 8 times the first limit.
+Half: one slow start after another ends a run; double: nodes idle for days (128 times 900 s) before anybody is told."""
 
 
 class DeadlineSettings(NamedTuple):
@@ -41,24 +46,49 @@ class Pending(NamedTuple):
         return f"{self.name} has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
 
 
+class _Begun(NamedTuple):
+    name: str
+    at: float
+    own_s: float
+    level: int
+    """How often in a row the limit of the name had been exceeded."""
+
+
 class Deadlines:
     """Operations in flight by key.  A key that begins again starts from zero."""
 
     def __init__(self, settings: DeadlineSettings = DeadlineSettings()) -> None:  # noqa: B008 (an immutable tuple)
         self._settings = settings
-        self._began: dict[Hashable, tuple[str, float, float]] = {}
+        self._began: dict[Hashable, _Begun] = {}
+        self._exceeded: dict[str, int] = {}
         self._durations: dict[str, deque[float]] = {}
 
     def begin(self, name: str, key: Hashable, now: float, limit_s: float = 0.0) -> None:
         """An operation starts; ``limit_s`` > 0 is a limit of its own, which counts where it is longer."""
-        self._began[key] = (name, now, limit_s)
+        self._began[key] = _Begun(name, now, limit_s, self._exceeded.get(name, 0))
 
     def end(self, key: Hashable, now: float) -> None:
         """It ended, and its duration counts.  An unknown key is ignored: its answer came after it was given up."""
         found = self._began.pop(key, None)
         if found is not None:
-            name, began, _ = found
-            self._durations.setdefault(name, deque(maxlen=WINDOW)).append(max(0.0, now - began))
+            self._durations.setdefault(found.name, deque(maxlen=WINDOW)).append(max(0.0, now - found.at))
+            self._exceeded.pop(found.name, None)
+
+    def exceeded(self, key: Hashable) -> str:
+        """It was overdue and is given up.  Empty, or why the run is to fail: `GIVE_UP` of its name in a row.
+
+        Operations that began under the same limit count once: the engines of a node start together.
+        """
+        found = self._began.pop(key, None)
+        if found is None:
+            return ""
+        before = self._exceeded.get(found.name, 0)
+        count, limit = min(found.level, before) + 1, max(self.limit(found.name), found.own_s)
+        self._exceeded[found.name] = max(before, count)
+        if count < GIVE_UP:
+            return ""
+        times = f"{found.name} did not end {count} times in a row, the last time within {limit:.0f} s"
+        return f"{times}; raise deadlines.first_s if it needs longer"
 
     def forget(self, key: Hashable) -> None:
         """It is not waited for any more, and its duration says nothing."""
@@ -71,19 +101,18 @@ class Deadlines:
     def limit(self, name: str) -> float:
         """Seconds an operation of this name may take."""
         durations = self._durations.get(name)
-        if not durations:
-            return max(self._settings.floor_s, self._settings.first_s)
-        return max(self._settings.floor_s, self._settings.factor * max(durations))
+        seconds = self._settings.factor * max(durations) if durations else self._settings.first_s
+        return max(self._settings.floor_s, seconds) * 2.0 ** self._exceeded.get(name, 0)
 
     def discount(self, seconds: float) -> None:
         """The waiting process was stopped for so long."""
-        self._began = {key: (name, began + seconds, own) for key, (name, began, own) in self._began.items()}
+        self._began = {key: begun._replace(at=begun.at + seconds) for key, begun in self._began.items()}
 
     def pending(self, now: float, share: float = 1.0) -> list[Pending]:
         """Operations that have used up this share of their limit, the longest waiting first: 1.0 overdue, 0.5 late."""
         found = []
-        for key, (name, began, own) in self._began.items():
-            limit = max(self.limit(name), own)
-            if now - began > share * limit:
-                found.append(Pending(name, key, now - began, limit))
+        for key, begun in self._began.items():
+            limit = max(self.limit(begun.name), begun.own_s)
+            if now - begun.at > share * limit:
+                found.append(Pending(begun.name, key, now - begun.at, limit))
         return sorted(found, key=lambda pending: -pending.waited_s)

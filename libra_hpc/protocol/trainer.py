@@ -39,6 +39,8 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     size: int
     rendezvous: str
     """A file on the shared file system (torch FileStore), fresh for every generation."""
+    attempt: int = 0
+    """Number of this order among those of one generation: an answer to an earlier one says nothing about it."""
 
 
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
@@ -97,6 +99,8 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     step: int
     received_bytes: int
     seconds: float
+    attempt: int = 0
+    """That of the `Join`."""
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
@@ -174,7 +178,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Once a second, from a thread of its own: what the process is doing."""
 
     phase: str
-    """``idle``, ``compute`` or ``waiting for peers``"""
+    """``idle``, ``compute``, ``waiting for peers``, ``snapshot`` or ``checkpoint``"""
     seconds: float
     """Since the phase began."""
 
@@ -192,6 +196,8 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
     fatal: bool
     generation: int = -1
     """Of the join that failed; -1: the request was none."""
+    attempt: int = 0
+    """Of the join that failed."""
 
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]

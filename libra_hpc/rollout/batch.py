@@ -17,7 +17,7 @@ RESERVED = (
     "context_p50", "failed", "retried", "rollout_s",
     # of the train leader
     "generation", "replicas", "wait_s", "tokens", "step_s", "version", "loss", "grad_norm", "entropy", "ratio_mean", "ratio_truncated", "logprob_gap",
-    "loss_tokens", "trained_tokens", "train_s", "train_wall_s", "reduce_s", "export_s", "train_tokens_per_s",
+    "skipped", "loss_tokens", "trained_tokens", "train_s", "train_wall_s", "reduce_s", "export_s", "train_tokens_per_s",
     # of the coordinator
     "t", "step", "rollout_nodes", "rollout_tokens_per_s", "predicted_s", "predicted_start_s", "predicted_train_s", "latency_s",
 )  # fmt: skip

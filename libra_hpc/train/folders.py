@@ -135,20 +135,32 @@ def verify(folder: Path) -> str:
         return f"{MANIFEST_FILE} cannot be read: {error}."
     try:
         manifest = msgspec.json.decode(data, type=dict[str, tuple[int, int]])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError):
+        # Bytes that are no UTF-8 are a ValueError of their own.
         return f"{MANIFEST_FILE} is torn."
     for name, (size, _) in manifest.items():
-        path = folder / name
-        if not path.is_file():
+        try:
+            found = (folder / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
             return f"{name} is missing."
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, {size} were written."
+        except (OSError, ValueError) as error:
+            return f"{name!r} cannot be read: {error}."
+        if found != size:
+            return f"{name} has {found} bytes, {size} were written."
     for name, crc in _checksums(folder, manifest).items():
         if isinstance(crc, OSError):
             return f"{name} cannot be read: {crc}."
         if crc != manifest[name][1]:
             return f"{name} has not the checksum with which it was written."
     return ""
+
+
+def is_saved(folder: Path, step: int) -> bool:
+    """Whether this is a complete and whole checkpoint of the step; reads every byte of it."""
+    try:
+        return read_position(folder).step == step == read_state(folder).step and not verify(folder)
+    except (OSError, ValueError, msgspec.DecodeError):
+        return False
 
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:

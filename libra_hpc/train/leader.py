@@ -12,8 +12,9 @@ that a replica rebuilt from a snapshot a few steps old can be brought to the com
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from libra_hpc.protocol.mesh import (
     Batch,
@@ -26,6 +27,7 @@ from libra_hpc.protocol.mesh import (
     TrainingFinished,
 )
 from libra_hpc.protocol.trainer import (
+    Alive,
     Export,
     Exported,
     ExportFailed,
@@ -68,13 +70,13 @@ class TrainLeader(Members):
         send: Callable[[int, MeshMessage], None],
         rollout_leader: int,
         receivers: Callable[[], tuple[int, ...]],
-        saved: Callable[[int, DataOrder, Sequence[StepReport]], None],
+        saved: Callable[[int, DataOrder, Sequence[StepReport]], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(settings, rank, send, clock)
         self.step, self.order = step, order
         self._rollout_leader, self._receivers, self._saved = rollout_leader, receivers, saved
-        self._state_step = step
+        self._state_step = self._saved_step = step
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
         self._last_commit = clock()
@@ -98,15 +100,23 @@ class TrainLeader(Members):
         self._wake.set()
 
     def on_reply(self, rank: int, message: FromWorker) -> None:
-        """An answer of a replica; answers to an older generation are ignored."""
+        """An answer of a replica; answers to an older generation, or to an older attempt at it, are ignored."""
         match message:
-            case Joined(generation=generation) | StepDone(generation=generation) | StepFailed(generation=generation):
-                if generation != self.generation:
+            case Alive():
+                self._on_alive(rank, message)
+            case Joined(generation=generation, attempt=attempt):
+                if (generation, attempt) != (self.generation, self._joins):
+                    return
+                self._replies[rank] = message
+            case StepDone(generation=generation) | StepFailed(generation=generation):
+                # A step that is answered while its members join again was given up.
+                if generation != self.generation or self._joining:
                     return
                 self._replies[rank] = message
                 if isinstance(message, StepFailed):
                     self._failed = self._failed or f"replica {rank}: {message.error}"
             case Saved(step=step) | SaveFailed(step=step):
+                self._save_ended(rank)
                 if step == self.step:
                     self._replies[rank] = message
             case ExportFailed(version=version, reason=reason):
@@ -116,13 +126,18 @@ class TrainLeader(Members):
                     what = f"the weights of step {version} could not be written for the rollout engines"
                     self._hopeless = f"{what}: {reason}"
                 else:
-                    asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._export)
+                    asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
             case Exported(version=version, crc32=crc32, seconds=seconds):
+                if rank != self.exporter:
+                    return
                 self._exports.written(version, seconds)
                 if version == self.step:
                     self._send(rank, Publish(version, crc32, self._receivers()))
-            case WorkerError(what=what, generation=generation):
-                if generation not in (-1, self.generation):
+            case WorkerError(what=what, generation=generation, attempt=attempt, fatal=fatal):
+                if generation < 0:
+                    self._save_ended(rank)
+                current = (generation, attempt) == (self.generation, self._joins)
+                if not (current or (generation < 0 and (fatal or not self._joining))):
                     return
                 if rank in self.members or rank in self._joining:
                     self._failed = self._failed or f"replica {rank}: {what}"
@@ -156,14 +171,17 @@ class TrainLeader(Members):
             if self._hopeless:
                 self._fail(self._hopeless)
                 return
-            ready = self.step + 1 in self._batches and not self._membership_due()
-            if ready and not await self._train(self._batches[self.step + 1], self._clock() - waiting):
+            if self._membership_due() or self.step + 1 not in self._batches:
+                continue
+            self._export()
+            if not await self._train(self._batches[self.step + 1], self._clock() - waiting):
                 return
         if await self._save_last():
             self._send(0, TrainingFinished(self.step))
 
     def _batch_or_change(self) -> bool:
-        return self.step + 1 in self._batches or self._membership_due() or bool(self._stop_reason or self._hopeless)
+        changed = self._membership_due() or bool(self._stop_reason or self._hopeless)
+        return self.step + 1 in self._batches or changed or self._export_due()
 
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""
@@ -174,8 +192,11 @@ class TrainLeader(Members):
             self.generation, wanted = self._ordered
             if not await self._join(wanted):
                 continue
-            self.members, self._broken, self.exporter = wanted, False, wanted[0]
             self._exports.ask_again()
+            if self.exporter != wanted[0]:
+                # Nodes that lack the present version ask the exporter, and it must have that to give.
+                self._exports.moved(self.step)
+            self.members, self._broken, self.exporter = wanted, False, wanted[0]
             self._state_step = self._replies[wanted[0]].step
             for rank in wanted:
                 joined: Joined = self._replies[rank]
@@ -183,7 +204,8 @@ class TrainLeader(Members):
             if self._state_step == self.step + 1 and self._state_step in self._batches:
                 self._commit(self._batches[self._state_step], [], 0.0, 0.0)
             elif not (self._state_step == self.step or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))):
-                return self._fail(f"the replicas hold step {self._state_step}, the run is at step {self.step}, and the batches between are gone")
+                where = f"the replicas hold step {self._state_step}, the run is at step {self.step}"
+                return self._fail(f"{where}, and the batches between are gone", restart=self._saved_step > 0)
         return True
 
     async def _replay(self) -> None:
@@ -200,9 +222,6 @@ class TrainLeader(Members):
             return True
         self._state_step = batch.step
         self._commit(batch, [self._replies[rank] for rank in self.members], waited_s, self._clock() - started)
-        every = self.settings.checkpoint_every
-        if every and self.step % every == 0 and self.step < self.settings.steps:
-            self._save_due = True
         if self._skipped_in_row >= SKIPPED_STEPS:
             return self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
         return True
@@ -230,6 +249,9 @@ class TrainLeader(Members):
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
+        every = self.settings.checkpoint_every
+        if every and self.step % every == 0 and self.step < self.settings.steps:
+            self._save_due = True
         indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
         for old in [s for s in self._batches if s <= self.step - self.settings.retain]:
@@ -250,9 +272,13 @@ class TrainLeader(Members):
         self._export()
 
     def _export(self) -> None:
-        """Have the newest weights written and published, once; the exporter serves this before its next `TrainStep`."""
-        if not self._broken and self._state_step == self.step and self._exports.ask(self.step, self._clock()):
+        """Have the newest weights written and published, once.  Only at a step boundary: the exporter writes what it has."""
+        if self._export_due() and self._exports.ask(self.step, self._clock()):
             self._send(self.exporter, ToReplica(Export("", self.step)))
+
+    def _export_due(self) -> bool:
+        here = not self._broken and self._state_step == self.step
+        return here and self._exports.due(self.step, self._clock())
 
     async def _save(self) -> str | None:
         """Save through one member; when that member dies meanwhile, through another.
@@ -264,20 +290,25 @@ class TrainLeader(Members):
                 await self._replay()
                 continue
             self._ask_anew()
-            self._send(self.members[0], ToReplica(SaveCheckpoint(f"{self.settings.checkpoints}/step-{self.step:06d}", self.step)))
-            await self._until(lambda: bool(self._failed) or bool(self._replies))
+            asked = self._saving = self.members[0]
+            folder = f"{self.settings.checkpoints}/step-{self.step:06d}"
+            self._send(asked, ToReplica(SaveCheckpoint(folder, self.step)))
+            await self._until(functools.partial(self._saved_or_failed, asked))
             if self._failed:
                 self._broken = True
                 continue
             self._failing_since = None
-            return self._note_saved(self._replies[self.members[0]])
+            return await self._note_saved(self._replies[asked])
         return None
 
-    def _note_saved(self, reply: Saved | SaveFailed) -> str:
+    def _saved_or_failed(self, asked: int) -> bool:
+        return bool(self._failed) or isinstance(self._replies.get(asked), Saved | SaveFailed)
+
+    async def _note_saved(self, reply: Saved | SaveFailed) -> str:
         reason = reply.reason if isinstance(reply, SaveFailed) else ""
         if not reason:
             try:
-                self._saved(self.step, self.order, self._reports)
+                await self._saved(self.step, self.order, self._reports)
             except OSError as error:
                 reason = str(error)
         if reason:
@@ -285,15 +316,21 @@ class TrainLeader(Members):
             self._log("checkpoint_failed", step=self.step, reason=reason)
         else:
             self._saves.succeeded()
-            self._save_due = False
+            self._save_due, self._saved_step = False, self.step
         return reason
 
     async def _save_last(self) -> bool:
-        """Save at the end of the run; False when that cannot be done."""
-        for left in reversed(range(1 + LAST_RETRIES)):
-            reason = await self._save()
-            if not reason:
-                return reason is not None
-            if left:
+        """Save at the end of the run; False when that cannot be done.
+
+        A run that was told to stop has seconds.  One at its end waits for room for ``storage_s``.
+        """
+        began, left = self._clock(), LAST_RETRIES
+        while reason := await self._save():
+            if not self._stop_reason and self._clock() - began < self.settings.storage_s:
+                await self._until(lambda: bool(self._stop_reason), self._saves.wait_s(self._clock()))
+            elif self._stop_reason and left:
+                left -= 1
                 await asyncio.sleep(LAST_PAUSE_S)
-        return self._fail(f"the last step could not be saved: {reason}")
+            else:
+                return self._fail(f"the last step could not be saved: {reason}")
+        return reason is not None

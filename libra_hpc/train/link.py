@@ -65,6 +65,9 @@ class WorkerSocket(EngineSocket[FromWorker]):
 ALIVE_S = 1.0
 """Between two signs of life."""
 IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
+SNAPSHOT, CHECKPOINT = "snapshot", "checkpoint"
+BUSY = (SNAPSHOT, CHECKPOINT)
+"""Phases in which a process writes its state, for minutes where the model is large; orders wait meanwhile."""
 
 
 class Pulse:

@@ -3,6 +3,7 @@
 - A newer order -> it is formed, and a formation that is not finished is given up for it.
 - A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
 - A step or join failed and nobody died -> after `RETRY_S` the same members meet again, for at most `NEW_GENERATION_S`.
+- A member writes its state, for which the others wait in vain -> that time does not count.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from typing import Any
 import msgspec
 
 from libra_hpc.protocol.mesh import Fatal, Log, MeshMessage, ToReplica
-from libra_hpc.protocol.trainer import Join, Joined
+from libra_hpc.protocol.trainer import Alive, Join, Joined
+
+from .link import BUSY
 
 NEW_GENERATION_S = 120.0
 """A step or join that keeps failing for so long although no member died would go on to fail."""
 RETRY_S = 5.0
 """After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.
 Silence for so long means that nobody died (a member was slow, a connection broke): the same members try again."""
+BUSY_S = 5.0
+"""Signs of life come every second: a member that was writing its state so long ago still is."""
 
 
 class LeaderSettings(msgspec.Struct, frozen=True):
@@ -35,6 +40,8 @@ class LeaderSettings(msgspec.Struct, frozen=True):
     checkpoints: str
     retain: int
     """Committed batches kept for replay: at least the steps between two snapshots."""
+    storage_s: float = 900.0
+    """How long the last checkpoint is tried."""
 
 
 class Members:
@@ -57,6 +64,11 @@ class Members:
         self._failing_since: float | None = None
         """First failure without a death since the last step that succeeded."""
         self._joins = 0
+        """Joins ordered so far, and the attempt number of the last one."""
+        self._saving = -1
+        """Rank that was asked to save and has not answered."""
+        self._busy_at: dict[int, float] = {}
+        """When a member last said that it was writing its state."""
         self._wake = asyncio.Event()
 
     def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
@@ -70,7 +82,21 @@ class Members:
         if rank in self.members or rank in self._joining:
             self._failed = self._failed or f"replica {rank}: {reason}"
             self._broken = self._died = True
+        self._save_ended(rank)
+        self._busy_at.pop(rank, None)
         self._wake.set()
+
+    def _on_alive(self, rank: int, message: Alive) -> None:
+        if message.phase in BUSY:
+            self._busy_at[rank] = self._clock()
+
+    def _save_ended(self, rank: int) -> None:
+        if rank == self._saving:
+            self._saving = -1
+
+    def _member_busy(self) -> bool:
+        since = self._clock() - BUSY_S
+        return any(rank == self._saving or self._busy_at.get(rank, since - 1.0) >= since for rank in self._ordered[1])
 
     def _membership_due(self) -> bool:
         return self._broken or self._ordered_newer()
@@ -95,7 +121,7 @@ class Members:
         """Wait for a newer order, or until the last one is to be tried again; False when that was tried for too long."""
         while not self._ordered_newer():
             alive = bool(self._failed) and not self._died
-            if alive and self._failing_since is None:
+            if alive and (self._failing_since is None or self._member_busy()):
                 self._failing_since = self._clock()
             if not await self._until(
                 self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None
@@ -113,7 +139,7 @@ class Members:
         self._joins += 1
         path = f"{self.settings.rendezvous}/generation-{self.generation:06d}.{self._joins}"
         for position, rank in enumerate(wanted):
-            self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path)))
+            self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path, self._joins)))
 
         def joined() -> bool:
             return all(isinstance(self._replies.get(rank), Joined) for rank in wanted)
@@ -125,9 +151,9 @@ class Members:
     def _ask_anew(self) -> None:
         self._replies, self._failed, self._died = {}, "", False
 
-    def _fail(self, reason: str) -> bool:
-        """The run cannot go on; always False."""
-        self._send(0, Fatal(self.exporter, reason))
+    def _fail(self, reason: str, restart: bool = False) -> bool:
+        """The run cannot go on, or only from its newest checkpoint; always False."""
+        self._send(0, Fatal(self.exporter, reason, restart))
         return False
 
     def _log(self, kind: str, **fields: str | int | float) -> None:

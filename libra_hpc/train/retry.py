@@ -20,7 +20,8 @@ class Retry:
 
     def failed(self, now: float) -> None:
         """An attempt failed."""
-        self._not_before = now + min(self._first_s * 2.0**self.failures, self._longest_s)
+        # Beyond 1,000 doublings a float overflows.
+        self._not_before = now + min(self._first_s * 2.0 ** min(self.failures, 100), self._longest_s)
         self.failures += 1
 
     def succeeded(self) -> None:
@@ -50,9 +51,13 @@ class Exports:
         self.seconds = 0.0
         """Of the last export."""
 
+    def due(self, version: int, now: float) -> bool:
+        """Whether this version is to be asked for now."""
+        return self._asked < version and self._retry.due(now)
+
     def ask(self, version: int, now: float) -> bool:
-        """Whether this version is to be asked for now; it then counts as asked for."""
-        if self._asked >= version or not self._retry.due(now):
+        """The same; it then counts as asked for."""
+        if not self.due(version, now):
             return False
         self._asked = version
         return True
@@ -60,6 +65,10 @@ class Exports:
     def ask_again(self) -> None:
         """Whoever was asked may be gone."""
         self._asked = self._written
+
+    def moved(self, version: int) -> None:
+        """Another replica exports from now on, and has not written this version yet."""
+        self._asked = self._written = min(self._written, version - 1)
 
     def written(self, version: int, seconds: float) -> None:
         """An export is in place."""

@@ -2,7 +2,8 @@
 
 - A step is committed in all processes of a replica or in none: the sum over replicas comes before any change.
 - A step of several minibatches starts from a copy that it falls back to.
-- The summed gradient or a sum of a minibatch is not finite -> its update is skipped everywhere; the step commits.
+- The summed gradient or loss of a minibatch is not finite -> its update is skipped everywhere; the step commits.
+- Another sum is not finite -> it is reported as 0.0; the update does not depend on it.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class GrpoTrainer:
                     continue
                 found = self._accumulate(packs, None if proximal is None else proximal[i])
                 # The sum over replicas is the same in all of them, so all come to the same answer.
-                if not self._engine.agree(self._engine.finite() and all(map(math.isfinite, found))):
+                if not self._engine.agree(self._engine.finite() and math.isfinite(found[LOSS])):
                     skipped += 1
                     continue
-                sums.append((found, total))
+                sums.append(([value if math.isfinite(value) else 0.0 for value in found], total))
                 update_begin = time.monotonic()
                 norm = self._engine.update(1.0 / total)
                 optimizer_s += time.monotonic() - update_begin

@@ -45,7 +45,7 @@ from libra_hpc.protocol.trainer import (
 from . import checkpoint, folders
 from .device import choose, file_store
 from .engine import Engine, init_world
-from .link import COMPUTE, WAITING, Pulse, WorkerSocket
+from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .names import hf_shapes
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
@@ -106,9 +106,13 @@ class Worker:
             received = self._replicas.join(message, self._socket.interrupted)
         except PeerLost as lost:
             what = f"generation {message.generation} did not form: {lost}"
-            self._socket.send(WorkerError(what, fatal=False, generation=message.generation))
+            error = WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)
+            self._socket.send(error)
             return
-        self._socket.send(Joined(message.generation, self._engine.state.step, received, time.monotonic() - begin))
+        seconds = time.monotonic() - begin
+        self._socket.send(
+            Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt)
+        )
 
     def _train(self, message: TrainStep) -> None:
         try:
@@ -119,10 +123,15 @@ class Worker:
         self._socket.send(done)
         every, where = self._config.snapshot_every, self._config.snapshot_dir
         if where and every and message.step % every == 0:
-            self._snapshot(Path(where))
+            with self._pulse.phase(SNAPSHOT):
+                self._snapshot(Path(where))
 
     def _export(self, message: Export) -> None:
         begin = time.monotonic()
+        if message.version != self._engine.state.step:
+            reason = f"this replica is at step {self._engine.state.step}, it cannot export step {message.version}"
+            self._socket.send(ExportFailed(message.version, reason))
+            return
         try:
             crc, size = checkpoint.export(self._engine, Path(message.path))
         except OSError as error:
@@ -146,7 +155,11 @@ class Worker:
             self._socket.send(WorkerError(f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}", fatal=False))
             return
         try:
-            checkpoint.save(self._engine, self._model_dir, Path(message.folder))
+            with self._pulse.phase(CHECKPOINT):
+                # A process killed between the renames of a replacement would leave the step without a checkpoint.
+                saved = self._config.local_rank == 0 and folders.is_saved(Path(message.folder), message.step)
+                if self._engine.agree(not saved):
+                    checkpoint.save(self._engine, self._model_dir, Path(message.folder))
         except OSError as error:
             self._socket.send(SaveFailed(message.folder, message.step, str(error)))
             return

@@ -108,13 +108,14 @@ class Trainer:
                 )
         except state.NotMet as error:
             what = f"generation {message.generation} did not form: {error}"
-            return [WorkerError(what, fatal=False, generation=message.generation)]
+            return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
         received = 0
         if truth != mine:
             received = self._law.state_bytes
             self._take(self._law.receive_s, begin)
         self._state, self._generation, self._size = truth, message.generation, message.size
-        return [Joined(message.generation, truth.step, received, time.monotonic() - begin)]
+        seconds = time.monotonic() - begin
+        return [Joined(message.generation, truth.step, received, seconds, attempt=message.attempt)]
 
     def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
         step = self._state.step

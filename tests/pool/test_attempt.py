@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from libra_hpc.pool.attempt import forget_steps_after, start_state, whole_start_state
+from libra_hpc.pool.attempt import (
+    complete_checkpoint,
+    forget_steps_after,
+    remove_old,
+    start_state,
+    whole_start_state,
+)
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import folders
@@ -78,3 +85,22 @@ def test_metrics_that_were_never_written_come_from_the_checkpoint(tmp_path: Path
     save(run, 2, (folders.StepRecord(1, 1.0, {}), folders.StepRecord(2, 2.0, {})))
     forget_steps_after(run, 2)
     assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]
+
+
+def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    folder = {step: save(run, step) for step in (10, 20, 30)}
+    (folder[20] / folders.POSITION_FILE).unlink()
+
+    def full(folder: Path, position: folders.DataPosition) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(folders, "write_position", full)
+    with pytest.raises(OSError, match="no room"):
+        complete_checkpoint(folder[20], folders.DataPosition(20, 160, ()))
+    complete_checkpoint(folder[30], folders.DataPosition(30, 240, ()))
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000010", "step-000030"]
+    remove_old(run, 1)
+    assert list(run.checkpoints.iterdir()) == [folder[30]]

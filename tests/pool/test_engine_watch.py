@@ -25,7 +25,7 @@ def test_an_engine_that_falls_silent_is_late_once_and_then_hung_once() -> None:
     assert engines.late(132.0) == []
     assert engines.hung(160.0) == []
     (hung,) = engines.hung(161.0)
-    assert hung == ("a", "silence of the engine has not ended after 61 s (limit 60 s)")
+    assert hung[:2] == ("a", "silence of the engine has not ended after 61 s (limit 60 s)")
     assert [found.engine for found in engines.hung(1000.0)] == ["b"]
     assert engines.hung(2000.0) == []
 
@@ -80,3 +80,17 @@ def test_nothing_is_expected_of_an_engine_that_is_gone_and_stalls_of_the_agent_d
     assert [found.engine for found in engines.hung(11_000.0)] == ["b"]
     engines.sign("a", 11_000.0)
     assert engines.hung(11_061.0)[0].engine == "a"
+
+
+def test_engines_that_exceed_a_limit_together_count_once_and_the_fourth_time_is_hopeless() -> None:
+    engines, now, hopeless = watch(), 0.0, []
+    for limit_s in (900.0, 1800.0, 3600.0, 7200.0):
+        for name in ("a", "b"):
+            engines.began(name, START, now)
+        assert engines.hung(now + limit_s) == []
+        now += limit_s + 1.0
+        found = engines.hung(now)
+        assert [hung.engine for hung in found] == ["a", "b"]
+        hopeless.append(found[0].hopeless)
+    assert hopeless[:3] == [""] * 3
+    assert hopeless[3].startswith("start of the engine did not end 4 times in a row, the last time within 7200 s; ")

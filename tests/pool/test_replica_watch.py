@@ -2,7 +2,19 @@ from __future__ import annotations
 
 from libra_hpc.pool.replica_watch import FRESH_S, ReplicaWatch
 from libra_hpc.process.deadlines import DeadlineSettings
-from libra_hpc.protocol.trainer import Alive, Join, Joined, StepDone, StepFailed, TrainStep, WorkerError
+from libra_hpc.protocol.trainer import (
+    Alive,
+    Export,
+    Exported,
+    Join,
+    Joined,
+    SaveCheckpoint,
+    Saved,
+    StepDone,
+    StepFailed,
+    TrainStep,
+    WorkerError,
+)
 
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=600.0, factor=10.0)
 JOIN, STEP = Join(1, 0, 2, "/meet"), TrainStep(1, 1, (), ())
@@ -83,3 +95,72 @@ def test_failures_are_not_waited_for_and_teach_nothing() -> None:
     assert "start has not ended" in watch.hung(701.0)
     watch.ready(702.0)
     assert watch.hung(1e6) == ""
+
+
+def joined() -> ReplicaWatch:
+    """Of a replica whose join, export and checkpoint took a second each."""
+    watch = ReplicaWatch(SETTINGS)
+    for order, answer in (
+        (JOIN, Joined(1, 0, 0, 1.0)),
+        (Export("", 0), Exported(0, 0, 0, 1.0)),
+        (SaveCheckpoint("", 0), Saved("", 0, 1.0)),
+    ):
+        watch.asked(order, 0.0)
+        watch.answered(answer, 1.0)
+    return watch
+
+
+def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
+    watch = joined()
+    watch.asked(SaveCheckpoint("", 1), 0.0)
+    for order in (Join(2, 0, 2, "/meet", 1), Join(2, 0, 2, "/meet", 2), Export("", 1)):
+        watch.asked(order, 1.0)
+    alive(watch, "checkpoint", 59.0)
+    assert watch.hung(59.0) == ""
+    watch.answered(Saved("", 1, 59.0), 59.0)
+    alive(watch, "compute", 118.0)
+    assert watch.hung(118.0) == ""
+    watch.answered(WorkerError("a newer order came", False, 2, 1), 118.0)
+    watch.answered(Joined(2, 0, 0, 1.0, 2), 119.0)
+    alive(watch, "compute", 180.0)
+    assert watch.hung(178.0) == ""
+    assert "export has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
+
+
+def test_a_snapshot_is_an_operation_of_its_own_and_orders_wait_for_its_end() -> None:
+    watch = joined()
+    watch.asked(Export("", 1), 0.0)
+    watch.alive(0, Alive("snapshot", 1.0), 1.0)
+    watch.asked(Join(2, 0, 2, "/meet"), 2.0)
+    for second in range(2, 601):
+        watch.alive(0, Alive("snapshot", float(second)), float(second))
+        assert watch.hung(float(second)) == ""
+    assert watch.late(600.0) == ["snapshot has not ended after 600 s (limit 600 s)"]
+    assert "snapshot has not ended after 601 s" in watch.hung(601.0)
+    watch.alive(0, Alive("compute", 0.5), 601.0)
+    assert watch.hung(660.0) == ""
+    watch.alive(0, Alive("compute", 60.0), 662.0)
+    assert "export has not ended after 61 s" in watch.hung(662.0)
+    watch.answered(Exported(1, 0, 0, 1.0), 662.0)
+    watch.answered(Joined(2, 0, 0, 1.0), 663.0)
+    assert watch.hung(1e6) == ""
+
+
+def test_a_save_that_was_refused_is_not_waited_for() -> None:
+    watch = joined()
+    watch.asked(SaveCheckpoint("", 1), 0.0)
+    watch.answered(WorkerError("this replica is at step 0, it cannot save step 1", False), 1.0)
+    assert watch.hung(1e6) == ""
+
+
+def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:
+    watch, now, said = ReplicaWatch(SETTINGS), 0.0, []
+    for limit_s in (600.0, 1200.0, 2400.0, 4800.0):
+        watch.started(now)
+        assert watch.hung(now + limit_s) == ""
+        now += limit_s + 1.0
+        assert "start has not ended" in watch.hung(now)
+        said.append(watch.give_up(now))
+        assert watch.hung(1e9) == ""
+    assert said[:3] == [""] * 3
+    assert said[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")

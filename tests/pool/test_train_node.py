@@ -14,6 +14,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pool import train_node as module
+from libra_hpc.pool.child import Child
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
 from libra_hpc.pool.train_node import TrainNode
@@ -104,6 +105,35 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
     assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
 
 
+def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KILL_S", 0.1)
+    monkeypatch.setattr(module, "REPEAT_S", 0.2)
+    scene = Scene(here)
+
+    def stuck() -> list[Any]:
+        return [log for log in scene.of(Log) if log.kind == "hung" and "after SIGKILL" in log.fields["reason"]]
+
+    async def script() -> None:
+        pid = await scene.ready()
+        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
+        await asyncio.sleep(0.2)
+        kill, Child.kill = Child.kill, lambda child: None  # type: ignore[assignment,method-assign]
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            await scene.until(lambda: len(stuck()) >= 2)
+        finally:
+            Child.kill = kill  # type: ignore[method-assign]
+        assert f"t1.0 (process {pid}) lives" in stuck()[0].fields["reason"]
+        assert len(scene.of(EngineDied)) == 2, "one end for each of two parties"
+        os.kill(pid, signal.SIGKILL)
+        await scene.ready()
+        assert len(scene.of(EngineDied)) == 2
+
+    scene.play(script)
+
+
 def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path) -> None:
     scene = Scene(here)
     scene.node._budget = RestartBudget(1)
@@ -152,6 +182,9 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
         assert await again() == 4
         (snapshots / "step-00000004" / folders.MANIFEST_FILE).write_text("{")
         assert await again() == 3
+        save(snapshots / "step-00000006", 6)
+        save(scene.run.checkpoint(7), 7)
+        assert await again() == 7, "a checkpoint may be newer than the newest snapshot"
 
     scene.play(script)
 

@@ -53,7 +53,7 @@ class Side:
         self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.send, 4, lambda: (), self.saved)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def saved(self, step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
+    async def saved(self, step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
         assert (step, order.low, len(reports)) == (STEPS, STEPS, STEPS)
 
     def send(self, rank: int, message: Any, blob: bytes = b"") -> None:

@@ -13,6 +13,7 @@ import torch
 from libra_hpc.protocol.codec import pack_f32, unpack_f32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.train.names import Split
+from libra_hpc.train.settings import AlgorithmSettings
 
 from .support import Replica, build, join_all, make_model, train_step
 
@@ -25,7 +26,7 @@ def bad_advantage(sample: Sample) -> Sample:
 
 def bad_logprobs(sample: Sample) -> Sample:
     values = [
-        math.inf if masked else value
+        -math.inf if masked else value
         for value, masked in zip(unpack_f32(sample.logprobs), sample.loss_mask, strict=True)
     ]
     return msgspec.structs.replace(sample, logprobs=pack_f32(values))
@@ -40,6 +41,19 @@ def spoiled(message: TrainStep, minibatch: int, spoil: Any = bad_advantage) -> T
 
 def assert_finite(done: StepDone) -> None:
     assert all(math.isfinite(value) for value in msgspec.to_builtins(done).values() if isinstance(value, float))
+
+
+def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: Split) -> None:
+    make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world)
+    # With a KL term the loss has the log-probabilities too.
+    trainer._settings = AlgorithmSettings(kl_coef=0.0)
+    done = trainer.step(spoiled(train_step(1, 0), 0, bad_logprobs))
+    assert (done.skipped, engine.state.updates, done.ratio_mean, done.logprob_gap) == (0, 1, 0.0, 0.0)
+    assert done.grad_norm > 0.0
+    assert done.entropy > 0.0
+    assert_finite(done)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in engine.state.tensors())
 
 
 @pytest.mark.parametrize("spoil", [bad_advantage, bad_logprobs])

@@ -87,3 +87,24 @@ def test_room_is_asked_for_with_some_to_spare(tmp_path: Path, monkeypatch: pytes
     folders.check_room(tmp_path / "not" / "yet", 1000)
     with pytest.raises(OSError, match="yet needs 1001 bytes, and its file system has 1050 bytes free"):
         folders.check_room(tmp_path / "not" / "yet", 1001)
+
+
+def test_a_manifest_of_any_bytes_is_damage_and_never_an_exception(tmp_path: Path) -> None:
+    folder = state(tmp_path, 7)
+    manifest = folder / folders.MANIFEST_FILE
+    for data in (b'{"\xff\xfe": [1, 2]}', b"\x80", b'{"a\\u0000": [1, 2]}', b'{"' + b"a" * 5000 + b'": [1, 2]}'):
+        manifest.write_bytes(data)
+        assert folders.verify(folder) != ""
+    manifest.write_bytes(b'{"trainer.json/below": [1, 2]}')
+    assert folders.verify(folder) == "trainer.json/below is missing."
+
+
+def test_a_checkpoint_is_saved_once_it_is_whole_and_has_its_position(tmp_path: Path) -> None:
+    folder = state(tmp_path, 7)
+    assert not folders.is_saved(folder, 7)
+    folders.write_position(folder, folders.DataPosition(7, 14, ()))
+    assert folders.is_saved(folder, 7)
+    assert not folders.is_saved(folder, 8)
+    flip(folder / folders.OPTIMIZER_FILE)
+    assert not folders.is_saved(folder, 7)
+    assert not folders.is_saved(tmp_path / "nowhere", 7)

@@ -11,6 +11,7 @@ import pytest
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, Log, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
 from libra_hpc.protocol.trainer import (
+    Alive,
     Export,
     Exported,
     ExportFailed,
@@ -51,14 +52,14 @@ class Replica:
         if self.silent:
             return
         match message:
-            case Join(generation=generation, size=size, rendezvous=rendezvous):
+            case Join(generation=generation, size=size, rendezvous=rendezvous, attempt=attempt):
                 members = self.world.joining.setdefault(rendezvous, [])
                 members.append(self)
                 if len(members) == size:
                     truth = max(members, key=lambda r: len(r.history))
                     for member in members:
                         member.history = list(truth.history)
-                        self.world.reply(member.rank, Joined(generation, len(member.history), 0, 0.0))
+                        self.world.reply(member.rank, Joined(generation, len(member.history), 0, 0.0, attempt))
             case TrainStep(step=step, generation=generation, minibatches=minibatches, total_tokens=totals):
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
@@ -73,7 +74,7 @@ class Replica:
 
 
 class World:
-    def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3) -> None:
+    def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3, storage_s: float = 0.0) -> None:
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
@@ -83,9 +84,9 @@ class World:
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
-        settings = LeaderSettings(steps, 1, True, checkpoint_every, "/rendezvous", "/checkpoints", retain)
+        settings = LeaderSettings(steps, 1, True, checkpoint_every, "/rendezvous", "/checkpoints", retain, storage_s)
 
-        def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
+        async def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
             self.carried.append([(report.step, report.metrics["reward"]) for report in reports])
             if self.no_position:
                 raise OSError("no room for the position")
@@ -241,6 +242,7 @@ def test_a_state_too_old_to_replay_ends_the_run_with_a_reason() -> None:
     play(world, script)
     assert "step 2" in world.of(Fatal)[0].reason
     assert "step 5" in world.of(Fatal)[0].reason
+    assert world.of(Fatal)[0].restart, "the attempt started from a checkpoint, from which it can go on"
 
 
 def test_stop_saves_at_the_next_border() -> None:
@@ -262,7 +264,7 @@ def test_members_that_failed_without_a_death_try_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(members, "RETRY_S", 0.02)
     world = World(steps=1)
     replica = world.add(1)
-    replica.take = lambda message: world.reply(1, WorkerError("a connection broke", False, message.generation))  # type: ignore[method-assign]
+    replica.take = lambda message: world.reply(1, WorkerError("a connection broke", False, message.generation, message.attempt))  # type: ignore[method-assign]
 
     async def script() -> None:
         world.leader.on_generation(1, (1,))
@@ -376,14 +378,16 @@ def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> None:
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_the_last_checkpoint_is_tried_four_times_before_the_run_fails(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
     monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.001)
-    world = World(steps=1)
+    world = World(steps=9, storage_s=1e9)
     world.add(1).full = True
 
     async def script() -> None:
         world.leader.on_generation(1, (1,))
         world.leader.on_batch(batch(1))
+        await until(lambda: world.of(Committed))
+        world.leader.on_stop("SIGTERM")
         await until(lambda: len(world.tried) >= 2)
         world.replicas[1].full = not freed
         await until(lambda: world.of(TrainingFinished) or world.of(Fatal))
@@ -394,6 +398,168 @@ def test_the_last_checkpoint_is_tried_four_times_before_the_run_fails(monkeypatc
     else:
         assert world.tried == [1] * 4
         assert [fatal.reason for fatal in world.of(Fatal)] == ["the last step could not be saved: no room"]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_lack_it(
+    monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
+    monkeypatch.setattr(leader, "SAVE_LONGEST_S", 0.001)
+    world = World(steps=1, storage_s=900.0)
+    world.add(1).full = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: len(world.tried) >= 10)
+        world.now = 899.0
+        tried = len(world.tried)
+        await until(lambda: len(world.tried) > tried + 1)
+        assert not world.of(Fatal)
+        world.replicas[1].full, world.now = not freed, 900.0
+        await until(lambda: world.of(TrainingFinished) or world.of(Fatal))
+
+    play(world, script)
+    assert [step for step, *_ in world.saved] == [1] * freed
+    assert [fatal.reason for fatal in world.of(Fatal)] == ["the last step could not be saved: no room"] * (not freed)
+
+
+def test_an_export_is_asked_for_at_a_step_boundary_never_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader.Exports, "FIRST_S", 0.01)
+    world = World(steps=9)
+    replica = world.add(1)
+    replica.bad_exports = 1
+
+    def orders() -> list[str]:
+        return [type(message.message).__name__ for message in world.of(ToReplica)]
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        await until(lambda: [log for log in world.of(Log) if log.kind == "export_failed"])
+        replica.take = lambda message: None  # type: ignore[method-assign]
+        world.leader.on_batch(batch(1))
+        await until(lambda: "TrainStep" in orders())
+        world.now = 1.0
+        await asyncio.sleep(0.05)
+        assert orders() == ["Join", "Export", "TrainStep"]
+        del replica.take
+        replica.take(world.of(ToReplica)[-1].message)
+        await until(lambda: [p for p in world.of(Publish) if p.version == 1])
+
+    play(world, script)
+    assert [p.version for p in world.of(Publish)] == [1]
+
+
+def test_another_exporter_is_asked_for_the_present_version_again() -> None:
+    world = World(steps=9)
+
+    async def script() -> None:
+        for rank in (1, 2):
+            world.add(rank)
+        world.leader.on_generation(1, (1, 2))
+        await until(lambda: world.of(Publish))
+        # Its node is gone, and with it the only file of version 0.
+        world.leader.on_replica_down(1, "node lost")
+        world.leader.on_generation(2, (2,))
+        await until(lambda: len(world.of(Publish)) == 2)
+
+    play(world, script)
+    exports = [(rank, m.message.version) for rank, m in world.sent if isinstance(m, ToReplica) and isinstance(m.message, Export)]
+    assert exports == [(1, 0), (2, 0)]
+
+
+def test_an_answer_to_an_earlier_attempt_does_not_fail_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "RETRY_S", 0.01)
+    world = World(steps=1)
+    for rank in (1, 2):
+        world.add(rank)
+    world.replicas[1].silent = True
+    world.replicas[2].take = lambda message: world.reply(2, WorkerError("1 did not appear", False, 1, message.attempt))  # type: ignore[method-assign]
+
+    def joins() -> list[Join]:
+        return [m.message for m in world.of(ToReplica) if isinstance(m.message, Join)]
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1, 2))
+        await until(lambda: len(joins()) == 2)
+        world.replicas[2].silent = True
+        del world.replicas[2].take
+        await until(lambda: len(joins()) == 4)
+        world.leader.on_reply(1, WorkerError("a newer order came", False, 1, joins()[0].attempt))
+        world.leader.on_reply(1, StepFailed(1, 1, "of a step that was given up"))
+        for rank in (1, 2):
+            world.replicas[rank].silent = False
+            world.replicas[rank].take([join for join in joins() if join.rank == rank - 1][1])
+        await until(lambda: len(world.of(MemberJoined)) == 2)
+
+    play(world, script)
+    assert len(joins()) == 4, "two attempts of two members"
+
+
+def test_time_in_which_a_member_writes_its_state_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "RETRY_S", 0.01)
+    world = World(steps=1)
+    replica = world.add(1)
+    attempts: list[int] = []
+
+    def take(message: Any) -> None:
+        attempts.append(message.attempt)
+        world.reply(1, WorkerError("2 did not appear", False, 1, message.attempt))
+
+    replica.take = take  # type: ignore[method-assign]
+    world.add(2).silent = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1, 2))
+        for _ in range(8):
+            world.now += members.NEW_GENERATION_S / 2
+            world.leader.on_reply(2, Alive("snapshot", 30.0))
+            tried = len(attempts)
+            await until(lambda tried=tried: len(attempts) > tried + 1)
+        assert not world.of(Fatal)
+        world.now += members.NEW_GENERATION_S
+        await until(lambda: world.of(Fatal))
+
+    play(world, script)
+    assert "2 did not appear" in world.of(Fatal)[0].reason
+
+
+def test_only_the_replica_that_was_asked_to_save_answers_for_the_checkpoint() -> None:
+    world = World(steps=9, checkpoint_every=1)
+
+    async def script() -> None:
+        for rank in (1, 2):
+            world.add(rank)
+        world.leader.on_generation(1, (1, 2))
+        await until(lambda: len(world.of(MemberJoined)) == 2)
+        saver = world.replicas[1]
+        saver.take = lambda message: None if isinstance(message, SaveCheckpoint) else Replica.take(saver, message)  # type: ignore[method-assign]
+        world.leader.on_batch(batch(1))
+        await until(lambda: [m for m in world.of(ToReplica) if isinstance(m.message, SaveCheckpoint)])
+        world.leader.on_reply(2, Joined(1, 0, 0, 0.0, 1))
+        world.leader.on_reply(2, Saved("", 1, 0.0))
+        await asyncio.sleep(0.01)
+        assert world.saved == []
+        world.leader.on_reply(1, Saved("", 1, 0.0))
+        await until(lambda: world.saved)
+
+    play(world, script)
+    assert world.saved == [(1, 2, [])]
+
+
+def test_a_step_that_a_join_commits_is_saved_like_any_other() -> None:
+    world = World(steps=9, checkpoint_every=1)
+
+    async def script() -> None:
+        await pair_with_a_silent_second(world)
+        world.leader.on_batch(batch(1))
+        await until(lambda: len(world.trained) == 1)
+        world.leader.on_replica_down(2, "killed after the all-reduce")
+        world.leader.on_generation(2, (1,))
+        await until(lambda: world.saved)
+
+    play(world, script)
+    assert world.saved == [(1, 2, [])]
 
 
 def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

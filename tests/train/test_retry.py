@@ -13,6 +13,9 @@ def test_pauses_double_up_to_the_longest_and_start_over_after_a_success() -> Non
         now += waits[-1]
         assert retry.due(now)
     assert waits == [10.0, 20.0, 40.0, 60.0, 60.0]
+    for _ in range(2000):
+        retry.failed(now)
+    assert retry.wait_s(now) == 60.0
     retry.succeeded()
     assert retry.due(now)
     retry.failed(now)

@@ -92,3 +92,25 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     assert replica.ask(Export(str(export), 2), Exported).size == export.stat().st_size
     replica.ask(SaveCheckpoint(str(tmp_path / "step-000002"), 2), Saved)
     assert replica.close() == [0]
+
+
+def test_a_checkpoint_that_is_there_is_not_replaced_and_other_weights_are_not_exported(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    replica = Replica(tmp_path, "a", model_dir, tp=2)
+    replica.ready()
+    join_all([replica], 1, tmp_path / "g1")
+    step_all([replica], 1, 1)
+    folder = tmp_path / "step-000001"
+    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
+    first = folder.stat().st_ino
+    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
+    second = folder.stat().st_ino
+    assert second != first, "without a data position it is none"
+    folders.write_position(folder, folders.DataPosition(1, 1, ()))
+    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
+    assert folder.stat().st_ino == second
+    assert folders.is_saved(folder, 1)
+    failed = replica.ask(Export(str(tmp_path / "e.safetensors"), 2), ExportFailed)
+    assert failed.reason == "this replica is at step 1, it cannot export step 2"
+    assert replica.close() == [0, 0]
