@@ -63,7 +63,7 @@ class RolloutLeader:
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
         self._environments = Environments(
-            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart, self._failed, clock,
+            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._answered, self._finish, self._restart, self._failed, clock,
             settings.deadlines.first_s,
         )  # fmt: skip
         self._attempts = Attempts(FailureBook(settings.max_failed_share, settings.failed_patience_s), log, lambda why: send(0, Fatal(settings.rank, why)))
@@ -87,9 +87,10 @@ class RolloutLeader:
             self._supply.trained(indices)
 
     def _admit(self) -> None:
-        if self._supply is None or not self._environments.up or not self._fleet.engines:
-            return
         now = self._clock()
+        if self._supply is None or not self._environments.up or not self._fleet.engines:
+            self._attempts.book.unable(now)
+            return
         most = self._attempts.evaluate(len(self._environments.episodes), now)
         for group in self._supply.admit(now, most):
             for sample in group.missing:
@@ -126,6 +127,10 @@ class RolloutLeader:
         return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
 
     # --- turns ------------------------------------------------------------------------------------------------------------------------------
+
+    def _answered(self, trajectory: Trajectory) -> None:
+        self._attempts.book.advanced((trajectory.index, trajectory.sample))
+        self._ready(trajectory)
 
     def _ready(self, trajectory: Trajectory) -> None:
         trajectory.ready_at, trajectory.place = self._clock(), "waiting"
