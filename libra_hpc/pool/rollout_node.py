@@ -67,7 +67,7 @@ STALL_S = 2.0
 
 
 class _Engine:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, restarts: int) -> None:
         self.name = name
         self.child: Child | None = None
         self.state = "lost"
@@ -78,7 +78,7 @@ class _Engine:
         """The newest version it was sent."""
         self.starts = 0
         """Since it was last ready."""
-        self.budget = RestartBudget()
+        self.budget = RestartBudget(restarts)
         self.hung = ""
         """Why it was ended."""
         self.told: EngineStats | None = None
@@ -93,7 +93,8 @@ class RolloutNode:
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
         serves = context.component in ("hybrid", "rollout")
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
-        self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
+        self._restarts = context.config.deadlines.restarts
+        self._engines = {name: _Engine(name, self._restarts) for name in (f"r{context.rank}.{i}" for i in range(count))}
         self._watch = EngineWatch(context.config.deadlines.settings)
         self._changing = asyncio.Lock()
         """Held while processes are started or all of them ended."""
@@ -168,7 +169,7 @@ class RolloutNode:
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
                 self._watch.gone(engine.name)
-            self._engines = {name: _Engine(name) for name in self._engines}
+            self._engines = {name: _Engine(name, self._restarts) for name in self._engines}
             self._receiver.reset()
             await asyncio.gather(*(child.stop(0.0) for child in children))
 

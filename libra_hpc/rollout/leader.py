@@ -173,8 +173,11 @@ class RolloutLeader:
         """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its partial output."""
         for move in self._queue.rebalance(self._fleet.running(self._view), self._clock()):
             rid = self._fleet.request(move.source, move.trajectory)
-            self._send(self._fleet.engines[move.source].rank, Turns(((move.source, Abort(rid)),)))
+            self._abort(move.source, rid)
             self._log("turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason)
+
+    def _abort(self, engine: str, rid: str) -> None:
+        self._send(self._fleet.engines[engine].rank, Turns(((engine, Abort(rid)),)))
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
@@ -211,7 +214,9 @@ class RolloutLeader:
     def _drop(self, trajectory: Trajectory, now: float) -> None:
         """This attempt is over; answers to it will find nothing."""
         self._environments.forget(trajectory)
-        self._fleet.drop(trajectory)
+        for name, rid in self._fleet.drop(trajectory):
+            self._abort(name, rid)
+            self._maybe_drained(self._fleet.engines[name].rank)
         # Siblings that wait for this one to finish would wait for ever.
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
         self._kick()

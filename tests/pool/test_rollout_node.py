@@ -21,7 +21,6 @@ from libra_hpc.pool import rollout_node
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
 from libra_hpc.pool.rollout_node import RolloutNode
-from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
@@ -189,13 +188,9 @@ def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_engine_that_keeps_ending_ends_the_run_with_count_window_and_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout_node, "RestartBudget", lambda: RestartBudget(restarts=1, window_s=300.0))
-
+def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(tmp_path: Path) -> None:
     async def work() -> None:
-        async with scene(tmp_path) as made:
+        async with scene(tmp_path, deadlines={"restarts": 1}) as made:
             for count in (1, 2):
                 await made.up(count)
                 os.kill(made.pid(), signal.SIGKILL)

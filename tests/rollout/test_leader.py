@@ -631,6 +631,26 @@ def test_draining_answers_once_the_last_turn_is_back() -> None:
     asyncio.run(main())
 
 
+def test_a_drained_node_whose_last_turns_are_dropped_is_reported_and_generates_for_nobody() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=3, engines=1)
+        plant.start()
+        await plant.run(lambda: len(plant.inbox) == 4)
+        plant.serve()
+        await plant.settle()
+        assert len(plant.inbox) == 4
+        plant.leader.on_drain(3)
+        plant.tool = 6
+        kill_host(plant)
+        await plant.settle()
+        assert [m.rank for m in plant.sent if isinstance(m, TurnsDrained)] == [3], "replays failed, and nothing of the node counts"
+        assert {(engine, abort.rid) for engine, abort in plant.aborts} == {(engine, request.rid) for engine, request in plant.inbox}
+        plant.serve()
+        assert len([m for m in plant.sent if isinstance(m, TurnsDrained)]) == 1
+
+    asyncio.run(main())
+
+
 def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None:
     async def main() -> None:
         plant = Plant(eta=0, turns=50, max_model_len=20)
