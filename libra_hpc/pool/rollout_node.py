@@ -4,7 +4,10 @@ An engine is announced to the rollout leader (`EngineUp`) only once it samples f
 after standby it asks for them first.  In standby the process stays alive with its device memory released, so that coming back costs a weight update
 instead of a start.
 
-- An engine is late (`EngineWatch`) -> event ``slow``.  It hangs -> event ``hung``, stacks into its log, SIGKILL.
+- An engine is late (`EngineWatch`) -> event ``slow``.
+- It hangs -> event ``hung``, `EngineDown`, stacks into its log, SIGKILL.
+- It is still there `ENDS_S` after that (a call into a device or a file system that ignores signals) -> ``hung`` again every
+  `AGAIN_S`.  No other is started beside it.
 - A process ends unasked -> `EngineDied`, and the coordinator orders the next start.
 - It ended too often (`RestartBudget`), or `MAX_STARTS` times in a row before it was ready -> `Fatal`.
 """
@@ -62,6 +65,8 @@ from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 KIND = "rollout"
 WATCH_S = 1.0
 """Between two looks at the deadlines; the shortest is a minute."""
+ENDS_S, AGAIN_S = 10.0, 60.0
+"""A killed process is gone within a second, unless the kernel waits for something; half or double changes only when and how often that is logged."""
 STALL_S = 2.0
 """A look that comes later than this was held up with the whole agent: that time counts for no engine."""
 
@@ -71,7 +76,7 @@ class _Engine:
         self.name = name
         self.child: Child | None = None
         self.state = "lost"
-        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``lost``"""
+        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``ending`` (was killed and is not gone) | ``lost``"""
         self.ready: EngineReady | None = None
         self.version = -1
         self.updating = -1
@@ -81,6 +86,8 @@ class _Engine:
         self.budget = RestartBudget(restarts)
         self.hung = ""
         """Why it was ended."""
+        self.killed_at = self.logged_at = 0.0
+        """When it was ended, and when the log last got to know that it is still there."""
         self.told: EngineStats | None = None
         """The counters that the leader has."""
 
@@ -239,7 +246,7 @@ class RolloutNode:
 
     def _message(self, child: Child, message: Any) -> None:
         engine, now = self._engines[child.name], time.monotonic()
-        if child is not engine.child:
+        if child is not engine.child or engine.hung:
             return
         match message:
             case Generated():
@@ -276,10 +283,20 @@ class RolloutNode:
         for hung in self._watch.hung(now):
             engine = self._engines[hung.engine]
             if engine.child is not None and not engine.child.ended:
-                self._context.log("hung", rank=self._context.rank, part=hung.engine, reason=hung.reason)
-                engine.hung = hung.reason
+                self._log_hung(engine, hung.reason, now)
+                engine.hung, engine.state, engine.killed_at = hung.reason, "ending", now
+                # A process may outlive its SIGKILL, and its turns need not wait for that.
+                self._context.tell_leader(EngineDown(self._context.rank, engine.name, hung.reason))
                 ends.append(engine.child.end_hung())
         await asyncio.gather(*ends)
+        for engine in self._engines.values():
+            waited_s = now - engine.killed_at
+            if engine.state == "ending" and waited_s > ENDS_S and now - engine.logged_at > (AGAIN_S if engine.logged_at > engine.killed_at else 0.0):
+                self._log_hung(engine, f"Its process has not ended {waited_s:.0f} s after SIGKILL; the next one is started when it has.", now)
+
+    def _log_hung(self, engine: _Engine, reason: str, now: float) -> None:
+        engine.logged_at = now
+        self._context.log("hung", rank=self._context.rank, part=engine.name, reason=reason)
 
     def _answer(self, name: str, generated: Generated) -> None:
         if not self._outbox:
@@ -334,7 +351,8 @@ class RolloutNode:
         if engine.hung:
             reason = f"{reason}: {engine.hung}"
         self._context.log("engine_lost", rank=self._context.rank, engine=engine.name, reason=reason, state=was)
-        self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
+        if not engine.hung:
+            self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
         in_budget = engine.budget.spend(time.monotonic())
         if in_budget and engine.starts < MAX_STARTS:
             self._context.send(0, EngineDied(self._context.rank, KIND, reason))
