@@ -1,6 +1,8 @@
 """The environment host processes of the rollout leader: started, watched, ended when they hang, started again.
 
 - Start takes longer than its deadline, or no sign of life for longer than its deadline -> event ``hung``, stacks into the log, SIGKILL.
+- A sign of life may take the first deadline until the host has answered a step, because a task may load its data late; then
+  the task's own longest step or tool (`HostReady.busy_s`) if that is longer than what was measured.
 - More than half of a deadline has passed -> event ``slow``, once.
 - A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it could not be started); more ends than
   `RestartBudget` allows -> the run fails.
@@ -18,7 +20,7 @@ from typing import Any
 from libra_hpc.errors import said
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.deadlines import Deadlines
-from libra_hpc.protocol.env import HostAlive, HostReady, ToHost, from_host, to_host
+from libra_hpc.protocol.env import EpisodeStepped, HostAlive, HostReady, ToHost, from_host, to_host
 from libra_hpc.tasks.settings import write_private
 
 from .child import Child
@@ -48,6 +50,12 @@ class Hosts:
         self._budgets = [RestartBudget(context.config.deadlines.restarts) for _ in range(count)]
         self._deadlines = Deadlines(context.config.deadlines.settings)
         self._slow: set[int] = set()
+        self._first_s = context.config.deadlines.settings.first_s
+        self._busy_s = [self._first_s] * count
+        """Longest pause between signs of life that is no fault, whatever was measured."""
+        self._declared_s = [0.0] * count
+        self._lost: dict[int, str] = {}
+        """Hosts that ended and whose next one is not announced, with the reason."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -62,9 +70,9 @@ class Hosts:
         await asyncio.gather(*(child.stop() for child in self._children if child is not None))
 
     def send(self, host: int, message: ToHost) -> None:
-        """Send one message; to a host that is gone it is dropped."""
+        """Send one message; to a host that is gone it is dropped, until its end is handed on."""
         child = self._children[host]
-        if child is not None:
+        if child is not None and host not in self._lost:
             child.send(message)
 
     def discount(self, seconds: float) -> None:
@@ -105,10 +113,15 @@ class Hosts:
     def _received(self, child: Child, message: Any) -> None:
         host, now = self._children.index(child), self._clock()
         self._slow.discard(host)
+        self._announce(host)
+        if isinstance(message, HostReady):
+            self._busy_s[host], self._declared_s[host] = max(self._first_s, message.busy_s), message.busy_s
+        elif isinstance(message, EpisodeStepped):
+            self._busy_s[host] = self._declared_s[host]
         # Only signs of life come at a known pace; an answer says as much, but its time says nothing.
         if isinstance(message, HostReady | HostAlive):
             self._deadlines.end(host, now)
-        self._deadlines.begin(LIFE, host, now)
+        self._deadlines.begin(LIFE, host, now, self._busy_s[host])
         self._message(host, message)
 
     def _exited(self, child: Child, code: int) -> None:
@@ -118,16 +131,23 @@ class Hosts:
 
     def _ended(self, host: int, reason: str, after_s: float) -> None:
         self._deadlines.forget(host)
+        self._lost[host] = reason
         budget = self._budgets[host]
         self._context.log("host_lost", host=host, reason=reason)
         if budget.spend(self._clock()):
-            self._task(self._restart(host, reason, after_s * budget.spent))
+            self._task(self._restart(host, after_s * budget.spent))
         else:
             self._fail(f"{reason}, {budget.spent} times in {budget.window_s:.0f} s; see {self._context.logs}/host{host}.log")
 
-    async def _restart(self, host: int, reason: str, after_s: float) -> None:
+    async def _restart(self, host: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
         if not self._stopping and await self._start(host):
+            self._announce(host)
+
+    def _announce(self, host: int) -> None:
+        """Have the episodes of an ended host opened in the next one: before anything else goes to it, or comes from it."""
+        reason = self._lost.pop(host, None)
+        if reason is not None:
             self._down(host, reason)
 
     def _task(self, work: Any) -> None:

@@ -4,7 +4,10 @@ An engine is announced to the rollout leader (`EngineUp`) only once it samples f
 after standby it asks for them first.  In standby the process stays alive with its device memory released, so that coming back costs a weight update
 instead of a start.
 
-- An engine is late (`EngineWatch`) -> event ``slow``.  It hangs -> event ``hung``, stacks into its log, SIGKILL.
+- An engine is late (`EngineWatch`) -> event ``slow``.
+- It hangs -> event ``hung``, `EngineDown`, stacks into its log, SIGKILL.
+- It is still there `ENDS_S` after that (a call into a device or a file system that ignores signals) -> ``hung`` again every
+  `AGAIN_S`.  No other is started beside it.
 - A process ends unasked -> `EngineDied`, and the coordinator orders the next start.
 - It ended too often (`RestartBudget`), or `MAX_STARTS` times in a row before it was ready -> `Fatal`.
 """
@@ -50,6 +53,7 @@ from libra_hpc.protocol.rollout import (
     to_engine,
 )
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.train.folders import POLICY_DIR
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
@@ -62,25 +66,29 @@ from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 KIND = "rollout"
 WATCH_S = 1.0
 """Between two looks at the deadlines; the shortest is a minute."""
+ENDS_S, AGAIN_S = 10.0, 60.0
+"""A killed process is gone within a second, unless the kernel waits for something; half or double changes only when and how often that is logged."""
 STALL_S = 2.0
 """A look that comes later than this was held up with the whole agent: that time counts for no engine."""
 
 
 class _Engine:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, restarts: int) -> None:
         self.name = name
         self.child: Child | None = None
         self.state = "lost"
-        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``lost``"""
+        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``ending`` (was killed and is not gone) | ``lost``"""
         self.ready: EngineReady | None = None
         self.version = -1
         self.updating = -1
         """The newest version it was sent."""
         self.starts = 0
         """Since it was last ready."""
-        self.budget = RestartBudget()
+        self.budget = RestartBudget(restarts)
         self.hung = ""
         """Why it was ended."""
+        self.killed_at = self.logged_at = 0.0
+        """When it was ended, and when the log last got to know that it is still there."""
         self.told: EngineStats | None = None
         """The counters that the leader has."""
 
@@ -93,7 +101,8 @@ class RolloutNode:
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
         serves = context.component in ("hybrid", "rollout")
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
-        self._engines = {name: _Engine(name) for name in (f"r{context.rank}.{i}" for i in range(count))}
+        self._restarts = context.config.deadlines.restarts
+        self._engines = {name: _Engine(name, self._restarts) for name in (f"r{context.rank}.{i}" for i in range(count))}
         self._watch = EngineWatch(context.config.deadlines.settings)
         self._changing = asyncio.Lock()
         """Held while processes are started or all of them ended."""
@@ -168,7 +177,7 @@ class RolloutNode:
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
                 self._watch.gone(engine.name)
-            self._engines = {name: _Engine(name) for name in self._engines}
+            self._engines = {name: _Engine(name, self._restarts) for name in self._engines}
             self._receiver.reset()
             await asyncio.gather(*(child.stop(0.0) for child in children))
 
@@ -207,11 +216,19 @@ class RolloutNode:
 
     # --- engines ----------------------------------------------------------------------------------------------------------------------------
 
+    def _saved_policy(self) -> tuple[int, str]:
+        """Step and folder of the policy to begin with: the start's, or the newest one once that checkpoint has made room for others."""
+        start, run = self._context.start, self._context.run
+        if start.checkpoint and not Path(start.checkpoint).is_dir() and (saved := run.latest_checkpoint()) is not None:
+            return saved[0], str(saved[1] / POLICY_DIR)
+        return start.step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else self._context.config.model.path
+
     async def _spawn(self, engine: _Engine) -> None:
         context, rollout = self._context, self._context.config.rollout
-        start, newest = context.start, self._receiver.newest
+        newest = self._receiver.newest
+        step, model = await asyncio.to_thread(self._saved_policy)
         config = EngineConfig(
-            model=str(Path(start.checkpoint) / "policy") if start.checkpoint else context.config.model.path,
+            model=model,
             dtype=context.config.model.dtype,
             tp=self._tp,
             max_model_len=rollout.max_model_len,
@@ -219,10 +236,10 @@ class RolloutNode:
             kv_cache_mb=rollout.kv_cache_mb,
             block_size=rollout.block_size,
             threads=rollout.threads,
-            seed=(context.config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * start.step) % 2**31,
+            seed=(context.config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
             device=context.config.slurm.device,
             step_log=str(context.logs / f"{engine.name}.steps.jsonl") if rollout.record_steps else "",
-            version=start.step if newest is None else newest.version,
+            version=step if newest is None else newest.version,
             weights="" if newest is None else str(newest.path),
         )
         path = context.private / f"{engine.name}.json"
@@ -238,7 +255,7 @@ class RolloutNode:
 
     def _message(self, child: Child, message: Any) -> None:
         engine, now = self._engines[child.name], time.monotonic()
-        if child is not engine.child:
+        if child is not engine.child or engine.hung:
             return
         match message:
             case Generated():
@@ -275,13 +292,23 @@ class RolloutNode:
         for hung in self._watch.hung(now):
             engine = self._engines[hung.engine]
             if engine.child is not None and not engine.child.ended:
-                self._context.log("hung", rank=self._context.rank, part=hung.engine, reason=hung.reason)
-                engine.hung = hung.reason
+                self._log_hung(engine, hung.reason, now)
+                engine.hung, engine.state, engine.killed_at = hung.reason, "ending", now
+                # A process may outlive its SIGKILL, and its turns need not wait for that.
+                self._context.tell_leader(EngineDown(self._context.rank, engine.name, hung.reason))
                 if hung.hopeless:
                     where = self._context.logs / f"{engine.name}.log"
                     self._context.send(0, Fatal(self._context.rank, f"{hung.hopeless}; see {where}"))
                 ends.append(engine.child.end_hung())
         await asyncio.gather(*ends)
+        for engine in self._engines.values():
+            waited_s = now - engine.killed_at
+            if engine.state == "ending" and waited_s > ENDS_S and now - engine.logged_at > (AGAIN_S if engine.logged_at > engine.killed_at else 0.0):
+                self._log_hung(engine, f"Its process has not ended {waited_s:.0f} s after SIGKILL; the next one is started when it has.", now)
+
+    def _log_hung(self, engine: _Engine, reason: str, now: float) -> None:
+        engine.logged_at = now
+        self._context.log("hung", rank=self._context.rank, part=engine.name, reason=reason)
 
     def _answer(self, name: str, generated: Generated) -> None:
         if not self._outbox:
@@ -336,7 +363,8 @@ class RolloutNode:
         if engine.hung:
             reason = f"{reason}: {engine.hung}"
         self._context.log("engine_lost", rank=self._context.rank, engine=engine.name, reason=reason, state=was)
-        self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
+        if not engine.hung:
+            self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
         in_budget = engine.budget.spend(time.monotonic())
         if in_budget and engine.starts < MAX_STARTS:
             self._context.send(0, EngineDied(self._context.rank, KIND, reason))

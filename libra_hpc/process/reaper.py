@@ -4,13 +4,14 @@ A process whose parent ends becomes the child of its nearest ancestor that is a 
 it has moved to.
 
 - `become_subreaper` once, at the start -> what is left of children that die comes here and not to init.
-- `end_children` -> all children are killed and reaped, and the children that come up in their place.
+- `end_children` -> all children but those to spare are killed and reaped, and the children that come up in their place.
 - `end_strangers` -> one round of the same, where a process has children of its own: those it names and those of its
   session are spared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -58,13 +59,35 @@ def _children_by_scan() -> set[int]:
     return found
 
 
-def end_children(limit_s: float) -> bool:
-    """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds."""
+def descendants() -> set[int]:
+    """Ids of all processes below this one."""
+    found: set[int] = set()
+    new = children()
+    while new:
+        found |= new
+        new = {child for pid in new for child in _children_of(pid)} - found
+    return found
+
+
+def _children_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found.update(int(child) for child in file.read().split())
+    return found
+
+
+def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
+    """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds.
+
+    Children in ``spared`` go on with all that is below them; they are not reaped, since whoever started them waits for them.
+    """
     deadline = time.monotonic() + limit_s
-    while _have_children():
+    while left := [pid for pid in children().difference(spared) if not _reaped(pid)]:
         if time.monotonic() > deadline:
             return False
-        for pid in children():
+        for pid in left:
             _kill(pid)
         time.sleep(POLL_S)
     return True
@@ -96,11 +119,9 @@ def _kill(pid: int) -> bool:
     return True
 
 
-def _have_children() -> bool:
-    """Reap what has ended; whether a child is left."""
+def _reaped(pid: int) -> bool:
+    """Reap a child that has ended; False while it has not."""
     try:
-        while os.waitpid(-1, os.WNOHANG | _WALL)[0]:
-            pass
+        return os.waitpid(pid, os.WNOHANG | _WALL)[0] == pid
     except ChildProcessError:
-        return False
-    return True
+        return True

@@ -90,6 +90,8 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     step_limit_s: float = 0.0
     """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends overdue steps, whose tool
     calls have limits of their own and may wait long for a free process; `HostAlive` says that it can."""
+    busy_s: float = 0.0
+    """Longest time the task declares for a step or a tool: for so long its code may hold up `HostAlive`."""
 
 
 class HostAlive(msgspec.Struct, tag=True, frozen=True):

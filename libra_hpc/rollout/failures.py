@@ -5,11 +5,13 @@
 - Probe failed -> the next one, of another prompt where one waits, comes after twice the time.
 - What led to a pause does not count against its trajectory; of the failures in a pause only those of probes do.
 - Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
-- Paused for ``patience_s`` in all, with no sound window in between -> fail.
+- Since the last failure so many attempts advanced that the failed ones are at most ``max_share`` of both -> resume.
+- Paused for ``patience_s`` in all, with no sound window and no attempt that advanced in between -> fail.
 
-The window has one entry a trajectory, how its newest attempt ended: of as many as are open, but at least `LEAST` and at most `WINDOW`.  It is judged from
-`ENOUGH` entries on, or when every open trajectory waits.  One prompt alone never pauses the others: its failures are its own, and it is given up after its
-strikes.
+The window has one entry a trajectory, how its newest attempt ended: of as many as are open, but at least `LEAST` and at most `WINDOW`.
+Attempts that advanced since the last failure count as well: slow successes weigh as much as fast failures.
+The window is judged from `ENOUGH` entries on, or when every open trajectory waits.
+The failures of one prompt alone never pause the others.
 
 Pure: times are seconds of any monotonic clock, given as arguments.
 """
@@ -69,7 +71,9 @@ class FailureBook:
         """The one attempt that runs on purpose during a pause."""
         self._probed: Counter[int] = Counter()
         """Probes of this pause that failed, by prompt."""
-        self._probe_at = self._paused_at = self._paused_s = 0.0
+        self._advanced: set[Key] = set()
+        """Running attempts that their environment answered well since the last failure; without probes and what failed before."""
+        self._probe_at = self._paused_at = self._paused_s = self._counted_at = 0.0
         self._delay_s = FIRST_S
         self._failed_at = float("-inf")
         self._resume = self._over = False
@@ -84,6 +88,7 @@ class FailureBook:
         if text in self._texts or len(self._texts) < TEXTS:
             self._texts[text] += 1
         self._ended(key, False)
+        self._advanced.clear()
         self._failed_at = now
         if self.paused and key != self.probe:
             return FIRST_S
@@ -107,6 +112,14 @@ class FailureBook:
         if key == self.probe:
             self.probe = None
 
+    def advanced(self, key: Key) -> None:
+        """The environment answered a running attempt well: it was opened, or a step ended and the next turn follows."""
+        if key == self.probe or not self._window.get(key, True):
+            return  # what fails at its last step advances before it, whenever it is tried again
+        self._advanced.add(key)
+        if self.paused:
+            self._paused_s = 0.0
+
     def settled(self, index: int) -> None:
         """A prompt is given up as a whole: it says nothing of the others."""
         for key in [key for key in self._window if key[0] == index]:
@@ -125,6 +138,7 @@ class FailureBook:
         return bool(self.paused) and not self._over and self.probe is None and now >= self._probe_at
 
     def _ended(self, key: Key, well: bool) -> None:
+        self._advanced.discard(key)
         self._window[key] = well
         self._window.move_to_end(key)
         if len(self._window) > WINDOW:
@@ -137,43 +151,55 @@ class FailureBook:
         if not self.paused:
             recent = list(self._window.items())[-max(LEAST, running + waiting) :]
             return self._pause(recent, now) if self._outage(recent, running, waiting) else None
+        self._paused_s += now - self._counted_at
+        self._counted_at = now
         if self._resume:
-            return self._resumed(now)
-        paused_s = self._paused_s + now - self._paused_at
-        if waiting and self.probe is None and not self._over and paused_s > self._patience_s:
+            return self._resumed(now, "An attempt succeeded")
+        if self._sound():
+            return self._resumed(now, f"{len(self._advanced)} attempts advanced since the last failure")
+        if waiting and self.probe is None and not self._over and self._paused_s > self._patience_s:
             self._over = True
             sentence = self._sentence(list(self._window.items()))
-            return Admission("fail", f"{sentence} Admission was paused for {paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
+            return Admission("fail", f"{sentence} Admission was paused for {self._paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
         return None
+
+    def unable(self, now: float) -> None:
+        """No probe could run since `evaluate` or this was last called: that time is not patience."""
+        self._counted_at = now
 
     def discount(self, seconds: float) -> None:
         """This process stood still for so long, which is no pause."""
         self._paused_at += seconds
+        self._counted_at += seconds
         self._probe_at += seconds
 
+    def _sound(self) -> bool:
+        """Whether what advanced since the last failure outweighs what failed."""
+        failed, advanced = sum(not well for well in self._window.values()), len(self._advanced)
+        return advanced >= ENOUGH and failed <= self._max_share * (failed + advanced)
+
     def _outage(self, recent: list[tuple[Key, bool]], running: int, waiting: int) -> bool:
-        failed, ended = [key for key, well in recent if not well], len(recent)
-        if ended < ENOUGH:
-            return bool(waiting) and running == 0 and len(failed) == ended > 0
-        if len(failed) <= self._max_share * ended:
+        failed, judged = [key for key, well in recent if not well], len(recent) + len(self._advanced)
+        if judged < ENOUGH:
+            return bool(waiting) and running == 0 and len(failed) == judged > 0
+        if len(failed) <= self._max_share * judged:
             self._paused_s, self._delay_s = 0.0, FIRST_S
             return False
-        return len({index for index, _ in failed}) >= PROMPTS or len(failed) == ended
+        return len({index for index, _ in failed}) >= PROMPTS or len(failed) == judged
 
     def _pause(self, recent: list[tuple[Key, bool]], now: float) -> Admission:
         self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
         self._strikes.clear()
         self._probed.clear()
-        self._paused_at, self._probe_at, self.probe, self._resume = now, now + self._delay_s, None, False
+        self._paused_at, self._counted_at, self._probe_at, self.probe, self._resume = now, now, now + self._delay_s, None, False
         return Admission("pause", self.paused)
 
-    def _resumed(self, now: float) -> Admission:
+    def _resumed(self, now: float, why: str) -> Admission:
         seconds = now - self._paused_at
-        self._paused_s += seconds
         self.paused, self.probe, self._resume = "", None, False
         # What failed before says nothing any more; what went well still says that one prompt's failures are its own.
         self._window = OrderedDict((key, well) for key, well in self._window.items() if well)
-        return Admission("resume", f"An attempt succeeded after a pause of {seconds:.0f} s.")
+        return Admission("resume", f"{why} after a pause of {seconds:.0f} s.")
 
     def _sentence(self, recent: list[tuple[Key, bool]]) -> str:
         failed, ended = sum(not well for _, well in recent), len(recent)

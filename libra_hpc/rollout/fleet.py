@@ -95,11 +95,13 @@ class Fleet:
         self._slow = set(late)
         return [(pending.key[0], pending) for pending in new if isinstance(pending.key, tuple)]
 
-    def drop(self, trajectory: Trajectory) -> None:
-        """Forget the turns of a trajectory that starts anew; their answers will find nothing."""
-        for name, engine in self.engines.items():
-            for rid in [rid for rid, held in engine.inflight.items() if held.trajectory is trajectory]:
-                self.take(name, rid)
+    def drop(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+        """Forget the turns of a trajectory that starts anew; returns (engine, request) of each: their answers will find nothing."""
+        found = [(name, rid) for name, engine in self.engines.items() for rid, held in engine.inflight.items() if held.trajectory is trajectory]
+        for name, rid in found:
+            self.turns.forget((name, rid))  # how long it ran says nothing of others
+            self.take(name, rid)
+        return found
 
     def running(self, view: Callable[[Trajectory], TurnView]) -> Iterator[Running]:
         """Every turn in flight, and how far it is: engines do not say so before its end, but their steps do."""

@@ -63,7 +63,7 @@ class RolloutLeader:
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptSupply | None = None
         self._environments = Environments(
-            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._ready, self._finish, self._restart, self._failed, clock,
+            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._answered, self._finish, self._restart, self._failed, clock,
             settings.deadlines.first_s,
         )  # fmt: skip
         self._attempts = Attempts(FailureBook(settings.max_failed_share, settings.failed_patience_s), log, lambda why: send(0, Fatal(settings.rank, why)))
@@ -87,9 +87,10 @@ class RolloutLeader:
             self._supply.trained(indices)
 
     def _admit(self) -> None:
-        if self._supply is None or not self._environments.up or not self._fleet.engines:
-            return
         now = self._clock()
+        if self._supply is None or not self._environments.up or not self._fleet.engines:
+            self._attempts.book.unable(now)
+            return
         most = self._attempts.evaluate(len(self._environments.episodes), now)
         for group in self._supply.admit(now, most):
             for sample in group.missing:
@@ -126,6 +127,10 @@ class RolloutLeader:
         return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
 
     # --- turns ------------------------------------------------------------------------------------------------------------------------------
+
+    def _answered(self, trajectory: Trajectory) -> None:
+        self._attempts.book.advanced((trajectory.index, trajectory.sample))
+        self._ready(trajectory)
 
     def _ready(self, trajectory: Trajectory) -> None:
         trajectory.ready_at, trajectory.place = self._clock(), "waiting"
@@ -168,8 +173,11 @@ class RolloutLeader:
         """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its partial output."""
         for move in self._queue.rebalance(self._fleet.running(self._view), self._clock()):
             rid = self._fleet.request(move.source, move.trajectory)
-            self._send(self._fleet.engines[move.source].rank, Turns(((move.source, Abort(rid)),)))
+            self._abort(move.source, rid)
             self._log("turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason)
+
+    def _abort(self, engine: str, rid: str) -> None:
+        self._send(self._fleet.engines[engine].rank, Turns(((engine, Abort(rid)),)))
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
@@ -206,7 +214,9 @@ class RolloutLeader:
     def _drop(self, trajectory: Trajectory, now: float) -> None:
         """This attempt is over; answers to it will find nothing."""
         self._environments.forget(trajectory)
-        self._fleet.drop(trajectory)
+        for name, rid in self._fleet.drop(trajectory):
+            self._abort(name, rid)
+            self._maybe_drained(self._fleet.engines[name].rank)
         # Siblings that wait for this one to finish would wait for ever.
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
         self._kick()

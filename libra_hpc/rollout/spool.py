@@ -196,7 +196,10 @@ class Spool:
 
     def _trim(self) -> None:
         """Remove the segments that no start will need, except one that is being written."""
-        position = self._position()
+        try:
+            position = self._position()
+        except (OSError, ValueError):
+            return  # a checkpoint that cannot be read now: what is needed is unknown, and this is no fault of the spool's files
         self._committed = {index for index in self._committed if not position.trained(index)}
         for path, groups in list(self._needed.items()):
             needed = any(

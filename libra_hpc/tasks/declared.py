@@ -46,6 +46,12 @@ def step_limit(task: Task, default_s: float) -> float:
     return max(default_s, task.step_limit_s)
 
 
+def busy_limit(task: Task) -> float:
+    """Longest time the task itself declares for a step or a call of a tool; 0: none.  Raises `UserError`."""
+    _check("step_limit_s", task.step_limit_s)
+    return max(task.step_limit_s, *tool_limits(task, 0.0).values(), 0.0)
+
+
 def _check(field: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not (0.0 <= value < math.inf):
         raise invalid(field, value, "not a length of time", "a number of seconds >= 0")

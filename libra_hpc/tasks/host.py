@@ -44,7 +44,7 @@ from libra_hpc.protocol.env import (
 from . import answers
 from .base import Episode, Task, Tools, Turn
 from .contain import hide_memory
-from .declared import step_limit, tool_limits
+from .declared import busy_limit, step_limit, tool_limits
 from .registry import build_task
 from .sandbox import Sandbox
 from .settings import HostConfig
@@ -85,7 +85,7 @@ class Host(asyncio.Protocol):
         """The peer is there: report ready."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._send(from_host.frame(HostReady(self._name, math.inf)))
+        self._send(from_host.frame(HostReady(self._name, math.inf, busy_limit(self._task))))
         self._alive()
 
     def data_received(self, data: bytes) -> None:

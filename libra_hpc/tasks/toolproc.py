@@ -2,7 +2,8 @@
 
 The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it cannot work.  Then one call at a
 time: `Call` for a declared tool, `Run` for code.  Frames are msgpack against closed unions, so neither side can make the other run anything else.
-What a call has started ends before its answer is sent.
+What a call has started ends before its answer is sent.  What was there before the call goes on: a browser driver or a pool of workers
+that the tool's module starts when it is imported serves all calls.
 
 Model-written code never runs in this process but in a fork made for that one call, whose only way out is a pipe of bytes: it cannot forge an answer,
 and there is nothing to find in the memory it inherits, because this process knows neither task nor episode nor reward.
@@ -240,11 +241,13 @@ def serve(link: socket.socket) -> None:
     while (request := receive()) is not None:
         if isinstance(request, Setup):
             return
+        # Nothing that a call starts outlives it, so these are of the tool's module, or started by those.
+        spared = reaper.descendants()
         if isinstance(request, Call):
             answer = run_tool(functions[request.name], request, setup.output_bytes)
         else:
             answer = from_tool.frame(msgspec.structs.replace(run_code(request.code, setup), call=request.call))
-        if not reaper.end_children(CHILDREN_S):
+        if not reaper.end_children(CHILDREN_S, spared):
             return
         link.sendall(answer)
 

@@ -14,7 +14,7 @@ from libra_hpc.pool import hosts as module
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.hosts import Hosts
 from libra_hpc.pool.layout import Layout
-from libra_hpc.protocol.env import EpisodeFailed, HostAlive, HostReady
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostAlive, HostReady
 from libra_hpc.protocol.mesh import Log, Welcome
 from libra_hpc.telemetry.rundir import RunDir
 
@@ -23,13 +23,21 @@ class FakeChild:
     def __init__(self, name: str, path: Path, out: Any, back: Any, message: Callable[..., None], exited: Callable[..., None]) -> None:
         self.name, self.message, self.exited = name, message, exited
         self.ends = 0
+        self.got: list[Any] = []
+        self.starting = FakeChild.slow_start
 
     refused = 0
+    slow_start: asyncio.Future[None] | None = None
 
     async def start(self, argv: list[str], environment: dict[str, str], log: Path) -> None:
         if FakeChild.refused:
             FakeChild.refused -= 1
             raise OSError(28, "No space left on device")
+        if self.starting is not None:
+            await self.starting
+
+    def send(self, message: Any) -> None:
+        self.got.append(message)
 
     async def stop(self) -> None:
         pass
@@ -37,6 +45,9 @@ class FakeChild:
     async def end_hung(self) -> None:
         self.ends += 1
         self.exited(self, -9)
+
+
+STEPPED = EpisodeStepped("0.0.0", b"", None, True, 1.0, {})
 
 
 class Scene:
@@ -78,6 +89,7 @@ def test_a_host_without_a_sign_of_life_is_said_to_be_slow_then_ended_and_followe
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
         scene.say(HostReady("toy"), 1.0)
+        scene.say(STEPPED, 1.5)
         for second in range(2, 8):
             scene.say(HostAlive(), float(second))
         first = scene.child
@@ -108,11 +120,66 @@ def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(
         assert scene.child.ends == 0
         scene.say(HostReady("toy"), 99.5)
         scene.say(HostAlive(), 100.5)
+        scene.say(STEPPED, 101.0)
         scene.say(EpisodeFailed("0.0.0", "x"), 119.0)
         await scene.watch(138.0)
-        assert (scene.child.ends, len(scene.seen)) == (0, 3)
+        assert (scene.child.ends, len(scene.seen)) == (0, 4)
         await scene.watch(140.0)
         assert len(scene.events("hung")) == 1
+
+    asyncio.run(main())
+
+
+def test_a_late_load_of_data_before_the_first_step_has_the_longer_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        scene = Scene(tmp_path, monkeypatch)
+        await scene.hosts.start()
+        for number in range(2):
+            at = 1000.0 * number
+            scene.say(HostReady("toy"), at + 1.0)
+            scene.say(HostAlive(), at + 1.0)
+            await scene.watch(at + 100.0)
+            assert (scene.child.ends, len(scene.events("hung"))) == (0, number)
+            await scene.watch(at + 102.0)
+            assert len(scene.events("hung")) == number + 1
+
+    asyncio.run(main())
+
+
+def test_a_step_may_hold_up_the_host_for_as_long_as_the_task_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        scene = Scene(tmp_path, monkeypatch)
+        await scene.hosts.start()
+        scene.say(HostReady("toy", busy_s=1800.0), 1.0)
+        scene.say(STEPPED, 2.0)
+        scene.say(HostAlive(), 3.0)
+        await scene.watch(1800.0)
+        assert scene.child.ends == 0
+        await scene.watch(1804.0)
+        assert "(limit 1800 s)" in scene.events("hung")[0]["reason"]
+
+    asyncio.run(main())
+
+
+def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        scene = Scene(tmp_path, monkeypatch)
+        await scene.hosts.start()
+        scene.say(HostReady("toy"), 1.0)
+        scene.hosts._down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
+        for early in (False, True):
+            monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
+            old = scene.child
+            old.exited(old, 1)
+            await asyncio.sleep(0.001)
+            assert scene.child is not old
+            scene.hosts.send(0, CloseEpisode("during its start"))
+            if early:
+                scene.say(HostReady("toy"), 2.0)
+            FakeChild.slow_start.set_result(None)
+            await asyncio.sleep(0.001)
+            scene.hosts.send(0, CloseEpisode("later"))
+            assert scene.child.got == [CloseEpisode("opened again"), CloseEpisode("later")]
 
     asyncio.run(main())
 

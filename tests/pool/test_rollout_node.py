@@ -18,10 +18,10 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pool import rollout_node
+from libra_hpc.pool.child import Child
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
 from libra_hpc.pool.rollout_node import RolloutNode
-from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
@@ -152,6 +152,38 @@ def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_le
     run(work())
 
 
+def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_node, "ENDS_S", 0.2)
+    monkeypatch.setattr(rollout_node, "AGAIN_S", 0.2)
+    kill = Child.kill
+
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            await made.until(lambda: made.of(wire.EngineLoad), "counters")
+            child = made.node._engines["r2.0"].child
+            assert child is not None
+            stuck = True
+            monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
+            try:
+                os.kill(made.pid(), signal.SIGSTOP)
+                await made.until(lambda: made.of(wire.EngineDown), "the leader knows")
+                await made.until(lambda: len(made.events("hung")) >= 4, "it is logged again and again")
+                await made.node.start()
+                assert (made.node._engines["r2.0"].child, made.of(wire.EngineDied)) == (child, []), "no other beside it"
+                made.node.on_turns(wire.Turns((("r2.0", Generate("t", b"", 50)),)))
+                await made.until(lambda: made.of(wire.TurnsDone), "a turn that came too late is refused")
+                assert "after SIGKILL" in made.events("hung")[-1]["reason"]
+            finally:
+                stuck = False
+                child.kill()
+            await made.until(lambda: made.of(wire.EngineDied), "it is gone")
+            assert len(made.of(wire.EngineDown)) == 1
+            await made.up(2)
+
+    run(work())
+
+
 def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:
@@ -189,13 +221,9 @@ def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_engine_that_keeps_ending_ends_the_run_with_count_window_and_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout_node, "RestartBudget", lambda: RestartBudget(restarts=1, window_s=300.0))
-
+def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(tmp_path: Path) -> None:
     async def work() -> None:
-        async with scene(tmp_path) as made:
+        async with scene(tmp_path, deadlines={"restarts": 1}) as made:
             for count in (1, 2):
                 await made.up(count)
                 os.kill(made.pid(), signal.SIGKILL)

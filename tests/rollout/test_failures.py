@@ -165,6 +165,64 @@ def test_patience_is_of_the_pauses_together_until_a_sound_window_and_waits_for_t
     assert not book.may_probe(now + 1000.0)
 
 
+def test_fast_failures_do_not_outweigh_attempts_that_run_well() -> None:
+    book = FailureBook(0.2, 600.0)
+    for sample in range(16):
+        book.failed((sample % 2, sample), why(), 0.1)
+    for index in range(2, 64):
+        book.advanced((index, 0))
+    book.advanced((0, 0))
+    decision = book.evaluate(62, 16, 0.2)
+    assert decision is not None, "16 of 78: what failed before does not count as well when it is tried again"
+    assert decision.action == "pause"
+    book.advanced((64, 0))
+    book.advanced((65, 0))
+    decision = book.evaluate(64, 16, 0.3)
+    assert decision is not None, "16 of 80"
+    assert decision.action == "resume"
+
+
+def test_failures_among_many_attempts_that_advance_pause_nothing() -> None:
+    book = FailureBook(0.2, 600.0)
+    for sample in range(16):
+        book.failed((sample % 2, sample), why(), 0.1)
+    for index in range(2, 66):
+        book.advanced((index, 0))
+    assert book.evaluate(64, 16, 0.2) is None
+    book.failed((2, 0), why(), 0.3)
+    decision = book.evaluate(63, 17, 0.3)
+    assert decision is not None, "nothing advanced since"
+    assert decision.action == "pause"
+
+
+def test_the_run_does_not_end_while_attempts_advance_and_probes_do_not_count_as_such() -> None:
+    book, now = paused(100.0), 0.0
+    for _ in range(20):
+        now += 90.0
+        book.advanced((50, 0))
+        assert book.evaluate(1, 7, now) is None
+    book.probing((60, 0))
+    for _ in range(2):
+        now += 55.0
+        book.advanced((60, 0))
+        book.evaluate(1, 7, now)
+    book.failed((60, 0), why(), now)
+    decision = book.evaluate(1, 7, now)
+    assert decision is not None
+    assert decision.action == "fail"
+
+
+def test_time_in_which_no_probe_could_run_is_not_patience() -> None:
+    book, now = paused(10.0), 0.0
+    for _ in range(100):
+        now += 1.0
+        book.unable(now)
+    assert book.evaluate(1, 7, now + 10.0) is None
+    decision = book.evaluate(1, 7, now + 10.5)
+    assert decision is not None
+    assert "Admission was paused for 10 s" in decision.reason
+
+
 def test_counts_are_by_kind_with_the_last_error() -> None:
     book = FailureBook(0.2, 600.0)
     for number in range(1000):

@@ -508,6 +508,44 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_error_and_train
     asyncio.run(main())
 
 
+def test_without_an_engine_the_patience_of_a_pause_does_not_run_out() -> None:
+    async def main() -> None:
+        plant = Plant(eta=1, steps=20, prompts=4, group=4)
+        plant.broken = lambda m: "KeyError: 'x'" if isinstance(m, StepEpisode) else None
+        plant.start()
+        await plant.pass_time(30, lambda: plant.kinds("admission_paused"))
+        for name in ("e0", "e1"):
+            plant.down(name)
+        await plant.pass_time(2000)
+        assert not [m for m in plant.sent if isinstance(m, wire.Fatal)]
+        plant.up("e0", rank=3)
+        await plant.pass_time(500)
+        assert not [m for m in plant.sent if isinstance(m, wire.Fatal)]
+        await plant.pass_time(300)
+        assert [m for m in plant.sent if isinstance(m, wire.Fatal)]
+
+    asyncio.run(main())
+
+
+def test_two_prompts_that_fail_at_once_end_no_run_whose_other_trajectories_take_long() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=50, prompts=64, group=4)
+        plant.broken = lambda m: "KeyError: 'x'" if isinstance(m, OpenEpisode) and m.index in (62, 63) else None
+        plant.start()
+        for _ in range(70):
+            plant.leader.report()
+            await plant.settle()
+            plant.serve()
+            plant.now += 60.0
+            if plant.batches:
+                break
+        assert not [m for m in plant.sent if isinstance(m, wire.Fatal)]
+        assert len(plant.kinds("admission_paused")) == len(plant.kinds("admission_resumed")) <= 2
+        assert len(plant.kinds("prompt_given_up")) == 2
+
+    asyncio.run(main())
+
+
 def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
     async def main() -> None:
         plant = Plant(eta=0, turns=1, engines=1)
@@ -589,6 +627,26 @@ def test_draining_answers_once_the_last_turn_is_back() -> None:
         assert [m.rank for m in plant.sent if isinstance(m, TurnsDrained)] == [3]
         await plant.run(lambda: plant.batches)
         assert {engine for m in plant.sent[before:] if isinstance(m, Turns) for engine, _ in m.items} == {"e1"}
+
+    asyncio.run(main())
+
+
+def test_a_drained_node_whose_last_turns_are_dropped_is_reported_and_generates_for_nobody() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=3, engines=1)
+        plant.start()
+        await plant.run(lambda: len(plant.inbox) == 4)
+        plant.serve()
+        await plant.settle()
+        assert len(plant.inbox) == 4
+        plant.leader.on_drain(3)
+        plant.tool = 6
+        kill_host(plant)
+        await plant.settle()
+        assert [m.rank for m in plant.sent if isinstance(m, TurnsDrained)] == [3], "replays failed, and nothing of the node counts"
+        assert {(engine, abort.rid) for engine, abort in plant.aborts} == {(engine, request.rid) for engine, request in plant.inbox}
+        plant.serve()
+        assert len([m for m in plant.sent if isinstance(m, TurnsDrained)]) == 1
 
     asyncio.run(main())
 

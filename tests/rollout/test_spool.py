@@ -256,6 +256,20 @@ def test_what_a_run_leaves_at_its_end_is_what_a_start_would_need(run: Run) -> No
         assert len(run.segments) == left
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("state.json is torn")])
+def test_a_checkpoint_that_cannot_be_read_costs_nothing_of_what_is_kept(run: Run, error: Exception) -> None:
+    run.start()
+    run.add(played(0), played(1))
+
+    def unreadable() -> Position:
+        raise error
+
+    run.spool._position = unreadable
+    run.add(played(2))
+    assert run.spool.failed == ""
+    assert sorted(run.start().groups) == [0, 1, 2]
+
+
 def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.start()
     run.add(played(0))

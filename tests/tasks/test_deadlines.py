@@ -62,6 +62,7 @@ def test_however_a_step_ends_the_leader_gets_an_answer(keychain_folder: Path, ho
 def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_folder: Path) -> None:
     with Leader(host(keychain_folder)) as leader:
         assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"
+        assert leader.ready.busy_s == 60.0, "the task's longest tool"
         assert isinstance(leader.receive_any(), HostAlive)
         assert isinstance(leader.receive_any(), HostAlive)
         leader.process.send_signal(signal.SIGUSR2)

@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.tasks.base import ToolResult
 from libra_hpc.tasks.declared import tool_refs
+from libra_hpc.tasks.registry import load_file
 from libra_hpc.tasks.sandbox import Sandbox
 from libra_hpc.tasks.toolproc import Ready, ToolDone, from_tool
 
@@ -207,3 +209,18 @@ def test_a_frame_written_after_the_call_costs_no_other_call(in_sandbox: InSandbo
     results = in_sandbox(body, TOOLS, tool_timeout_s=5.0)
     assert {result.outcome for result in results} == {"ok"}
     assert [result.value for result in results] == ["written", 0, 1, 2, 3]
+
+
+def test_what_a_tools_module_started_serves_every_call_and_ends_with_the_tool_process(in_sandbox: InSandbox) -> None:
+    async def body(box: Sandbox) -> tuple[list[Any], list[Any]]:
+        return [(await box.call("ask", text)).value for text in "abc"], (await box.call("pids")).value
+
+    ref = Path(__file__).with_name("served_tools.py")
+    tools = load_file(str(ref))
+    try:
+        answers, (server, runs) = in_sandbox(body, {"ask": tools.ask, "pids": tools.pids})
+    finally:
+        tools.SERVER.kill()
+        tools.SERVER.wait()
+    assert (answers, runs) == (["a", "b", "c"], True)
+    assert gone(server)
