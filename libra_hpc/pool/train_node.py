@@ -161,7 +161,7 @@ class TrainNode:
                 self._log_part("hung", reason)
                 if hopeless:
                     where = self._context.logs / f"{self._children[0].name}.log"
-                    self._context.send(0, Fatal(self._context.rank, f"training replica: {hopeless}; see {where}"))
+                    self._context.send(0, Fatal(self._context.rank, f"training replica: {reason}; {hopeless}; see {where}"))
                 self._killed_at = now
                 await asyncio.gather(*(child.end_hung() for child in self._children))
             self._check_ended(now)

@@ -121,6 +121,8 @@ class TrainLeader(Members):
                     self._replies[rank] = message
             case ExportFailed(version=version, reason=reason):
                 self._log("export_failed", step=version, reason=reason)
+                if rank != self.exporter:
+                    return
                 now = self._clock()
                 if self._exports.failed(now):
                     what = f"the weights of step {version} could not be written for the rollout engines"

@@ -467,8 +467,15 @@ def test_another_exporter_is_asked_for_the_present_version_again() -> None:
         world.leader.on_replica_down(1, "node lost")
         world.leader.on_generation(2, (2,))
         await until(lambda: len(world.of(Publish)) == 2)
+        # Answers of before that come now say nothing about what the new one has.
+        world.leader.on_reply(1, Exported(0, 77, 100, 0.0))
+        for _ in range(leader.Exports.FAILURES):
+            world.leader.on_reply(1, ExportFailed(0, "no room"))
+        await asyncio.sleep(0.01)
 
     play(world, script)
+    assert len(world.of(Publish)) == 2
+    assert not world.of(Fatal)
     exports = [(rank, m.message.version) for rank, m in world.sent if isinstance(m, ToReplica) and isinstance(m.message, Export)]
     assert exports == [(1, 0), (2, 0)]
 
