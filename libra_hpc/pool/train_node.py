@@ -171,9 +171,10 @@ class TrainNode:
         if self._killed_at is None:
             return
         stuck = [child for child in self._children if child.pid and not child.ended]
+        said = self._stuck_at >= self._killed_at and now - self._stuck_at < REPEAT_S
         if not stuck:
             self._killed_at = None
-        elif now - self._killed_at > KILL_S and now - self._stuck_at >= REPEAT_S and not self._stopping:
+        elif now - self._killed_at > KILL_S and not said and not self._stopping:
             self._stuck_at = now
             names = ", ".join(f"{child.name} (process {child.pid})" for child in stuck)
             reason = f"{names} lives {now - self._killed_at:.0f} s after SIGKILL, so it waits inside the kernel"
