@@ -1,8 +1,8 @@
 """The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them) and speaks for the replica as a whole.
 
 Every message goes to all processes; the replica has answered once every process has, with local rank 0's answer.  When one process dies the others are
-ended too, because a replica is only whole, and the next start restores from the newest whole in-memory snapshot, or else from the newest whole
-checkpoint.
+ended too, because a replica is only whole.  The next start restores from the newest whole in-memory snapshot or
+checkpoint, whichever has the higher step.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TrainNode:
                 self._log_part("hung", reason)
                 if hopeless:
                     where = self._context.logs / f"{self._children[0].name}.log"
-                    self._context.send(0, Fatal(self._context.rank, f"training replica: {hopeless}; see {where}"))
+                    self._context.send(0, Fatal(self._context.rank, f"training replica: {reason}; {hopeless}; see {where}"))
                 self._killed_at = now
                 await asyncio.gather(*(child.end_hung() for child in self._children))
             self._check_ended(now)
@@ -171,9 +171,10 @@ class TrainNode:
         if self._killed_at is None:
             return
         stuck = [child for child in self._children if child.pid and not child.ended]
+        said = self._stuck_at >= self._killed_at and now - self._stuck_at < REPEAT_S
         if not stuck:
             self._killed_at = None
-        elif now - self._killed_at > KILL_S and now - self._stuck_at >= REPEAT_S and not self._stopping:
+        elif now - self._killed_at > KILL_S and not said and not self._stopping:
             self._stuck_at = now
             names = ", ".join(f"{child.name} (process {child.pid})" for child in stuck)
             reason = f"{names} lives {now - self._killed_at:.0f} s after SIGKILL, so it waits inside the kernel"
@@ -203,7 +204,8 @@ class TrainNode:
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._killed_at = None
         # Reads whole states, which this loop must not wait for.
-        start_dir = await asyncio.to_thread(self._start_dir, snapshots)
+        checkpoints = await self._checkpoints() if self._starts else []
+        start_dir = await asyncio.to_thread(self._start_dir, snapshots, checkpoints)
         self._watch.started(time.monotonic())
         self._starts += 1
         self._failed_starts += 1
@@ -240,24 +242,25 @@ class TrainNode:
             environment = engine_environment(os.environ, config.slurm.device, 0, train.tp * train.pp, train.threads)
             await child.start(trainer_command(config, context.component, path), environment, context.logs / f"{name}.log")
 
-    def _start_dir(self, snapshots: Path) -> str:
-        """The newest of: what the attempt started from, whole snapshots and, when rebuilt, whole checkpoints."""
+    def _start_dir(self, snapshots: Path, checkpoints: list[tuple[int, Path]]) -> str:
+        """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
         step, found = self._context.start.step, self._context.start.checkpoint
         newest = folders.latest_whole(snapshots)
         if newest is not None and (saved := folders.read_state(newest).step) >= step:
             step, found = saved, str(newest)
-        for saved, folder in reversed(self._checkpoints() if self._starts else []):
+        for saved, folder in reversed(checkpoints):
             if saved <= step:
                 break
             if not folders.verify(folder):
                 return str(folder)
         return found
 
-    def _checkpoints(self) -> list[tuple[int, Path]]:
+    async def _checkpoints(self) -> list[tuple[int, Path]]:
         try:
-            return self._context.run.complete_checkpoints()
+            return await asyncio.to_thread(self._context.run.complete_checkpoints)
         except OSError as error:
-            self._log_part("slow", f"The checkpoints cannot be listed: {error}.")
+            reason = f"the checkpoints cannot be listed: {error}"
+            self._context.log("worker_error", rank=self._context.rank, reason=reason, fatal=False)
             return []
 
     def _message(self, child: Child, message: Any) -> None:

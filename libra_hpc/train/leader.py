@@ -121,6 +121,8 @@ class TrainLeader(Members):
                     self._replies[rank] = message
             case ExportFailed(version=version, reason=reason):
                 self._log("export_failed", step=version, reason=reason)
+                if rank != self.exporter:
+                    return
                 now = self._clock()
                 if self._exports.failed(now):
                     what = f"the weights of step {version} could not be written for the rollout engines"
@@ -308,9 +310,10 @@ class TrainLeader(Members):
         reason = reply.reason if isinstance(reply, SaveFailed) else ""
         if not reason:
             try:
-                await self._saved(self.step, self.order, self._reports)
+                await asyncio.wait_for(self._saved(self.step, self.order, self._reports), self.settings.storage_s)
             except OSError as error:
-                reason = str(error)
+                # That of `wait_for` has no text.
+                reason = str(error) or f"the data position was not written within {self.settings.storage_s:.0f} s"
         if reason:
             self._saves.failed(self._clock())
             self._log("checkpoint_failed", step=self.step, reason=reason)

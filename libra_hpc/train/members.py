@@ -41,7 +41,7 @@ class LeaderSettings(msgspec.Struct, frozen=True):
     retain: int
     """Committed batches kept for replay: at least the steps between two snapshots."""
     storage_s: float = 900.0
-    """How long the last checkpoint is tried."""
+    """How long the last checkpoint is tried, and how long the data position of one may take."""
 
 
 class Members:

@@ -159,6 +159,8 @@ class Trainer:
         return []
 
     def _export(self, path: Path, version: int, begin: float) -> FromWorker:
+        if version != self._state.step:
+            return ExportFailed(version, f"this replica is at step {self._state.step}, it cannot export step {version}")
         try:
             crc32, size = state.export(path, self._state.step) if self._config.local_rank == 0 else (0, 0)
         except OSError as error:

@@ -18,9 +18,10 @@ from libra_hpc.pool.child import Child
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.layout import Layout
 from libra_hpc.pool.train_node import TrainNode
+from libra_hpc.process import deadlines
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Log, Welcome
-from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined
+from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import folders
 
@@ -187,6 +188,39 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
         assert await again() == 7, "a checkpoint may be newer than the newest snapshot"
 
     scene.play(script)
+
+
+def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_other_phases(here: Path) -> None:
+    scene = Scene(here, tp=2)
+
+    async def script() -> None:
+        await scene.ready()
+        for child in scene.node._children:
+            for phase in ("compute", "snapshot", "checkpoint", "waiting for peers"):
+                scene.node._message(child, Alive(phase, 1.0))
+
+    scene.play(script)
+    assert [alive.phase for alive in scene.answers(Alive)] == ["snapshot", "checkpoint"], "once for the replica"
+
+
+def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "GIVE_UP", 1)
+    scene = Scene(here)
+
+    async def script() -> None:
+        pid = await scene.ready()
+        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        await scene.until(lambda: scene.of(Fatal))
+
+    scene.play(script)
+    reason = scene.of(Fatal)[0].reason
+    assert reason.startswith("training replica: process 0 has given no sign of life for ")
+    assert "join did not end 1 times in a row, the last time within 60 s; " in reason
+    assert "deadlines.first_s" in reason
 
 
 def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(here: Path) -> None:

@@ -74,11 +74,14 @@ class Replica:
 
 
 class World:
-    def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3, storage_s: float = 0.0) -> None:
+    def __init__(
+        self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3, storage_s: float = 900.0
+    ) -> None:
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
         self.no_position = False
+        self.hangs = False
         self.carried: list[list[tuple[int, float]]] = []
         self.tried: list[int] = []
         self.now = 0.0
@@ -88,6 +91,8 @@ class World:
 
         async def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
             self.carried.append([(report.step, report.metrics["reward"]) for report in reports])
+            if self.hangs:
+                await asyncio.sleep(60.0)
             if self.no_position:
                 raise OSError("no room for the position")
             self.saved.append((at, order.low, sorted(order.extra)))
@@ -462,8 +467,15 @@ def test_another_exporter_is_asked_for_the_present_version_again() -> None:
         world.leader.on_replica_down(1, "node lost")
         world.leader.on_generation(2, (2,))
         await until(lambda: len(world.of(Publish)) == 2)
+        # Answers of before that come now say nothing about what the new one has.
+        world.leader.on_reply(1, Exported(0, 77, 100, 0.0))
+        for _ in range(leader.Exports.FAILURES):
+            world.leader.on_reply(1, ExportFailed(0, "no room"))
+        await asyncio.sleep(0.01)
 
     play(world, script)
+    assert len(world.of(Publish)) == 2
+    assert not world.of(Fatal)
     exports = [(rank, m.message.version) for rank, m in world.sent if isinstance(m, ToReplica) and isinstance(m.message, Export)]
     assert exports == [(1, 0), (2, 0)]
 
@@ -522,6 +534,22 @@ def test_time_in_which_a_member_writes_its_state_is_no_failure(monkeypatch: pyte
 
     play(world, script)
     assert "2 did not appear" in world.of(Fatal)[0].reason
+
+
+def test_a_file_system_that_never_answers_fails_the_checkpoint_and_training_goes_on() -> None:
+    world = World(steps=9, checkpoint_every=1, storage_s=0.01)
+    world.add(1)
+    world.hangs = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for step in (1, 2):
+            world.leader.on_batch(batch(step))
+        await until(lambda: len(world.of(Committed)) == 2)
+
+    play(world, script)
+    (failed,) = [log for log in world.of(Log) if log.kind == "checkpoint_failed"]
+    assert failed.fields["reason"] == "the data position was not written within 0 s"
 
 
 def test_only_the_replica_that_was_asked_to_save_answers_for_the_checkpoint() -> None:
