@@ -84,8 +84,10 @@ class Hosts:
         now = self._clock()
         for pending in self._deadlines.pending(now):
             host = int(str(pending.key))
-            self._deadlines.forget(host)
+            hopeless = self._deadlines.exceeded(host)
             self._context.log("hung", part=f"environment host {host}", reason=f"The {pending.sentence}.")
+            if hopeless:
+                self._fail(f"{hopeless}; see {self._context.logs}/host{host}.log")
             child = self._children[host]
             if child is not None:
                 self._task(child.end_hung())

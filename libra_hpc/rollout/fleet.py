@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from libra_hpc.process.deadlines import Deadlines, DeadlineSettings, Pending
+from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
@@ -19,6 +19,7 @@ from libra_hpc.sched.midturn import Running
 from libra_hpc.sched.protocol import TurnView
 
 from .trajectory import Trajectory
+from .turn_watch import TurnWatch
 
 SPEED_WINDOW_S = 10.0
 """Window of the busy-seconds-per-token figure behind ``rollout_s``: a few global batches."""
@@ -51,9 +52,7 @@ class Fleet:
 
     def __init__(self, board: Board, deadlines: DeadlineSettings = DeadlineSettings(), clock: Callable[[], float] = time.monotonic) -> None:  # noqa: B008
         self._board, self._clock = board, clock
-        self.turns = Deadlines(deadlines)
-        """Turns in flight by (engine, request)."""
-        self._slow: set[Hashable] = set()
+        self.turns = TurnWatch(deadlines)
         self.engines: dict[str, Engine] = {}
         self.generated = self.prefilled = 0
         """Tokens since start, all engines, also those that are gone."""
@@ -76,31 +75,25 @@ class Fleet:
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
         """A turn that the dispatcher has put on the board is on its way."""
         self.engines[name].inflight[rid] = Held(trajectory, len(trajectory.context), self._board.engines[name].steps)
-        self.turns.begin("turn", (name, rid), self._clock())
+        self.turns.sent((name, rid), self._clock())
 
-    def take(self, name: str, rid: str) -> Trajectory | None:
-        """A turn is answered; None when it is not (or no longer) ours."""
+    def take(self, name: str, rid: str, counts: bool = True) -> Trajectory | None:
+        """A turn is answered, and its duration counts; None when it is not (or no longer) ours."""
         engine = self.engines.get(name)
         held = engine.inflight.pop(rid, None) if engine else None
         if held is None:
             return None
         self._board.answered(name, held.tokens)
-        self.turns.end((name, rid), self._clock())
+        if counts:
+            self.turns.answered((name, rid), self._clock())
+        self.turns.forget((name, rid))
         return held.trajectory
-
-    def slow(self) -> list[tuple[str, Pending]]:
-        """Turns that are past their deadline, each once, with their engine; ending an engine is its own node's business."""
-        late = {pending.key: pending for pending in self.turns.pending(self._clock())}
-        new = [pending for key, pending in late.items() if key not in self._slow]
-        self._slow = set(late)
-        return [(pending.key[0], pending) for pending in new if isinstance(pending.key, tuple)]
 
     def drop(self, trajectory: Trajectory) -> list[tuple[str, str]]:
         """Forget the turns of a trajectory that starts anew; returns (engine, request) of each: their answers will find nothing."""
         found = [(name, rid) for name, engine in self.engines.items() for rid, held in engine.inflight.items() if held.trajectory is trajectory]
         for name, rid in found:
-            self.turns.forget((name, rid))  # how long it ran says nothing of others
-            self.take(name, rid)
+            self.take(name, rid, counts=False)
         return found
 
     def running(self, view: Callable[[Trajectory], TurnView]) -> Iterator[Running]:

@@ -37,6 +37,9 @@ from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
 """Engines may fail a trajectory's turns this often before the attempt counts as failed."""
+OVERDUE = "turn overdue"
+MAX_OVERDUE = 3
+"""So often may an engine have nothing of a trajectory's turn at the turn's deadline: each time costs the deadline."""
 
 
 class RolloutLeader:
@@ -182,33 +185,48 @@ class RolloutLeader:
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
         for name, generated in items:
-            trajectory = self._fleet.take(name, generated.rid)
+            overdue, nothing = self._fleet.turns.overdue((name, generated.rid)), generated.finish == "abort" and not generated.tokens
+            trajectory = self._fleet.take(name, generated.rid, counts=not nothing)
             if trajectory is None:
                 continue
-            if generated.finish == "error":
+            if overdue and nothing:
+                self._overdue(trajectory, f"Engine {name} generated nothing of a turn until its deadline.")
+            elif generated.finish == "error":
                 trajectory.errors += 1
                 if trajectory.errors >= MAX_ERRORS:
                     self._failed(trajectory, "engine", generated.error)
                 else:
                     self._resubmit(trajectory, generated.error)
             else:
-                self._take(trajectory, generated, name)
+                self._take(trajectory, generated, name, overdue)
             self._maybe_drained(self._fleet.engines[name].rank)
         self._kick()
 
-    def _take(self, trajectory: Trajectory, generated: Generated, engine: str) -> None:
+    def _take(self, trajectory: Trajectory, generated: Generated, engine: str, overdue: bool) -> None:
         if error := unusable(generated):
             self._failed(trajectory, "logprobs", error)
             return
         trajectory.add_generated(generated, engine)
         if generated.finish == "abort" and trajectory.room(self.settings.max_model_len) > 0:
-            self._ready(trajectory)
+            if overdue:
+                self._resubmit(trajectory, OVERDUE)
+            else:
+                self._ready(trajectory)
             return
         self._environments.answer(trajectory)
+
+    def _overdue(self, trajectory: Trajectory, error: str) -> None:
+        trajectory.overdue += 1
+        if trajectory.overdue >= MAX_OVERDUE:
+            self._failed(trajectory, "timeout", error)
+        else:
+            self._resubmit(trajectory, OVERDUE)
 
     def _resubmit(self, trajectory: Trajectory, reason: str) -> None:
         self.resubmitted += 1
         self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
+        if reason == OVERDUE:
+            trajectory.engine = ""  # what its engine has cached is no reason to go back there
         self._ready(trajectory)
 
     def _drop(self, trajectory: Trajectory, now: float) -> None:
@@ -331,10 +349,16 @@ class RolloutLeader:
     # --- deadlines --------------------------------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Fail steps of environments that have not ended in time, and say which turns are late; about once a second."""
+        """Fail steps of environments that have not ended in time, and send overdue turns elsewhere; about once a second."""
         self._environments.watch()
-        for engine, pending in self._fleet.slow():
-            self._log("slow", part=f"engine {engine}", reason=f"The {pending.sentence}.")
+        for action, engine, rid, sentence in self._fleet.turns.evaluate(self._clock()):
+            if action == "slow":
+                self._log("slow", part=f"engine {engine}", reason=f"The {sentence}.")
+            elif action == "abort":
+                self._abort(engine, rid)
+            elif trajectory := self._fleet.take(engine, rid, counts=False):
+                self._overdue(trajectory, f"At engine {engine} the {sentence}, and is not aborted either.")
+                self._maybe_drained(self._fleet.engines[engine].rank)
 
     def discount(self, seconds: float) -> None:
         """This process stood still for so long."""

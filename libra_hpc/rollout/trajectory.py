@@ -32,8 +32,8 @@ class Trajectory:
 
     __slots__ = (
         "at_signal", "attempt", "attained", "clipped", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
-        "max_tokens", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at", "stepped_at",
-        "stop_ids", "turn", "turns", "versions",
+        "max_tokens", "overdue", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at",
+        "stepped_at", "stop_ids", "turn", "turns", "versions",
     )  # fmt: skip
 
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
@@ -55,6 +55,8 @@ class Trajectory:
         """Tokens of the last answer that the context had no room for."""
         self.replays = 0
         """How often its environment was lost while it may have been the one that broke it."""
+        self.overdue = 0
+        """How often an engine had nothing of its turn at the turn's deadline."""
         self.started_at = self.ready_at = now
         self.sent_at = 0.0
         """When the newest turn went to an engine; 0.0 before the first."""

@@ -993,11 +993,11 @@ def test_a_step_that_never_ends_is_a_failed_attempt_and_its_episode_is_closed() 
         plant.host.remove(step)
         plant.now += 39.0
         plant.leader.watch()
-        assert not plant.events
+        assert not plant.kinds("trajectory_failed")
         plant.leader.discount(5.0)
         plant.now += 5.0
         plant.leader.watch()
-        assert not plant.events, "nobody could have read its answer"
+        assert not plant.kinds("trajectory_failed"), "nobody could have read its answer"
         plant.now += 2.0
         plant.leader.watch()
         (failed,) = plant.kinds("trajectory_failed")
@@ -1032,7 +1032,7 @@ def test_a_host_that_starts_slowly_has_its_episodes_time_counted_from_when_it_is
     asyncio.run(main())
 
 
-def test_a_turn_past_its_deadline_is_said_to_be_slow_once() -> None:
+def test_a_turn_past_half_of_its_deadline_is_said_to_be_slow_once() -> None:
     async def main() -> None:
         plant = Plant(eta=0)
         plant.start()
@@ -1042,15 +1042,77 @@ def test_a_turn_past_its_deadline_is_said_to_be_slow_once() -> None:
         await plant.settle()
         plant.leader.watch()
         assert not plant.kinds("slow")
-        plant.now += 95.0
+        plant.now += 45.0
         plant.leader.watch()
         plant.leader.watch()
         (slow,) = plant.kinds("slow")
         engine, _ = plant.inbox[0]
-        assert slow == {"part": f"engine {engine}", "reason": "The turn has not ended after 105 s (limit 100 s)."}
+        assert slow == {"part": f"engine {engine}", "reason": "The turn has not ended after 55 s (limit 100 s)."}
+        assert not plant.aborts
         plant.down(engine)
         plant.leader.watch()
         assert len(plant.kinds("slow")) == 1
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_its_engine_never_ends_is_sent_again_with_what_it_has() -> None:
+    async def main() -> None:
+        for partial in (None, [], [7]):
+            plant = Plant(eta=0, turns=1)
+            plant.start()
+            await plant.run(lambda plant=plant: len(plant.inbox) == 4)
+            stuck = [item for item in plant.inbox if item[0] == "e0"]
+            plant.inbox = [item for item in plant.inbox if item[0] == "e1"]
+            plant.serve()
+            await plant.settle()
+            plant.now += 59.0
+            plant.leader.watch()
+            assert not plant.aborts
+            plant.now += 842.0
+            plant.leader.watch()
+            assert [(engine, abort.rid) for engine, abort in plant.aborts] == [(engine, request.rid) for engine, request in stuck]
+            for engine, request in stuck if partial is not None else ():
+                versions = ((0, 1),) if partial else ()
+                answer = Generated(request.rid, pack_i32(partial or []), pack_f32([-1.0 for _ in partial or []]), "abort", versions, 0, 0.0, 0.0)
+                plant.leader.on_turns_done(((engine, answer),))
+            plant.leader.on_engine_load("e0", EngineStats(0, 4, 0, 0.25, 8, 12, 0, 0, 2, 0.1))
+            plant.now += 61.0
+            plant.leader.watch()
+            await plant.settle()
+            assert {tuple(unpack_i32(request.prompt)[3:]) for _, request in plant.inbox} == {tuple(partial or ())}
+            assert [event["reason"] for event in plant.kinds("resubmitted")] == ["turn overdue"] * 2
+            assert plant.leader.resubmitted == 2
+            await plant.run(lambda plant=plant: plant.batches)
+            assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
+            assert not plant.kinds("trajectory_failed")
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_is_overdue_three_times_with_nothing_generated_is_a_failed_attempt() -> None:
+    async def main() -> None:
+        plant = Plant(eta=0, turns=1, engines=1, prompts=1, group=1)
+        plant.start()
+        for count in range(3):
+            await plant.settle()
+            assert len(plant.inbox) == count + 1
+            plant.now += 901.0
+            plant.leader.watch()
+            plant.leader.watch()
+            assert (len(plant.aborts), len(plant.kinds("resubmitted"))) == (count + 1, count)
+            plant.leader.discount(30.0)
+            plant.now += 89.0
+            plant.leader.watch()
+            assert len(plant.kinds("resubmitted")) == count
+            plant.now += 2.0
+            plant.leader.watch()
+        (failed,) = plant.kinds("trajectory_failed")
+        assert (failed["failure"], failed["given_up"]) == ("timeout", False)
+        plant.serve()
+        assert not plant.finished, "late answers find nothing"
+        await plant.pass_time(20, lambda: plant.batches)
+        assert [len(group.samples) for group in plant.batches[0].groups] == [1]
 
     asyncio.run(main())
 

@@ -1,0 +1,81 @@
+"""How long a turn may be at an engine that itself gives signs of life.
+
+- Half of its limit (`libra_hpc.process.deadlines`) is used up -> *slow*, found once.
+- All of it -> *abort*, found once: the engine answers with what it has generated, and the rest goes on elsewhere.
+- No answer ``floor_s`` after that -> *lost*: the turn is sent again, as it was.
+
+Pure: times are seconds of any monotonic clock, given as arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from libra_hpc.process.deadlines import Deadlines, DeadlineSettings, Pending
+
+Turn = tuple[str, str]
+"""(engine, id of the request)"""
+
+
+class Finding(NamedTuple):
+    """A turn that takes too long."""
+
+    action: Literal["slow", "abort", "lost"]
+    engine: str
+    rid: str
+    sentence: str
+
+
+class TurnWatch:
+    """See the module docstring."""
+
+    def __init__(self, settings: DeadlineSettings) -> None:
+        self._deadlines, self._answer_s = Deadlines(settings), settings.floor_s
+        self._slow: set[Turn] = set()
+        self._aborted: dict[Turn, float] = {}
+        """When the engine was asked for what it has."""
+
+    def sent(self, turn: Turn, now: float) -> None:
+        """A turn is on its way."""
+        self._deadlines.begin("turn", turn, now)
+
+    def answered(self, turn: Turn, now: float) -> None:
+        """It is answered, and its duration counts."""
+        self._deadlines.end(turn, now)
+        self.forget(turn)
+
+    def forget(self, turn: Turn) -> None:
+        """It is not waited for any more, and its duration says nothing."""
+        self._deadlines.forget(turn)
+        self._slow.discard(turn)
+        self._aborted.pop(turn, None)
+
+    def overdue(self, turn: Turn) -> bool:
+        """Whether it was found to have passed its limit."""
+        return turn in self._aborted
+
+    def discount(self, seconds: float) -> None:
+        """Nobody could read answers for so long."""
+        self._deadlines.discount(seconds)
+        self._aborted = {turn: at + seconds for turn, at in self._aborted.items()}
+
+    def evaluate(self, now: float) -> list[Finding]:
+        """What is found now."""
+        found: list[Finding] = []
+        for pending in self._deadlines.pending(now, 0.5):
+            turn = _turn(pending)
+            if turn not in self._slow:
+                self._slow.add(turn)
+                found.append(Finding("slow", *turn, pending.sentence))
+            if turn in self._aborted:
+                if now - self._aborted[turn] > self._answer_s:
+                    found.append(Finding("lost", *turn, pending.sentence))
+            elif pending.waited_s > pending.limit_s:
+                self._aborted[turn] = now
+                found.append(Finding("abort", *turn, pending.sentence))
+        return found
+
+
+def _turn(pending: Pending) -> Turn:
+    turn: Turn = pending.key  # type: ignore[assignment]
+    return turn
