@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
 PATIENCE_S = 300.0
 AT_WORK = ("train", "rollout")
 OVERRIDES = {
-    "components.hybrid.nodes": 1, "checkpoint.every": 10, "slurm.restarts": 1000, "deadlines.floor_s": 10.0, "deadlines.first_s": 90.0,
+    "components.hybrid.nodes": 1, "checkpoint.every": 10, "slurm.restarts": 1000, "deadlines.floor_s": 10.0, "deadlines.first_s": 90.0, "deadlines.restarts": 50,
     "planner.moves_per_hour": 60, "slurm.time_limit": '"04:00:00"',
 }  # fmt: skip
 
@@ -165,12 +167,15 @@ def facts(victim: Victim) -> dict[str, Any]:
     position = run.read_json(newest[1] / "state.json")
     last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
     kept = victim.events("experience_kept")
+    dropped: Counter[str] = Counter()
+    for event in kept:
+        dropped.update(event["dropped"])
     return {
         "state": run.read_json(run.result).get("state"), "message": run.read_json(run.result).get("message"),
         "steps_once": [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "steps": len(rows),
         "trained_groups": position["low"] + len(position["extra"]), "restarts": len(victim.events("recovered")),
         "staleness_max": max(row["staleness_max"] for row in rows), "reward": sum(last) / len(last),
-        "dropped": sum(sum(event["dropped"].values()) for event in kept), "kept": sum(event["trajectories"] for event in kept),
+        "kept": sum(event["trajectories"] for event in kept), "dropped": dict(dropped),
     }  # fmt: skip
 
 
@@ -183,12 +188,16 @@ def main() -> None:
     parser.add_argument("--executor", default="local")
     arguments = parser.parse_args()
     model = policy(0)
-    with tempfile.TemporaryDirectory(prefix="libra-chaos-") as name:
-        calm = Victim(Path(name) / "calm", model, arguments.steps, arguments.seed, arguments.executor)
-        calm.wait(lambda: False)
-        victim = Victim(Path(name) / "chaos", model, arguments.steps, arguments.seed, arguments.executor)
-        faults = disturbed(victim, arguments.faults, arguments.steps, arguments.seed)
-        ends = {"undisturbed": facts(calm), "disturbed": facts(victim)}
+    folder = Path(tempfile.mkdtemp(prefix="libra-chaos-"))
+    calm = Victim(folder / "calm", model, arguments.steps, arguments.seed, arguments.executor)
+    calm.wait(lambda: False)
+    victim = Victim(folder / "chaos", model, arguments.steps, arguments.seed, arguments.executor)
+    faults = disturbed(victim, arguments.faults, arguments.steps, arguments.seed)
+    ends = {"undisturbed": facts(calm), "disturbed": facts(victim)}
+    if all(end["state"] == "completed" for end in ends.values()):
+        shutil.rmtree(folder)
+    else:
+        print(f"a run failed; its files are in {folder}", file=sys.stderr)
     rows = []
     for kind in KINDS:
         found = [fault for fault in faults if fault.name == kind.name]

@@ -221,9 +221,9 @@ class Agent:
             log.error("%s", context["message"], exc_info=error)
 
     def _fail(self, what: str, error: BaseException) -> None:
-        """A defect of ours: traceback into this agent's log, the reason to the coordinator, which ends the run."""
+        """A defect of ours: traceback into this agent's log, the reason to the coordinator, which ends the run, or restarts it after a file system's fault."""
         log.error("%s", what, exc_info=error)
-        self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}"))
+        self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}", restart=isinstance(error, OSError)))
 
     def _spawn(self, work: Any, then: Any = None) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
