@@ -32,8 +32,8 @@ PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
 PATIENCE_S = 300.0
 AT_WORK = ("train", "rollout")
 OVERRIDES = {
-    "components.hybrid.nodes": 1, "checkpoint.every": 10, "slurm.restarts": 1000, "deadlines.floor_s": 10.0, "deadlines.first_s": 90.0, "deadlines.restarts": 50,
-    "planner.moves_per_hour": 60, "slurm.time_limit": '"04:00:00"',
+    "components.hybrid.nodes": 1, "checkpoint.every": 10, "slurm.restarts": 1000, "deadlines.floor_s": 10.0, "deadlines.first_s": 90.0,
+    "deadlines.restarts": 50, "planner.moves_per_hour": 60, "slurm.time_limit": '"04:00:00"',
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from libra_hpc.planner.calibrate import Split, StepForecast
+from libra_hpc.planner.calibrate import Split
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol import mesh as wire
@@ -28,7 +28,7 @@ from .decisions import DecisionLog, predicted_gain
 from .ending import Ending
 from .liveness import discount, read_gone
 from .nodes import NodePool, Role
-from .observations import Observations
+from .observations import Observations, forecast
 from .progress import late_step
 from .records import Records
 from .recovery import Recovery
@@ -342,13 +342,6 @@ class Coordinator:
             forecast=self._forecast, laid_out=self._relayout.last, notices=notices, now=now,
         )  # fmt: skip
         self._records.status(status)
-
-
-def forecast(context: Context) -> StepForecast:
-    """The step forecast of an attempt, from the plan the run was queued with where there is one; a rehearsal's clock runs faster than its plan's."""
-    plan = context.run.read_json(context.run.plan).get("predicted", {})
-    scale = 1.0 / context.config.speedup
-    return StepForecast(context.config.algorithm.eta, scale * plan.get("train_s_per_token", 0.0), scale * plan.get("latency_s", 0.0))
 
 
 def _role(kind: str) -> Role:
