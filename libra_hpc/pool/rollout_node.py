@@ -18,7 +18,6 @@ import asyncio
 import functools
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -52,8 +51,6 @@ from libra_hpc.protocol.rollout import (
     from_engine,
     to_engine,
 )
-from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.train.folders import POLICY_DIR
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
@@ -61,6 +58,7 @@ from .child import Child
 from .commands import engine_command
 from .context import Context
 from .devices import MAX_STARTS, engine_environment
+from .engine_start import engine_config
 from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 
 KIND = "rollout"
@@ -216,32 +214,9 @@ class RolloutNode:
 
     # --- engines ----------------------------------------------------------------------------------------------------------------------------
 
-    def _saved_policy(self) -> tuple[int, str]:
-        """Step and folder of the policy to begin with: the start's, or the newest one once that checkpoint has made room for others."""
-        start, run = self._context.start, self._context.run
-        if start.checkpoint and not Path(start.checkpoint).is_dir() and (saved := run.latest_checkpoint()) is not None:
-            return saved[0], str(saved[1] / POLICY_DIR)
-        return start.step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else self._context.config.model.path
-
     async def _spawn(self, engine: _Engine) -> None:
         context, rollout = self._context, self._context.config.rollout
-        newest = self._receiver.newest
-        step, model = await asyncio.to_thread(self._saved_policy)
-        config = EngineConfig(
-            model=model,
-            dtype=context.config.model.dtype,
-            tp=self._tp,
-            max_model_len=rollout.max_model_len,
-            max_num_seqs=rollout.max_num_seqs,
-            kv_cache_mb=rollout.kv_cache_mb,
-            block_size=rollout.block_size,
-            threads=rollout.threads,
-            seed=(context.config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
-            device=context.config.slurm.device,
-            step_log=str(context.logs / f"{engine.name}.steps.jsonl") if rollout.record_steps else "",
-            version=step if newest is None else newest.version,
-            weights="" if newest is None else str(newest.path),
-        )
+        config = await asyncio.to_thread(engine_config, context, engine.name, self._tp, self._receiver.newest)
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
         engine.state, engine.ready, engine.updating, engine.hung, engine.told = "starting", None, -1, "", None
