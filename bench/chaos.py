@@ -137,6 +137,9 @@ def inject(victim: Victim, kind: Kind, rank: int) -> Fault | None:
     # A moment later the fault is seen, and the status no longer that of before.
     time.sleep(3.0)
     victim.wait(lambda: victim.step() > before)
+    if kind.number == signal.SIGSTOP and not kind.stopped_s:
+        # Until its deadline has passed a process that hangs looks like any other.
+        victim.wait(lambda: any(event["t"] > at for event in victim.events("hung")))
     victim.wait(victim.strong)
     full_s = time.monotonic() - began
     # Steps that a restart went back behind are committed again, and their first lines are gone.
