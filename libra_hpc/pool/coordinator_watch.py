@@ -14,7 +14,9 @@ import logging
 import time
 from pathlib import Path
 
-from .liveness import STALL_S, read_gone
+from libra_hpc.process.deadlines import stall_of
+
+from .liveness import read_gone
 
 LOOK_S = 1.0
 ORPHAN_S = 90.0
@@ -48,8 +50,7 @@ class CoordinatorWatch:
         while True:
             before = time.monotonic()
             await asyncio.sleep(LOOK_S)
-            stall = time.monotonic() - before - LOOK_S
-            self._heard_at += stall if stall > STALL_S else 0.0
+            self._heard_at += stall_of(time.monotonic() - before, LOOK_S)
             silent_s = time.monotonic() - self._heard_at
             if silent_s > (ORPHAN_S if self._pid else FIRST_WORD_S):
                 log.error("no word from the coordinator for %.0f s: leaving", silent_s)

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from libra_hpc.process.deadlines import stall_of
+
 from .screen import NodeFacts
 
 HEARTBEAT_LOST_S = 20.0
 """A heartbeat comes every second from a process that does nothing long.  Half: a paused network loses nodes; double: their turns wait longer."""
 LEADER_LOST_S = 45.0
 """A restart of all ranks costs about a minute, so a silent leader gets longer than a node whose loss costs seconds."""
-STALL_S = 2.0
-"""A loop that wakes this much later than planned was stopped, not busy."""
 
 
 class Silent(NamedTuple):
@@ -47,10 +47,8 @@ def silent_nodes(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[i
 
 def discount(nodes: Mapping[int, NodeFacts], slept_s: float, planned_s: float, now: float) -> float:
     """Move what was heard forward by the time in which nobody listened; returns that time, 0.0 for a loop that woke as planned."""
-    stall = slept_s - planned_s
-    if stall < STALL_S:
-        return 0.0
-    for node in nodes.values():
+    stall = stall_of(slept_s, planned_s)
+    for node in nodes.values() if stall else ():
         node.seen = min(now, node.seen + stall)
     return stall
 

@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from libra_hpc.slurm.outcome import OUTPUT
 from libra_hpc.telemetry.facts import FactsWriter
 from libra_hpc.telemetry.status import Status, encode_status
 
@@ -19,12 +20,10 @@ CLOSE_S = 30.0
 """How long the last facts may take to reach the run directory.  Half: a slow file system loses them; double: Slurm kills the job first."""
 FLUSH_S = 2.0
 """How long `Records.event_now` waits."""
-SLURM_OUTPUT = 3
-"""Descriptor of Slurm's own output, which the launcher passes on."""
 
 
 class Records:
-    """Every method returns at once, except `close`."""
+    """Every method returns at once, except `event_now` and `close`."""
 
     def __init__(self, context: Context) -> None:
         self._attempt, self._patience_s = context.attempt, context.config.deadlines.storage_s
@@ -87,5 +86,7 @@ class Records:
         """Write what waits, and put ``sentence`` on Slurm's own output, where it is seen when the run directory takes nothing."""
         unwritten = await asyncio.to_thread(self._facts.close, CLOSE_S)
         rest = f"; not all facts were written: {unwritten}" if unwritten else ""
-        with contextlib.suppress(OSError):
-            os.write(SLURM_OUTPUT, f"libra-hpc: {sentence}{rest}\n".encode())
+        # Only the batch script opens that descriptor; elsewhere its number may be any file of this process.
+        if (number := os.environ.get(OUTPUT, "")).isdecimal():
+            with contextlib.suppress(OSError):
+                os.write(int(number), f"libra-hpc: {sentence}{rest}\n".encode())

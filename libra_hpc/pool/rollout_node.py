@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.deadlines import stall_of
 from libra_hpc.protocol.mesh import (
     EngineDied,
     EngineDown,
@@ -66,8 +67,6 @@ WATCH_S = 1.0
 """Between two looks at the deadlines; the shortest is a minute."""
 ENDS_S, AGAIN_S = 10.0, 60.0
 """A killed process is gone within a second, unless the kernel waits for something; half or double changes only when and how often that is logged."""
-STALL_S = 2.0
-"""A look that comes later than this was held up with the whole agent: that time counts for no engine."""
 
 
 class _Engine:
@@ -185,9 +184,9 @@ class RolloutNode:
         while True:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
-            if now - looked > WATCH_S + STALL_S:
-                self._watch.discount(now - looked - WATCH_S)
-                self._receiver.discount(now - looked - WATCH_S)
+            if stall := stall_of(now - looked, WATCH_S):
+                self._watch.discount(stall)
+                self._receiver.discount(stall)
             self._receiver.watch(now)
             await self._end_hung(now)
             looked = time.monotonic()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.deadlines import stall_of
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
 from libra_hpc.protocol.trainer import (
     Alive,
@@ -50,8 +51,6 @@ ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
 """Answers that count as the same answer to one request."""
 LOOK_S = 1.0
 """Between two looks at whether the replica makes progress."""
-STALL_S = 2.0
-"""A look that comes so much later than planned means that the agent itself was stopped, and could read no answers."""
 KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
 REPEAT_S = 60.0
@@ -147,13 +146,13 @@ class TrainNode:
 
     async def watch(self) -> None:
         """End a replica that makes no progress; it is then rebuilt as after any other death.  Runs as long as the agent."""
-        planned = time.monotonic() + LOOK_S
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
-            if now - planned > STALL_S:
-                self._watch.discount(now - planned)
-            planned = now + LOOK_S
+            if stall := stall_of(now - looked, LOOK_S):
+                self._watch.discount(stall)
+            looked = now
             for reason in self._watch.late(now):
                 self._log_part("slow", reason)
             if (reason := self._watch.hung(now)) and not self._stopping:

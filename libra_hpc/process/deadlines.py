@@ -23,6 +23,16 @@ GIVE_UP = 4
 Half: one slow start after another ends a run; double: nodes idle for days (128 times 900 s) before anybody is told."""
 
 
+STALL_S = 2.0
+"""A loop that wakes so much later than planned was kept from waking: its process was stopped, not busy."""
+
+
+def stall_of(slept_s: float, planned_s: float) -> float:
+    """Seconds for which this process was stopped while it slept; 0.0 for a loop that woke about as planned."""
+    stall = slept_s - planned_s
+    return stall if stall > STALL_S else 0.0
+
+
 class DeadlineSettings(NamedTuple):
     """The three numbers of the module docstring."""
 

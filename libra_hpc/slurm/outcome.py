@@ -14,11 +14,11 @@ ended on Slurm's own output, and exits with 0 when it completed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from typing import Any, Literal, NamedTuple
 
+from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
 
 START_TRIES = 3
@@ -31,6 +31,9 @@ RECOVERIES, REASON = "LIBRA_HPC_RECOVERIES", "LIBRA_HPC_RESTART_REASON"
 
 LOOKS, LOOK_S = 5, 2.0
 """How often the run directory is asked what the ranks left, and the pause between."""
+
+OUTPUT, OUTPUT_FD = "LIBRA_HPC_OUTPUT_FD", 3
+"""Variable of the ranks with the descriptor that the batch script makes Slurm's own output, and that descriptor.  Without it a rank has none."""
 
 Word = Literal["stop", "again", "recover", "repeat"]
 
@@ -117,9 +120,9 @@ def _write(run: RunDir, result: dict[str, Any], status: dict[str, Any]) -> None:
     run.write_json(run.result, result)
     if status:
         run.write_json(run.status, {**status, "state": result["state"], "message": result["message"]})
-    with run.events.open("ab") as events:
-        line = {"t": result["t"], "kind": "job_finished", **{key: result[key] for key in ("state", "message", "step")}}
-        events.write(b"\n" + json.dumps(line).encode() + b"\n")
+    events = LineLog(run.events)
+    events.write({"t": result["t"], "kind": "job_finished", **{key: result[key] for key in ("state", "message", "step")}})
+    events.close()
 
 
 def main() -> int:

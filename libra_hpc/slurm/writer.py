@@ -19,7 +19,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
 from .launch import Launch
-from .outcome import REASON, RECOVERIES
+from .outcome import OUTPUT, OUTPUT_FD, REASON, RECOVERIES
 from .pmi import GONE
 from .ranks import STRAGGLERS_S
 
@@ -33,6 +33,7 @@ def het_script(launch: Launch) -> str:
     """The sbatch script of a launch; raises `UserError` for a value that cannot be written as an sbatch option."""
     config, run, components = launch.config, launch.run, launch.components
     logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.interpreted]
+    ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
         resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text()
     )
@@ -45,7 +46,7 @@ def het_script(launch: Launch) -> str:
             "--open-mode=append",
             f"--signal=B:USR1@{WARNING_S}",
         ],
-        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted({**launch.variables, GONE: str(run.gone(launch.attempt))}.items())],
+        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
         groups=",".join(str(index) for index in range(len(components))) if len(components) > 1 else "",
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
         log_prefix=shlex.quote(str(logs / "agent-")),
@@ -55,6 +56,7 @@ def het_script(launch: Launch) -> str:
         again=shlex.quote(str(run.again(launch.attempt))),
         gone=shlex.quote(str(run.gone(launch.attempt))),
         grace=int(STRAGGLERS_S),
+        output=OUTPUT_FD,
         others=launch.ranks - 1,
         step=shlex.quote(str(logs / "step")),
         recoveries=RECOVERIES,

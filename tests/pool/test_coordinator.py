@@ -15,6 +15,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.planner.trainlaw import Load
 from libra_hpc.pool import coordinator as module
+from libra_hpc.pool import records as records_module
 from libra_hpc.pool.attempt import start_state
 from libra_hpc.pool.context import Context
 from libra_hpc.pool.coordinator import Coordinator
@@ -370,3 +371,14 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     run_until_over(scene)
     status = decode_status(scene.run.status.read_bytes())
     assert (status.state, status.message) == ("failed", "node 3: gone")
+
+
+def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(records_module.os, "write", lambda number, data: written.append(number))
+    monkeypatch.delenv("LIBRA_HPC_OUTPUT_FD", raising=False)
+    asyncio.run(Scene(tmp_path / "local").coordinator._records.close("over"))
+    assert not written
+    monkeypatch.setenv("LIBRA_HPC_OUTPUT_FD", "3")
+    asyncio.run(Scene(tmp_path / "slurm").coordinator._records.close("over"))
+    assert written == [3]

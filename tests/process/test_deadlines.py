@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_hpc.process.budget import RestartBudget
-from libra_hpc.process.deadlines import GIVE_UP, Deadlines, DeadlineSettings
+from libra_hpc.process.deadlines import GIVE_UP, Deadlines, DeadlineSettings, stall_of
 
 
 def test_an_unmeasured_operation_has_the_first_limit_and_a_measured_one_its_own() -> None:
@@ -75,3 +75,9 @@ def test_a_limit_that_was_exceeded_doubles_until_an_operation_ends() -> None:
     deadlines.begin("start", 1, 0.0)
     assert deadlines.exceeded(1) == ""
     assert deadlines.limit("start") == 400.0
+
+
+def test_a_loop_that_wakes_about_as_planned_was_not_stopped() -> None:
+    assert stall_of(1.1, 1.0) == 0.0
+    assert stall_of(3.0, 1.0) == 0.0
+    assert stall_of(31.0, 1.0) == 30.0
