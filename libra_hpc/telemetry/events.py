@@ -14,8 +14,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """A record as it stands in a file."""
-    return _encoder.encode(record) + b"\n"
+    """A record as it stands in a file; of one that cannot be a line (a lone surrogate in an error text), as much as can be said of it."""
+    try:
+        return _encoder.encode(record) + b"\n"
+    except (TypeError, ValueError, OverflowError):
+        known = {key: record[key] for key in ("t", "step") if isinstance(record.get(key), int | float)}
+        return _encoder.encode({**known, "kind": ascii(record.get("kind", "")), "unwritable": ascii(record)[:500]}) + b"\n"
 
 
 class LineLog:

@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from .events import LineLog, line_of
+from .events import LineLog
 from .rundir import RunDir, write_atomic
 
 RETRY_S, RETRY_MOST_S = 1.0, 10.0
@@ -82,15 +82,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return -1
-
-
-def encoded(record: dict[str, Any]) -> bytes:
-    """A record's line; of one that cannot be a line (a lone surrogate in an error text), as much as can be said of it."""
-    try:
-        return line_of(record)
-    except (TypeError, ValueError, OverflowError):
-        known = {key: record[key] for key in ("t", "step") if isinstance(record.get(key), int | float)}
-        return line_of({**known, "kind": ascii(record.get("kind", "")), "unwritable": ascii(record)[:500]})
 
 
 class FactsWriter:
@@ -229,7 +220,7 @@ class FactsWriter:
     def _write_metrics(self) -> None:
         lines = list(self._waiting_metrics)
         if lines:
-            self._metrics.append(b"".join(map(encoded, lines)))
+            self._metrics.write_all(lines)
             with self._changed:
                 for _ in lines:
                     self._waiting_metrics.popleft()
@@ -242,7 +233,7 @@ class FactsWriter:
         if not lines:
             return
         try:
-            self._events.append(b"".join(map(encoded, lines)))
+            self._events.write_all(lines)
         except OSError:
             with self._changed:
                 self._waiting_events.extendleft(reversed(lines))

@@ -81,3 +81,14 @@ def test_the_verdict_is_written_on_a_full_disk(disk: Path) -> None:
     facts.result(b'{"state": "failed", "message": "No space left on device"}')
     assert "No space" in facts.close(10.0)
     assert run.read_json(run.result)["state"] == "failed"
+
+
+def test_a_record_that_cannot_be_a_line_stops_no_other(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    facts = FactsWriter(run)
+    facts.event({"t": 1.0, "kind": "x", "reason": "\ud800"})
+    facts.event({"t": 2.0, "kind": "y"})
+    assert facts.close(10.0) == ""
+    first, second = read_lines(run.events)
+    assert (first["t"], second["kind"]) == (1.0, "y")
+    assert "ud800" in first["unwritable"]
