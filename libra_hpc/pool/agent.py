@@ -1,6 +1,6 @@
 """The node agent: one MPI rank per node, the process Slurm starts.
 
-Thin on purpose: asyncio, MPI and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.  Every agent can run engines of
+Thin on purpose: asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.  Every agent can run engines of
 both kinds (`RolloutNode`, `TrainNode`); rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout
 leader.  All parts run in one event loop and talk through the mesh, also where they share a process.
 
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -43,11 +43,12 @@ from .context import Context
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
 from .layout import Layout, check_world
-from .mesh import Mesh, meet
+from .mesh import Mesh
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
 from .routes import Routes, add_engines, add_rollout_lead, add_train_leader
 from .train_node import TrainNode
+from .world import NoWorld, World, meet
 
 HEARTBEAT_S = 1.0
 REAP_S = 1.0
@@ -60,8 +61,8 @@ log = logging.getLogger("libra_hpc.agent")
 class Agent:
     """All parts of one node."""
 
-    def __init__(self, comm: Any, config: RunConfig, layout: Layout, run: RunDir, attempt: int) -> None:
-        self.mesh = Mesh(comm, self._on_message)
+    def __init__(self, world: World, config: RunConfig, layout: Layout, run: RunDir, attempt: int) -> None:
+        self.mesh = Mesh(world, self._on_message)
         self.layout, self.run_dir, self.attempt = layout, run, attempt
         self.rank = self.mesh.rank
         self.config = in_wall_time(config)
@@ -95,7 +96,7 @@ class Agent:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.set_exception_handler(self._on_defect)
         if self.rank == 0:
-            # Before any message is read: what comes for the coordinator waits in MPI until there is one.
+            # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
             start, damaged = await asyncio.to_thread(whole_start_state, self.run_dir)
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
@@ -191,7 +192,7 @@ class Agent:
             version = -1
             if self.rollout_node is not None and self.train_node is not None:
                 version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
-            self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version))
+            self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version, self.mesh.unreachable()))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _outlive_coordinator(self) -> None:
@@ -251,7 +252,7 @@ class Agent:
 
     # --- messages ---------------------------------------------------------------------------------------------------------------------------
 
-    def _on_message(self, source: int, message: Any, blob: bytes) -> None:
+    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
         if source == 0:
             self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
         try:
@@ -259,7 +260,7 @@ class Agent:
         except Exception as error:
             self._fail(f"message {type(message).__name__} from rank {source}", error)
 
-    def _route(self, source: int, message: Any, blob: bytes) -> None:
+    def _route(self, source: int, message: Any, blob: bytes | bytearray) -> None:
         if not self._routes.deliver(message, blob) and self.coordinator is not None:
             self.coordinator.on_message(source, message)
 
@@ -301,33 +302,31 @@ def main() -> None:
     arguments = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    comm = meet()
-    _release_segments()
-    run = RunDir(arguments.run)
+    run, problem = RunDir(arguments.run), ""
     try:
         config = load_resolved(run.config)
         layout = Layout.of(config)
-        check_world(comm.Get_size(), layout, os.environ)
     except (UserError, OperationError) as error:
-        log.error("%s", error)
-        if comm.Get_rank() == 0:
-            run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": arguments.attempt, "t": time.time()})
-        leave(error.exit_code)
-    if comm.Get_rank() == 0:
+        problem = str(error)
+    try:
+        world = meet("" if problem else config.slurm.interface, problem)
+        check_world(world.size, layout, os.environ)
+    except NoWorld as error:
+        _refuse(run, arguments.attempt, error.rank, error)
+    except OperationError as error:
+        _refuse(run, arguments.attempt, world.rank, error)
+    if world.rank == 0:
         run.met(arguments.attempt).touch()
-    good = asyncio.run(Agent(comm, config, layout, run, arguments.attempt).run())
+    good = asyncio.run(Agent(world, config, layout, run, arguments.attempt).run())
     leave(0 if good else 1)
 
 
-def _release_segments() -> None:
-    """Unlink MPI's shared-memory files: every rank has mapped them, because all have met.
-
-    The mapping stays; the name would otherwise stay too, because this process leaves without `MPI_Finalize`, which hangs for ever once a member is dead.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        name = line.split(maxsplit=5)[-1]
-        if name.startswith("/dev/shm/mpich_shm_"):
-            Path(name).unlink(missing_ok=True)
+def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoReturn:
+    """End before there is a coordinator; rank 0 leaves the verdict."""
+    log.error("%s", error)
+    if rank == 0:
+        run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": attempt, "t": time.time()})
+    leave(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Which nodes are lost: pure, from what rank 0 has heard, when, and from what the launcher saw.
 
 - The launcher saw the agent's process end -> lost at once.
+- A node's connection to another broke while both live -> the one that leads nothing is lost: what was under way between them is.
 - No message for `HEARTBEAT_LOST_S` -> lost; a node that leads a stage has `LEADER_LOST_S`, because losing it restarts every rank.
 - Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read before anyone is judged.
 - A lost node is heard again -> it is taken back (`libra_hpc.pool.coordinator`), with fresh engines.
@@ -23,6 +24,11 @@ LEADER_LOST_S = 45.0
 """A restart of all ranks costs about a minute, so a silent leader gets longer than a node whose loss costs seconds."""
 
 
+BROKEN_S = 5.0
+"""After a node took its state, until a broken connection to it counts.  The launcher's word that its process ended comes first and is the better
+reason; and who takes a node back says for a moment longer that the old connection is broken.  Double: turns wait longer."""
+
+
 class Silent(NamedTuple):
     """A node that is lost."""
 
@@ -42,7 +48,18 @@ def silent_nodes(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[i
             found.append(Silent(rank, "its agent's process ended", silent_s))
         elif silent_s >= (LEADER_LOST_S if rank in leaders else HEARTBEAT_LOST_S):
             found.append(Silent(rank, f"no heartbeat for {silent_s:.0f} s", silent_s))
-    return found
+    return found or _cut_off(nodes, {own, *leaders}, gone, now)
+
+
+def _cut_off(nodes: Mapping[int, NodeFacts], leading: Collection[int], gone: Mapping[int, int], now: float) -> list[Silent]:
+    """The nodes to give up for connections that broke."""
+    found = {}
+    for rank, node in nodes.items():
+        for peer in node.beat.unreachable if node.beat is not None and gone.get(rank) != node.pid else ():
+            victim, other = (rank, peer) if peer in leading and rank not in leading else (peer, rank)
+            if nodes[victim].pid and now - nodes[victim].since >= BROKEN_S:
+                found[victim] = Silent(victim, f"its connection to node {other} broke", now - nodes[victim].seen)
+    return list(found.values())
 
 
 def discount(nodes: Mapping[int, NodeFacts], slept_s: float, planned_s: float, now: float) -> float:

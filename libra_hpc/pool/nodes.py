@@ -76,7 +76,7 @@ class NodePool:
 
     def ask_back(self, rank: int) -> None:
         """A node that was declared lost is heard again: it is to begin as a new one."""
-        self.facts[rank].seen = time.time()
+        self.facts[rank].seen, self.facts[rank].beat = time.time(), None
         assert self.pool is not None
         for other, node in self.pool.nodes.items():
             if other != rank:

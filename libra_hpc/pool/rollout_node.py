@@ -200,7 +200,7 @@ class RolloutNode:
             elif isinstance(request, Generate):
                 self._answer(name, _refused(request, "engine is not ready"))
 
-    def on_chunk(self, message: WeightsChunk, blob: bytes) -> None:
+    def on_chunk(self, message: WeightsChunk, blob: bytes | bytearray) -> None:
         """A piece of new weights."""
         self._receiver.chunk(message, blob, time.monotonic())
 

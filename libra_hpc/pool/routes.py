@@ -25,17 +25,17 @@ class Routes:
     """The table; message types have no subtypes, so a look-up by type is exact."""
 
     def __init__(self) -> None:
-        self._rows: dict[type, Callable[[Any, bytes], object]] = {}
+        self._rows: dict[type, Callable[[Any, bytes | bytearray], object]] = {}
 
     def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
         """Messages of this type go to ``handler``, instead of where they went before."""
         self._rows[kind] = lambda message, blob: handler(message)
 
-    def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes], None]) -> None:
+    def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes | bytearray], None]) -> None:
         """The same for a message that carries a blob."""
         self._rows[kind] = handler
 
-    def deliver(self, message: object, blob: bytes = b"") -> bool:
+    def deliver(self, message: object, blob: bytes | bytearray = b"") -> bool:
         """Hand a message to its handler; False when there is none."""
         handler = self._rows.get(type(message))
         if handler is None:

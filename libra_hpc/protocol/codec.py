@@ -1,4 +1,4 @@
-"""Frames: how messages and arrays become bytes on a Unix-domain socket or in an MPI message.
+"""Frames: how messages and arrays become bytes on a socket.
 
 A frame on a stream socket is a 4-byte little-endian length followed by one msgpack value, decoded against a closed union of structs: bytes from a
 peer can only become one of the listed messages, never code.  Arrays travel as raw little-endian bytes inside a message (int32 token ids, float32

@@ -1,4 +1,4 @@
-"""Agent <-> agent, over MPI: the closed union of everything that crosses nodes.
+"""Agent <-> agent: the closed union of everything that crosses nodes.
 
 Names of the parties: the *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the lowest rank of
 component ``rollout``.  Every node's agent is a party too.  A message may be followed by one blob (raw bytes, see `libra_hpc.pool.mesh`).
@@ -45,6 +45,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Engine or worker id -> state."""
     pids: dict[str, int]
     version: int
+    unreachable: tuple[int, ...] = ()
+    """Ranks to which this one's connection broke."""
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):

@@ -209,7 +209,7 @@ class RunDir:
         return self.path / "logs" / f"attempt-{attempt}"
 
     def met(self, attempt: int) -> Path:
-        """Exists once the agents of an attempt have met in one MPI world."""
+        """Exists once the agents of an attempt have met in one world."""
         return self.logs(attempt) / "met"
 
     def again(self, attempt: int) -> Path:

@@ -33,7 +33,7 @@ class Incoming:
         """Whether the checksum of what was received is that of the file."""
         return self._sum == self.file.crc32
 
-    def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes | bytearray) -> None:
         """Append a chunk; raises `OSError` when there is no room.
 
         Summed as it comes: the agent's loop must not stop for the seconds that the sum of a whole file takes.

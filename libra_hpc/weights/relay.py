@@ -95,7 +95,7 @@ class Receiver:
         """The newest complete version, -1 without one."""
         return -1 if self.newest is None else self.newest.version
 
-    def chunk(self, message: WeightsChunk, blob: bytes, now: float) -> None:
+    def chunk(self, message: WeightsChunk, blob: bytes | bytearray, now: float) -> None:
         """Take one chunk, forward it, and finish the file when it was the last.
 
         Chunks that came on another path already are passed over.

@@ -302,6 +302,27 @@ def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
     assert [lost.rank for lost in silent_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
 
 
+def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_nothing() -> None:
+    nodes = {rank: NodeFacts(1000.0) for rank in range(4)}
+    for rank, node in nodes.items():
+        node.pid, node.seen = 10 + rank, 1010.0
+        node.beat = Heartbeat(rank, "rollout", {}, {}, 0)
+
+    def lost(reporter: int, peer: int, **other: Any) -> list[tuple[int, str]]:
+        beats = {rank: node.beat for rank, node in nodes.items()}
+        nodes[reporter].beat = Heartbeat(reporter, "rollout", {}, {}, 0, (peer,))
+        found = silent_nodes(nodes, 0, (1,), other.get("gone", {}), other.get("now", 1010.0))
+        for rank, beat in beats.items():
+            nodes[rank].beat = beat
+        return [(silent.rank, silent.reason) for silent in found]
+
+    assert lost(1, 2) == [(2, "its connection to node 1 broke")]
+    assert lost(2, 1) == [(2, "its connection to node 1 broke")]
+    assert lost(3, 2) == [(2, "its connection to node 3 broke")]
+    assert lost(1, 2, gone={2: 12}) == [(2, "its agent's process ended")]
+    assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
+
+
 def test_an_attempt_forgets_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.metrics.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "torn')

@@ -1,0 +1,267 @@
+"""Byte streams between the agents: one TCP connection per sender and receiver, opened when the first message is sent.
+
+On the wire: a proof that both ends know the run's secret, then `HEADER` (bytes of the frame, bytes of the blob), frame, blob, and so on.
+
+- A peer that does not read (stopped, slow network) -> what is sent to it waits, for ever.
+- A connection that breaks, or that every address refuses -> what waits is dropped, and so is all that is sent later: what was under way is
+  lost, and a stream with a hole in it must not go on.  `Outgoing.reopen` begins anew, for a peer that is taken back as a new one.
+- A caller that cannot prove that it knows the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .world import World
+
+HEADER = struct.Struct("<IQ")
+RANK = struct.Struct("<I")
+NONCE_BYTES = 16
+PROOF_BYTES = hashlib.sha256().digest_size
+ANSWER_S = 5.0
+"""For one address to answer and prove itself.  Too short costs another round over the addresses, too long delays a start at a node with wrong ones."""
+JOIN_BYTES = 1 << 16
+"""Small messages that wait are sent with one call of the kernel, up to this size."""
+TURN_BYTES = 4 << 20
+"""Bytes after which the loop's other tasks get their turn: 2 to 4 ms of copying."""
+TURN_MESSAGES = 64
+"""Messages after which they do."""
+MAX_FRAME_BYTES = 1 << 30
+MAX_BLOB_BYTES = 1 << 36
+
+Done = Callable[[bool], None]
+"""Called once with True when the buffers of a message are free again, or with False when it was dropped."""
+Deliver = Callable[[int, bytes, bytearray], None]
+"""Gets (rank, frame, blob) of each message, in the order in which that rank sent them."""
+
+log = logging.getLogger("libra_hpc.links")
+
+
+class _Posted(NamedTuple):
+    frame: bytes
+    blob: memoryview
+    done: Done | None
+
+
+class Outgoing:
+    """This rank's messages to one other; `put` never blocks."""
+
+    def __init__(self, world: World, peer: int, broken: Callable[[int], None]) -> None:
+        self._world, self._peer, self._on_broken = world, peer, broken
+        self._queue: deque[_Posted] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._socket: socket.socket | None = None
+        self.broken = False
+        self.pending = 0
+        """Bytes that the kernel has not taken yet."""
+
+    def put(self, frame: bytes, blob: memoryview, done: Done | None) -> None:
+        """Queue one message; the blob's memory must stay as it is until ``done``."""
+        if self.broken:
+            if done is not None:
+                done(False)
+            return
+        self._queue.append(_Posted(HEADER.pack(len(frame), len(blob)) + frame, blob, done))
+        self.pending += len(frame) + len(blob)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._serve())
+            self._task.add_done_callback(_defect)
+
+    def reopen(self) -> None:
+        """Begin a new stream at the next message, if the old one broke."""
+        self.broken = False
+
+    async def _serve(self) -> None:
+        """Send until nothing waits."""
+        try:
+            if self._socket is None:
+                self._socket = await _connect(self._world, self._peer)
+            while self._queue:
+                await self._send_some(asyncio.get_running_loop(), self._socket)
+        except OSError as error:
+            log.warning("the connection to rank %d broke: %s", self._peer, error)
+            self._give_up()
+
+    async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
+        """Send what waits up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of it."""
+        taken, small = 0, bytearray()
+        for posted in self._queue:
+            small += posted.frame
+            taken += 1
+            if posted.blob or len(small) > JOIN_BYTES:
+                break
+        blob = self._queue[taken - 1].blob
+        await loop.sock_sendall(stream, small)
+        for at in range(0, len(blob), TURN_BYTES):
+            await loop.sock_sendall(stream, blob[at : at + TURN_BYTES])
+            await asyncio.sleep(0)
+        for _ in range(taken):
+            self._finish(self._queue.popleft(), True)
+
+    def _give_up(self) -> None:
+        self.broken = True
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        while self._queue:
+            self._finish(self._queue.popleft(), False)
+        self._on_broken(self._peer)
+
+    def _finish(self, posted: _Posted, sent: bool) -> None:
+        self.pending -= len(posted.frame) - HEADER.size + len(posted.blob)
+        if posted.done is not None:
+            posted.done(sent)
+
+
+async def accept(world: World, deliver: Deliver) -> None:
+    """Serve everyone who connects, until cancelled."""
+    loop = asyncio.get_running_loop()
+    streams: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            stream, _ = await loop.sock_accept(world.listener)
+            task = loop.create_task(_receive(world, stream, deliver))
+            streams.add(task)
+            task.add_done_callback(streams.discard)
+            task.add_done_callback(_defect)
+    finally:
+        for task in streams:
+            task.cancel()
+
+
+async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> None:
+    """Read one peer's messages until it closes the connection."""
+    try:
+        reader = _Reader(stream)
+        async with asyncio.timeout(ANSWER_S):
+            source = await _prove_as_server(world, stream, reader)
+        taken = messages = 0
+        while True:
+            frame_bytes, blob_bytes = HEADER.unpack(await reader.exactly(HEADER.size))
+            if frame_bytes > MAX_FRAME_BYTES or blob_bytes > MAX_BLOB_BYTES:
+                raise ConnectionError(f"rank {source} announces a frame of {frame_bytes} and a blob of {blob_bytes} bytes")
+            frame = await reader.exactly(frame_bytes)
+            blob = bytearray(blob_bytes)
+            await reader.into(memoryview(blob))
+            deliver(source, frame, blob)
+            taken, messages = taken + frame_bytes + blob_bytes, messages + 1
+            if taken > TURN_BYTES or messages >= TURN_MESSAGES or not reader.buffered:
+                taken = messages = 0
+                await asyncio.sleep(0)
+    except (OSError, TimeoutError, EOFError) as error:
+        if str(error):
+            log.warning("a connection ended: %s", error)
+    finally:
+        stream.close()
+
+
+def _defect(task: asyncio.Task[None]) -> None:
+    """What nobody expected goes to the loop's exception handler at once, not when the task is collected."""
+    if not task.cancelled():
+        task.result()
+
+
+class _Reader:
+    """Exact reads from a nonblocking socket; small ones share a buffer, large ones go where they belong."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._stream, self.buffered = stream, bytearray()
+
+    async def exactly(self, count: int) -> bytes:
+        """The next ``count`` bytes; raises `EOFError` at the stream's end."""
+        if count > JOIN_BYTES:
+            data = bytearray(count)
+            await self.into(memoryview(data))
+            return bytes(data)
+        while len(self.buffered) < count:
+            more = await asyncio.get_running_loop().sock_recv(self._stream, JOIN_BYTES)
+            if not more:
+                raise EOFError
+            self.buffered += more
+        data = self.buffered[:count]
+        del self.buffered[:count]
+        return bytes(data)
+
+    async def into(self, view: memoryview) -> None:
+        """Fill ``view`` with what comes next."""
+        ready = min(len(view), len(self.buffered))
+        view[:ready] = self.buffered[:ready]
+        del self.buffered[:ready]
+        since = 0
+        while ready < len(view):
+            more = await asyncio.get_running_loop().sock_recv_into(self._stream, view[ready : ready + TURN_BYTES])
+            if not more:
+                raise EOFError
+            ready += more
+            since += more
+            if since >= TURN_BYTES:
+                since = 0
+                await asyncio.sleep(0)
+
+
+async def _connect(world: World, peer: int) -> socket.socket:
+    """A proven connection to a rank.  An address that stays silent is tried again and again: the rank may be stopped.
+
+    Raises `OSError` when every address refuses: nobody is there any more.
+    """
+    endpoint = world.endpoints[peer]
+    while True:
+        refused: list[OSError] = []
+        for address in endpoint.addresses:
+            try:
+                return await _open(world, peer, address)
+            except TimeoutError:
+                continue
+            except (OSError, EOFError) as error:
+                refused.append(error if isinstance(error, OSError) else ConnectionError(f"{address} is no rank of this run"))
+        if len(refused) == len(endpoint.addresses):
+            raise refused[0]
+
+
+async def _open(world: World, peer: int, address: str) -> socket.socket:
+    stream = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        stream.setblocking(False)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with asyncio.timeout(ANSWER_S):
+            await asyncio.get_running_loop().sock_connect(stream, (address, world.endpoints[peer].port))
+            await _prove_as_client(world, peer, stream)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> None:
+    """Answer the server's challenge, set one, and check its answer."""
+    loop, reader = asyncio.get_running_loop(), _Reader(stream)
+    theirs, own = await reader.exactly(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    await loop.sock_sendall(stream, RANK.pack(world.rank) + own + _proof(world, b"client", theirs, world.rank, peer))
+    if not hmac.compare_digest(await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, world.rank, peer)):
+        raise ConnectionError("the peer does not know this run's secret")
+
+
+async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader) -> int:
+    """The other side of `_prove_as_client`; returns the caller's rank."""
+    loop, own = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
+    await loop.sock_sendall(stream, own)
+    (source,) = RANK.unpack(await reader.exactly(RANK.size))
+    theirs, proof = await reader.exactly(NONCE_BYTES), await reader.exactly(PROOF_BYTES)
+    if source >= world.size or not hmac.compare_digest(proof, _proof(world, b"client", own, source, world.rank)):
+        raise ConnectionError("a caller that does not know this run's secret was turned away")
+    await loop.sock_sendall(stream, _proof(world, b"server", theirs, source, world.rank))
+    return int(source)
+
+
+def _proof(world: World, side: bytes, nonce: bytes, caller: int, called: int) -> bytes:
+    return hmac.digest(world.secret, side + nonce + RANK.pack(caller) + RANK.pack(called), "sha256")
