@@ -29,6 +29,11 @@ NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_S = 5.0
 """For one address to answer and prove itself.  Too short costs another round over the addresses, too long delays a start at a node with wrong ones."""
+REFUSALS = 3
+"""A rank that was stopped while it connected is turned away once; a fourth attempt would find nothing else than the third."""
+PAUSE_S = 0.2
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
+"""Seconds, seconds, times.  A firewall between the nodes sees traffic; a machine that is gone is noticed after six minutes where heartbeats did not."""
 JOIN_BYTES = 1 << 16
 """Small messages that wait are sent with one call of the kernel, up to this size."""
 TURN_BYTES = 4 << 20
@@ -212,20 +217,22 @@ class _Reader:
 async def _connect(world: World, peer: int) -> socket.socket:
     """A proven connection to a rank.  An address that stays silent is tried again and again: the rank may be stopped.
 
-    Raises `OSError` when every address refuses: nobody is there any more.
+    Raises `ConnectionError` when every address has refused `REFUSALS` times: nobody is there any more.
     """
-    endpoint = world.endpoints[peer]
-    while True:
-        refused: list[OSError] = []
+    endpoint, refusals, why = world.endpoints[peer], 0, ""
+    while refusals < REFUSALS:
+        silent = False
         for address in endpoint.addresses:
             try:
                 return await _open(world, peer, address)
             except TimeoutError:
-                continue
+                silent = True
             except (OSError, EOFError) as error:
-                refused.append(error if isinstance(error, OSError) else ConnectionError(f"{address} is no rank of this run"))
-        if len(refused) == len(endpoint.addresses):
-            raise refused[0]
+                why = str(error) or "closed"
+        if not silent:
+            refusals += 1
+            await asyncio.sleep(PAUSE_S)
+    raise ConnectionError(f"{endpoint.host} answers at none of {', '.join(endpoint.addresses)}, port {endpoint.port} ({why})")
 
 
 async def _open(world: World, peer: int, address: str) -> socket.socket:
@@ -233,6 +240,9 @@ async def _open(world: World, peer: int, address: str) -> socket.socket:
     try:
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            stream.setsockopt(socket.IPPROTO_TCP, option, value)
         async with asyncio.timeout(ANSWER_S):
             await asyncio.get_running_loop().sock_connect(stream, (address, world.endpoints[peer].port))
             await _prove_as_client(world, peer, stream)
