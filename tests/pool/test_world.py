@@ -73,8 +73,9 @@ def test_the_named_interface_alone_is_listened_on(tmp_path: Path) -> None:
 def test_a_planner_out_of_reach_is_named_with_what_was_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        own = Endpoint("node-3", (), 1)
+        own = Endpoint("node-3", ("127.0.0.1",), 1)
         assert _reach(Endpoint("node-0", ("127.0.0.1",), port), own) == ""
+        assert "node-3 has no network address" in _reach(Endpoint("node-0", ("127.0.0.1",), port), Endpoint("node-3", (), 1))
     assert _reach(Endpoint("node-0", ("127.0.0.1",), port), own) == (
         f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): set slurm.interface to a network that all nodes share"
     )
