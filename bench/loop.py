@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import LocalMesh, Rates, engine_environment, median, policy, rate, report
 from libra_hpc.config.run import RunConfig
-from libra_hpc.pool.context import Context
-from libra_hpc.pool.layout import Layout
-from libra_hpc.pool.rollout_lead import RolloutLead
-from libra_hpc.pool.rollout_node import RolloutNode
-from libra_hpc.pool.train_node import TrainNode
 from libra_hpc.process.folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.rollout import Generate
+from libra_hpc.runtime.context import Context
+from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.rollout_lead import RolloutLead
+from libra_hpc.runtime.rollout_node import RolloutNode
+from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 

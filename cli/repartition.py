@@ -1,7 +1,7 @@
 """`libra-hpc repartition`: order another layout of a running job, without giving up its nodes or its place in the queue.
 
 Everything that can be wrong is said here, before anything is written; rank 0 checks it once more, because meanwhile the run goes on.  The order is a file
-in the run directory (`libra_hpc.protocol.order`), its answer an event (`libra_hpc.pool.orders`).
+in the run directory (`libra_hpc.protocol.order`), its answer an event (`libra_hpc.runtime.orders`).
 """
 
 from __future__ import annotations

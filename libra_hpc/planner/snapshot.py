@@ -16,7 +16,7 @@ class NodeFact(msgspec.Struct, frozen=True):
     component: str
     """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes ever move."""
     role: str
-    """A `libra_hpc.pool.states.NodeState` value: ``starting`` | ``train`` | ``to_rollout`` | ``rollout`` | ``to_train`` | ``lost``."""
+    """A `libra_hpc.runtime.states.NodeState` value: ``starting`` | ``train`` | ``to_rollout`` | ``rollout`` | ``to_train`` | ``lost``."""
     since: float
     """When it took this role."""
 

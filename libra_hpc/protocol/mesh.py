@@ -1,7 +1,7 @@
 """Agent <-> agent: the closed union of everything that crosses nodes.
 
 Names of the parties: the *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the lowest rank of
-component ``rollout``.  Every node's agent is a party too.  A message may be followed by one blob (raw bytes, see `libra_hpc.pool.mesh`).
+component ``rollout``.  Every node's agent is a party too.  A message may be followed by one blob (raw bytes, see `libra_hpc.runtime.mesh`).
 """
 
 from __future__ import annotations

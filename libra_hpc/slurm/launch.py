@@ -46,7 +46,7 @@ class Launch:
     @property
     def interpreted(self) -> list[str]:
         """Arguments of the interpreter that start a node agent."""
-        agent = ["-m", "libra_hpc.pool.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
+        agent = ["-m", "libra_hpc.runtime.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
         return agent if self.arguments is None else list(self.arguments)
 
     @property

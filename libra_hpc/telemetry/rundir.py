@@ -230,7 +230,7 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The complete checkpoint with the highest step; `libra_hpc.pool.attempt.whole_start_state` also reads its files."""
+        """The complete checkpoint with the highest step; `libra_hpc.runtime.attempt.whole_start_state` also reads its files."""
         return max(self.complete_checkpoints(), default=None)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:

@@ -12,7 +12,7 @@ from libra_hpc.protocol.trainer import Sample
 from libra_hpc.rollout.batch import RESERVED, GroupState, batch_ready, batch_stats
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.telemetry.rundir import read_lines
-from tests.pool.test_coordinator import Scene
+from tests.runtime.test_coordinator import Scene
 from tests.train.test_leader import World, batch, play, until
 
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.pool.origin import digest
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
@@ -25,6 +24,7 @@ from libra_hpc.rollout.batch import GroupState, batch_stats
 from libra_hpc.rollout.kept import Kept, Position, Record, Start, verdict
 from libra_hpc.rollout.spool import RETRY_S, STARTS, TRIM_S, Spool, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
+from libra_hpc.runtime.origin import digest
 
 ETA = 2
 

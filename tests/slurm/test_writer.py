@@ -44,7 +44,7 @@ def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
     assert python({}) == sys.executable
     assert python({"slurm": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
     text = script({"slurm": {"python": "/shared/env/bin/python"}}, interpreter="")
-    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.pool.agent") == 1
+    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.runtime.agent") == 1
     assert sys.executable not in text
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.protocol import mesh as wire
-from tests.pool.test_rollout_node import scene
 from tests.rollout.engine.engine_harness import Model, alive, turn
+from tests.runtime.test_rollout_node import scene
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

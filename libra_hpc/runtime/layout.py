@@ -1,0 +1,62 @@
+"""Who is who: component, leaders and peers of every MPI rank.
+
+Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout.  Inside a heterogeneous step Slurm does
+not tell a task its component; the run's configuration does, which also says how a repartition has laid the ranks out anew (`libra_hpc.runtime.relayout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
+from libra_hpc.slurm.fit import present_components
+
+PoolComponent = Literal["train", "hybrid", "rollout"]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Component of every rank."""
+
+    components: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Layout:
+        """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
+        return cls(tuple(name for name, component in present_components(config) for _ in range(component.nodes)))
+
+    @property
+    def train_leader(self) -> int:
+        """Lowest rank of component ``train``."""
+        return self.components.index("train")
+
+    @property
+    def rollout_leader(self) -> int:
+        """Lowest rank of component ``rollout``."""
+        return self.components.index("rollout")
+
+    def engine_node(self, rank: int) -> int:
+        """Position of a hybrid or rollout rank among all of them, from 0: the index of its entry in lists of the run file."""
+        return sum(name in ("hybrid", "rollout") for name in self.components[:rank])
+
+    def pool(self) -> list[tuple[int, PoolComponent]]:
+        """Every rank that runs engines, with its component."""
+        return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]
+
+
+def check_world(size: int, layout: Layout, environment: Mapping[str, str]) -> None:
+    """Raise `OperationError` when MPI and the launcher disagree on the number of ranks.
+
+    A wrong pairing of MPI library and `srun --mpi` plugin is otherwise silent: every task becomes a world of size one and exits with 0.
+    """
+    expected = len(layout.components)
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or ""
+    if size == expected:
+        return
+    hint = "srun started every rank as its own MPI world: " if size == 1 else ""
+    plugin = "the installed MPI does not speak the chosen srun plugin; set slurm.mpi to one of `srun --mpi=list` (PyPI mpich needs pmi2, Open MPI pmix)"
+    launched = f", the step has {tasks} tasks" if tasks else ""
+    raise OperationError(f"MPI world has {size} ranks but the job has {expected} nodes{launched}: {hint}{plugin}.")

@@ -1,0 +1,167 @@
+"""The pool of nodes as rank 0 keeps it: the state machine's pool, what is known of every node, and the orders that follow.
+
+Every event goes through `apply`: the pure state machine (`libra_hpc.runtime.states`) answers with effects, and each effect becomes a message to an agent
+or to a leader.  Nodes that are lost or come back are announced to everybody here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from libra_hpc.protocol import mesh as wire
+
+from . import states
+from .context import Context
+from .liveness import Silent, silent_nodes
+from .screen import NodeFacts
+
+Role = Literal["train", "rollout"]
+
+
+class NodePool:
+    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of every completed move; ``recorded()`` is the highest
+    step whose metrics line is durable."""
+
+    def __init__(
+        self,
+        context: Context,
+        event: Callable[..., None],
+        moved: Callable[[Literal["to_train", "to_rollout"], float, float], None],
+        recorded: Callable[[], int],
+    ) -> None:
+        self._context, self._event, self._moved, self._recorded = context, event, moved, recorded
+        now = time.time()
+        self.facts = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
+        self.pool: states.Pool | None = None
+        """None until every agent has said hello."""
+        self.moves: dict[int, tuple[Role, float]] = {}
+        """Moves under way: where to, and since when (epoch seconds)."""
+        self.frozen = False
+        """True once the run is over: nothing is ordered any more."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every agent has said hello."""
+        return all(node.host for node in self.facts.values())
+
+    @property
+    def trainers(self) -> int:
+        """Replicas of the present generation."""
+        return len(self.pool.membership.ranks) if self.pool else 0
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Ranks that accept turns."""
+        return states.rollout_nodes(self.pool) if self.pool else ()
+
+    @property
+    def on_the_way(self) -> str:
+        """A node that is neither training nor rolling out, as a sentence; empty when there is none."""
+        assert self.pool is not None
+        busy = [node for node in self.pool.nodes.values() if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)]
+        return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
+
+    def start(self, hybrid_role: Role) -> None:
+        """Have every node start its engine."""
+        self.pool, effects = states.start(self._context.layout.pool(), hybrid_role)
+        self.announce()
+        self._carry_out(effects)
+
+    def move(self, rank: int, role: Role, now: float) -> None:
+        """Order a hybrid node into the other role."""
+        self.moves[rank] = (role, now)
+        self.apply(states.MoveOrdered(rank, role))
+
+    def ask_back(self, rank: int) -> None:
+        """A node that was declared lost is heard again: it is to begin as a new one."""
+        self.facts[rank].seen, self.facts[rank].beat = time.time(), None
+        assert self.pool is not None
+        for other, node in self.pool.nodes.items():
+            if other != rank:
+                # It may have missed both while it was lost itself.
+                lost = node.state is states.NodeState.LOST
+                self._context.send(rank, wire.RankLost(other) if lost else wire.RankBack(other))
+        self._context.send(rank, wire.Reset())
+
+    def take_back(self, rank: int) -> None:
+        """A node that was lost has said hello again; any other is left alone."""
+        node = self.pool.nodes.get(rank) if self.pool is not None else None
+        if node is None or node.state is not states.NodeState.LOST:
+            return
+        self._event("node_returned", rank=rank)
+        for other in self.facts:
+            if other != rank:
+                self._context.send(other, wire.RankBack(rank))
+        self.apply(states.Returned(rank))
+
+    def apply(self, event: states.Event) -> None:
+        """Advance the state machine and carry out what follows."""
+        if self.pool is None or self.frozen:
+            return
+        before = self.pool.nodes
+        try:
+            self.pool, effects = states.advance(self.pool, event)
+        except states.IllegalTransition as error:
+            self._event("illegal_transition", reason=str(error))
+            self.moves.pop(event.rank, None)
+            return
+        self._carry_out(effects)
+        now = time.time()
+        for rank, node in self.pool.nodes.items():
+            if rank in self.moves and node.role != self.moves[rank][0]:
+                # Called off: it was the only one that still held the training state.
+                self._event("move_called_off", rank=rank, role=self.moves.pop(rank)[0])
+            if node.state is before[rank].state:
+                continue
+            self.facts[rank].since = now
+            self._event("node_state", rank=rank, state=str(node.state), was=str(before[rank].state))
+            if rank in self.moves and str(node.state) == self.moves[rank][0]:
+                role, started = self.moves.pop(rank)
+                self._moved("to_train" if role == "train" else "to_rollout", now - started, now)
+                self._event("move_done", rank=rank, role=role, seconds=now - started)
+            elif rank in self.moves and node.state is states.NodeState.LOST:
+                del self.moves[rank]
+        if self.pool.nodes != before:
+            self.announce()
+
+    def _carry_out(self, effects: tuple[states.Effect, ...]) -> None:
+        context = self._context
+        for effect in effects:
+            match effect:
+                case states.StartEngine(rank=rank, kind=kind):
+                    context.send(rank, wire.StartEngine(kind))
+                case states.StandbyEngine(rank=rank, kind=kind):
+                    context.send(rank, wire.StandbyEngine(kind))
+                case states.DrainTurns(rank=rank):
+                    context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
+                case states.OpenTurns() | states.ResubmitTurns():
+                    pass  # the rollout leader hears of engines from their own node, and of a lost node with everybody else
+                case states.FormMembership(membership=membership):
+                    self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
+                    context.send(context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks))
+
+    def announce(self) -> None:
+        """Tell everybody the state of every node; repeated, it also tells that the coordinator lives."""
+        assert self.pool is not None
+        named = {rank: str(node.state) for rank, node in self.pool.nodes.items()}
+        # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
+        message = wire.Roles(named, states.rollout_nodes(self.pool), self._recorded())
+        for rank in self.facts:
+            self._context.send(rank, message)
+
+    def lose(self, gone: Mapping[int, int], now: float) -> list[Silent]:
+        """Find the nodes that are lost now and announce them; ``gone`` as in `libra_hpc.runtime.liveness.silent_nodes`."""
+        assert self.pool is not None
+        layout, found = self._context.layout, []
+        for silent in silent_nodes(self.facts, self._context.rank, (layout.train_leader, layout.rollout_leader), gone, now):
+            if self.pool.nodes[silent.rank].state is states.NodeState.LOST:
+                continue
+            self._event("node_lost", rank=silent.rank, reason=silent.reason, silent_s=silent.silent_s)
+            for other in self.facts:
+                if other != silent.rank:
+                    self._context.send(other, wire.RankLost(silent.rank))
+            self.apply(states.HeartbeatLost(silent.rank))
+            found.append(silent)
+        return found

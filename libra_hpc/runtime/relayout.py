@@ -1,0 +1,159 @@
+"""A repartition carried out: the ranks of a running job are laid out anew, without giving up its nodes or its place.
+
+Roles of hybrid nodes change while everything runs; core nodes, training parallelism and the engines of a node do not.  For these the run stops at a step
+border as it does before a time limit, with a checkpoint, and instead of the run's verdict rank 0 leaves the new configuration and the file `RunDir.again`.
+The launcher (the batch script, or `libra_hpc.slurm.ranks`) finds it and starts all ranks again, in the same allocation and the same attempt; they go on
+from the checkpoint, as those of a resumed run do.
+
+The planner asks for it by a decision, an operator by an order (`libra_hpc.runtime.orders`).  Either is checked here against the configuration that runs.  An
+order waits while a node is lost, starting or on its way, because a new start needs every node; so does the planner.
+
+What is left behind is checkpoint, configuration, file, and then the event, in this order.  Killed before the second, the run resumes as it was and the
+next attempt refuses the order; killed later, it goes on in the new layout, and its rank 0 writes the event that is missing.
+
+The planner proposes at most one in an hour (`libra_hpc.planner.repartition.EVERY_S`).  An operator may know better and is not held to it; but what an
+operator ordered counts for the planner's hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from libra_hpc.config.check import problems
+from libra_hpc.config.load import load_resolved
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.planner.relaid import SameLayout, describe, relaid
+from libra_hpc.planner.repartition import EVERY_S
+from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.telemetry.rundir import read_lines
+
+from .context import Context
+from .layout import Layout
+from .orders import REFUSED, Orders
+
+EVENT = "laid_out"
+
+
+class _Ordered(NamedTuple):
+    by: Literal["planner", "operator"]
+    changes: Mapping[str, Any]
+    config: RunConfig
+    predicted_s: float | None = None
+    order: str = ""
+    """Id of an operator's order."""
+
+
+class Relayout:
+    """What rank 0 knows of it; `propose` when the planner decides for one, `look` for an operator's order, `carry_out` once training has stopped.
+
+    ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.
+    """
+
+    def __init__(self, context: Context, event: Callable[..., None], answer: Callable[..., None]) -> None:
+        self._run, self._attempt, self._layout, self._event = context.run, context.attempt, context.layout, event
+        told = [line for line in read_lines(context.run.events) if line.get("kind") in (EVENT, REFUSED)]
+        self._orders = Orders(context.run, answer, {str(line.get("order")) for line in told})
+        done = [line for line in told if line["kind"] == EVENT]
+        self._ordered: _Ordered | None = None
+        self._waits_for = ""
+        self.not_before = max((line["t"] for line in done), default=float("-inf")) + EVERY_S / context.config.speedup
+        """Epoch seconds before which the planner proposes none."""
+        self.last = said(done[-1]) if done else ""
+        """The last one in words, for the status."""
+        self._settle(context.start.step)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether one is under way."""
+        return self._ordered is not None
+
+    @property
+    def message(self) -> str:
+        """What an operator should know now; mostly nothing."""
+        if self._ordered is not None:
+            return f"saving, to start again in another layout, as the {self._ordered.by} asks"
+        return f"an order for another layout waits: {self._waits_for}" if self._waits_for else ""
+
+    def propose(self, decision: PlanDecision) -> bool:
+        """Prepare to carry out the planner's decision; False, with an event that says why, when it cannot be."""
+        if self._ordered is not None:
+            return False
+        try:
+            config = self._changed(decision.changes)
+        except UserError as error:
+            self._event(REFUSED, by="planner", reason=str(error), changes=decision.changes)
+            return False
+        self._ordered = _Ordered("planner", decision.changes, config, decision.candidates[0].batch_s if decision.candidates else None)
+        return True
+
+    def look(self, hindrance: str) -> bool:
+        """See whether an operator ordered one; True when it is to be carried out now.  ``hindrance``: why none can be at the moment, else empty."""
+        self._waits_for = ""
+        order = None if self._ordered else self._orders.waiting()
+        if order is None:
+            return False
+        try:
+            if order.attempt != self._attempt:
+                raise UserError(f"it is an order for attempt {order.attempt}, and this is attempt {self._attempt}.")
+            config = self._changed(order.values)
+        except UserError as error:
+            self._orders.refuse(order, str(error))
+            return False
+        if hindrance:
+            self._waits_for = hindrance
+            return False
+        self._event("repartition_ordered", order=order.id, by="operator", changes=order.values)
+        self._ordered = _Ordered("operator", order.values, config, order=order.id)
+        return True
+
+    def carry_out(self, step: int) -> None:
+        """The checkpoint of ``step`` is saved: leave what the next start of the ranks needs, and say so."""
+        assert self._ordered is not None
+        self._run.write_json(self._run.config, self._ordered.config.model_dump())
+        self._run.again(self._attempt).touch()
+        self._say(step, self._ordered)
+
+    def give_up(self, reason: str) -> None:
+        """The run ends: an order that still waits is refused."""
+        order = self._orders.waiting()
+        if order is not None:
+            self._orders.refuse(order, reason)
+
+    def _settle(self, step: int) -> None:
+        """Answer an order that the rank 0 before left behind."""
+        order = self._orders.waiting()
+        if order is None:
+            return
+        try:
+            self._changed(order.values)
+        except SameLayout as same:
+            self._say(step, _Ordered("operator", order.values, same.config, order=order.id))
+        except UserError as error:
+            self._orders.refuse(order, str(error))
+        else:
+            if order.attempt != self._attempt:
+                self._orders.refuse(order, f"attempt {order.attempt} ended before it could be carried out; order it again, or resume with -o.")
+
+    def _changed(self, values: Mapping[str, Any]) -> RunConfig:
+        """The configuration of the run in another layout, from that on disk, which must be the one that runs."""
+        config = load_resolved(self._run.config)
+        for problem in problems(config):
+            raise problem
+        if Layout.of(config) != self._layout:
+            raise UserError(f"{self._run.config.name} has another layout than the ranks that run.")
+        return relaid(config, values)
+
+    def _say(self, step: int, done: _Ordered) -> None:
+        fields = {"step": step, "by": done.by, "layout": describe(done.config), "changes": done.changes, "predicted_s": done.predicted_s}
+        self.last = said(fields)
+        if done.order:
+            self._orders.answer(done.order, EVENT, **fields)
+        else:
+            self._event(EVENT, **fields)
+
+
+def said(event: Mapping[str, Any]) -> str:
+    """A ``laid_out`` event in words."""
+    return f"after step {event['step']} by the {event.get('by', 'planner')}: {event['layout']}"

@@ -1,0 +1,29 @@
+"""What a rollout engine begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.runtime.context import Context
+from libra_hpc.runtime.engine_start import engine_config
+from libra_hpc.runtime.layout import Layout
+from libra_hpc.telemetry.rundir import RunDir
+
+
+def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    config = RunConfig.model_validate({"model": {"path": "/models/policy"}})
+    start = Welcome(10, str(run.checkpoint(10)), 80, ())
+    context = Context(2, Layout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path)
+    run.checkpoint(10).mkdir(parents=True)
+    found = engine_config(context, "r2.0", 1, None)
+    assert (found.model, found.version) == (str(run.checkpoint(10) / "policy"), 10)
+    run.checkpoint(10).rmdir()
+    run.checkpoint(30).mkdir()
+    (run.checkpoint(30) / "state.json").write_text("{}")
+    found = engine_config(context, "r2.0", 1, None)
+    assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "older checkpoints have made room"
+    context.start = Welcome(0, "", 0, ())
+    assert engine_config(context, "r2.0", 1, None).model == "/models/policy"

@@ -1,0 +1,297 @@
+"""The pool's state machine: the paths of a node, and what no sequence of events can break."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.runtime.states import (
+    Drained,
+    DrainTurns,
+    Effect,
+    EngineDied,
+    EngineReady,
+    Event,
+    FormMembership,
+    HeartbeatLost,
+    IllegalTransition,
+    MemberOf,
+    Membership,
+    MoveOrdered,
+    NodeState,
+    OpenTurns,
+    Pool,
+    ResubmitTurns,
+    Returned,
+    StandbyEngine,
+    StartEngine,
+    StateArrived,
+    advance,
+    rollout_nodes,
+    start,
+    trainers,
+)
+
+
+def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
+    effects: list[Effect] = []
+    for event in events:
+        pool, more = advance(pool, event)
+        effects += more
+    return pool, effects
+
+
+def running(hybrid: str = "rollout") -> Pool:
+    """Nodes 1 (train), 2 (rollout), 3 (hybrid), all at work."""
+    pool, _ = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
+    pool, _ = play(pool, EngineReady(1, "train"), MemberOf(1, 1), StateArrived(1), EngineReady(2, "rollout"))
+    if hybrid == "rollout":
+        return advance(pool, EngineReady(3, "rollout"))[0]
+    return play(pool, EngineReady(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
+
+
+def states(pool: Pool) -> list[str]:
+    return [str(node.state) for node in pool.nodes.values()]
+
+
+def test_start_brings_every_node_to_its_stage() -> None:
+    _, effects = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
+    assert effects == (StartEngine(1, "train"), StartEngine(2, "rollout"), StartEngine(3, "rollout"))
+    assert states(running()) == ["train", "rollout", "rollout"]
+    assert states(running("train")) == ["train", "rollout", "train"]
+
+
+def test_the_first_generation_waits_for_all_core_trainers() -> None:
+    pool, _ = start([(1, "train"), (2, "train"), (3, "rollout")])
+    pool, effects = play(pool, EngineReady(2, "train"))
+    assert effects == []
+    pool, effects = play(pool, EngineReady(1, "train"))
+    assert effects == [FormMembership(Membership(1, (1, 2)))]
+    other, _ = play(start([(1, "train"), (2, "train")])[0], EngineReady(2, "train"))
+    _, effects = play(other, HeartbeatLost(1))
+    assert effects == [FormMembership(Membership(1, (2,)))], "a lost one is not waited for"
+
+
+def test_to_train_and_it_counts_only_with_its_state() -> None:
+    pool, effects = play(running(), MoveOrdered(3, "train"))
+    assert effects == [DrainTurns(3)]
+    pool, effects = play(pool, Drained(3))
+    assert effects == [StandbyEngine(3, "rollout"), StartEngine(3, "train")]
+    assert trainers(pool) == (1,)
+    assert pool.forming is None, "nobody waits for an engine that starts"
+    pool, effects = play(pool, EngineReady(3, "train"))
+    assert effects == [FormMembership(Membership(2, (1, 3)))]
+    pool, _ = play(pool, MemberOf(1, 2), MemberOf(3, 2))
+    assert pool.membership.ranks == (1, 3)
+    assert trainers(pool) == (1,)
+    pool, _ = play(pool, StateArrived(3))
+    assert trainers(pool) == (1, 3)
+    assert states(pool) == ["train", "rollout", "train"]
+
+
+def test_to_rollout_leaves_with_the_next_generation() -> None:
+    pool, effects = play(running("train"), MoveOrdered(3, "rollout"))
+    assert effects == [FormMembership(Membership(3, (1,)))]
+    assert trainers(pool) == (1, 3), "it works until the step border"
+    pool, effects = play(pool, MemberOf(1, 3))
+    assert effects == [StandbyEngine(3, "train"), StartEngine(3, "rollout")]
+    assert trainers(pool) == (1,)
+    pool, effects = play(pool, EngineReady(3, "rollout"))
+    assert effects == [OpenTurns(3)]
+    assert rollout_nodes(pool) == (2, 3)
+
+
+def test_a_killed_trainer_is_left_out_and_comes_back_as_a_new_member() -> None:
+    pool, effects = play(running("train"), EngineDied(1, "train"))
+    assert effects == [FormMembership(Membership(3, (3,))), StartEngine(1, "train")]
+    assert trainers(pool) == (3,)
+    pool, effects = play(pool, EngineReady(1, "train"), MemberOf(3, 3))
+    assert effects == [FormMembership(Membership(4, (1, 3)))]
+    assert pool.membership.generation == 2, "the confirmation of the superseded generation 3 came late"
+    pool, _ = play(pool, StateArrived(1))
+    assert trainers(pool) == (3,), "generation 2 holds its rank, but its new engine is in no group yet"
+    pool, _ = play(pool, MemberOf(3, 4), MemberOf(1, 4))
+    assert trainers(pool) == (1, 3)
+
+
+def test_the_only_trainer_dies_and_is_rebuilt() -> None:
+    pool, effects = play(running(), EngineDied(1, "train"))
+    assert effects == [StartEngine(1, "train")]
+    assert trainers(pool) == ()
+    pool, effects = play(pool, EngineReady(1, "train"))
+    assert effects == [FormMembership(Membership(2, (1,)))]
+    assert trainers(play(pool, StateArrived(1), MemberOf(1, 2))[0]) == (1,)
+
+
+def test_a_leaving_node_stays_when_it_is_the_last_with_the_state() -> None:
+    pool, _ = play(running("train"), MoveOrdered(3, "rollout"))
+    pool, effects = play(pool, EngineDied(1, "train"))
+    assert effects == [FormMembership(Membership(4, (3,))), StartEngine(1, "train")]
+    assert pool.nodes[3].state is NodeState.TRAIN
+    pool, _ = play(pool, MemberOf(3, 4))
+    assert trainers(pool) == (3,)
+
+
+def test_a_killed_rollout_engine_gives_its_turns_back() -> None:
+    pool, effects = play(running(), EngineDied(2, "rollout"))
+    assert effects == [ResubmitTurns(2), StartEngine(2, "rollout")]
+    assert rollout_nodes(pool) == (3,)
+    _, effects = play(running(), MoveOrdered(3, "train"), EngineDied(3, "rollout"))
+    assert effects == [DrainTurns(3), ResubmitTurns(3), StartEngine(3, "train")], "dead is drained"
+
+
+def test_a_lost_node_returns_to_its_role() -> None:
+    pool, effects = play(running("train"), HeartbeatLost(3))
+    assert effects == [FormMembership(Membership(3, (1,)))]
+    pool, effects = play(pool, HeartbeatLost(3), Returned(3))
+    assert effects == [StartEngine(3, "train")]
+    pool, effects = play(pool, HeartbeatLost(2))
+    assert effects == [ResubmitTurns(2)]
+
+
+def test_a_standby_that_dies_changes_nothing() -> None:
+    pool = running()
+    assert advance(pool, EngineDied(3, "train")) == (pool, ())
+    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), EngineDied(3, "train"))
+    assert effects[-1] == StartEngine(3, "rollout")
+    assert trainers(pool) == (1,)
+    assert play(pool, MemberOf(1, 3))[1] == [], "already freed"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        MoveOrdered(1, "rollout"), MoveOrdered(2, "train"), MoveOrdered(3, "rollout"), MoveOrdered(9, "train"), Drained(3), EngineReady(3, "rollout"),
+        EngineReady(3, "train"), StateArrived(3), StateArrived(2), MemberOf(1, 7), Returned(3),
+    ],
+)  # fmt: skip
+def test_impossible_events_raise(event: Event) -> None:
+    with pytest.raises(IllegalTransition):
+        advance(running(), event)
+
+
+def test_the_last_node_of_a_stage_may_not_leave() -> None:
+    alone, _ = play(running(), HeartbeatLost(2))
+    with pytest.raises(IllegalTransition, match="last rollout node"):
+        advance(alone, MoveOrdered(3, "train"))
+    alone, _ = play(running("train"), HeartbeatLost(1))
+    with pytest.raises(IllegalTransition, match="last trainer"):
+        advance(alone, MoveOrdered(3, "rollout"))
+
+
+ranks = st.integers(1, 5)
+kinds = st.sampled_from(["train", "rollout"])
+events = st.one_of(
+    st.builds(MoveOrdered, ranks, kinds), st.builds(Drained, ranks), st.builds(EngineReady, ranks, kinds), st.builds(StateArrived, ranks),
+    st.builds(MemberOf, ranks, st.integers(0, 12)), st.builds(EngineDied, ranks, kinds), st.builds(HeartbeatLost, ranks), st.builds(Returned, ranks),
+)  # fmt: skip
+COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
+
+
+def silenced(message: Event, event: Event) -> bool:
+    """Whether a message on its way will never come because of this crash; confirmations may still come late."""
+    if message.rank != event.rank or isinstance(message, MemberOf):
+        return False
+    if isinstance(event, HeartbeatLost):
+        return not isinstance(message, Returned)
+    if isinstance(event, EngineDied):
+        return (isinstance(message, EngineReady) and message.kind == event.kind) or isinstance(message, Drained if event.kind == "rollout" else StateArrived)
+    return False
+
+
+def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
+    for node in pool.nodes.values():
+        assert node.component == COMPONENTS[node.rank]
+        if node.component != "hybrid":
+            assert node.role == node.component
+            assert node.state not in (NodeState.TO_TRAIN, NodeState.TO_ROLLOUT)
+            assert node.state is not (NodeState.ROLLOUT if node.component == "train" else NodeState.TRAIN)
+        if node.state is NodeState.TRAIN:
+            assert node.rank in pool.membership.ranks
+            assert node.has_state
+        if node.state is NodeState.LOST:
+            assert not node.has_state
+            assert not node.engine_ready
+    assert pool.issued >= before.issued
+    assert pool.membership.generation >= before.membership.generation
+    formed = [e.membership for e in effects if isinstance(e, FormMembership)]
+    assert len(formed) <= 1
+    if formed:
+        assert formed[0].generation == before.issued + 1 == pool.issued
+        assert formed[0].ranks
+        assert formed[0] == pool.forming
+    if pool.membership != before.membership:
+        assert pool.membership.generation > before.membership.generation
+    # Whoever can train is a member, or will be once what is forming is complete.
+    core_at_work = {n.rank for n in pool.nodes.values() if n.component == "train" and n.state is NodeState.TRAIN and n.engine_ready}
+    assert core_at_work <= set(pool.membership.ranks)
+    if pool.forming is not None:
+        assert core_at_work <= set(pool.forming.ranks)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(events, max_size=60), kinds)
+def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(sequence: list[Event], role: str) -> None:
+    pool, _ = start(COMPONENTS.items(), role)  # type: ignore[arg-type]
+    for event in sequence:
+        before = pool
+        effects: tuple[Effect, ...] = ()
+        with contextlib.suppress(IllegalTransition):
+            pool, effects = advance(pool, event)
+        check(pool, before, effects)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_node_at_work(data: st.DataObject) -> None:
+    """Drive the machine by its own effects, with moves, crashes and losses thrown in; afterwards let the cluster finish what was asked."""
+    pool, first = start(COMPONENTS.items(), data.draw(kinds))  # type: ignore[arg-type]
+    inbox: list[Event] = []
+
+    def obey(effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case StartEngine(rank=rank, kind=kind):
+                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineReady) and e.rank == rank)]
+                    inbox.append(EngineReady(rank, kind))
+                case DrainTurns(rank=rank):
+                    inbox.append(Drained(rank))
+                case FormMembership(membership=membership):
+                    inbox.extend(MemberOf(rank, membership.generation) for rank in membership.ranks)
+                    inbox.extend(StateArrived(rank) for rank in membership.ranks if not pool.nodes[rank].has_state)
+                case _:
+                    pass
+
+    def apply(event: Event) -> None:
+        nonlocal pool
+        before = pool
+        try:
+            pool, effects = advance(pool, event)
+        except IllegalTransition:
+            return
+        check(pool, before, effects)
+        obey(effects)
+
+    obey(first)
+    for _ in range(data.draw(st.integers(0, 40))):
+        if len(inbox) > 0 and data.draw(st.integers(0, 2)) > 0:
+            picked = data.draw(st.integers(0, len(inbox) - 1))
+            apply(inbox.pop(picked))
+            continue
+        event = data.draw(st.one_of(st.builds(MoveOrdered, ranks, kinds), st.builds(EngineDied, ranks, kinds), st.builds(HeartbeatLost, ranks)))
+        inbox[:] = [e for e in inbox if not silenced(e, event)]
+        apply(event)
+        if isinstance(event, HeartbeatLost) and pool.nodes[event.rank].state is NodeState.LOST:
+            inbox.append(Returned(event.rank))
+    for _ in range(300):
+        if inbox:
+            apply(inbox.pop(0))
+    assert not inbox
+    assert pool.forming is None
+    for node in pool.nodes.values():
+        assert node.state is (NodeState.TRAIN if node.role == "train" else NodeState.ROLLOUT)
+        assert node.engine_ready
+    assert set(trainers(pool)) == {rank for rank, node in pool.nodes.items() if node.role == "train"} == set(pool.membership.ranks)
