@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, from_host, to_host
 from libra_hpc.protocol.rollout import Generate, Generated
 from libra_hpc.rollout.engine.offline import OfflineEngine
 from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.runtime.child import Child
 from libra_hpc.tasks.settings import host_command, host_settings, write_private
 
 FIRST_INDEX = 1 << 40

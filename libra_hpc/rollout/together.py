@@ -19,9 +19,9 @@ import msgspec
 
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.hardware.measured import Calibration, load
+from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.rollout.calibrate import SAYS
 from libra_hpc.rollout.engine.settings import EngineConfig, check_config
-from libra_hpc.runtime.devices import engine_environment
 
 LEAVE_S = 30.0
 """For an engine to end when it was told to."""

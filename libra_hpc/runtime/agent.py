@@ -28,8 +28,9 @@ import msgspec
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.leave import leave
+from libra_hpc.process.child import Child
 from libra_hpc.process.folders import make_folders
+from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
@@ -38,7 +39,6 @@ from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
 from .attempt import complete_checkpoint, remove_old, whole_start_state
-from .child import Child
 from .context import Context
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch

@@ -21,8 +21,8 @@ from libra_hpc.planner.calibrate import Split
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.runtime import states
 
-from . import states
 from .attempt import copy_policy, forget_steps_after
 from .context import Context
 from .decisions import DecisionLog, predicted_gain

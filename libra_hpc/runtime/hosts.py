@@ -19,11 +19,11 @@ from typing import Any
 
 from libra_hpc.errors import said
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import Deadlines
 from libra_hpc.protocol.env import EpisodeStepped, HostAlive, HostReady, ToHost, from_host, to_host
 from libra_hpc.tasks.settings import write_private
 
-from .child import Child
 from .commands import host_command, host_settings
 from .context import Context
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.runtime import states
 
-from . import states
 from .context import Context
 from .liveness import Silent, silent_nodes
 from .screen import NodeFacts

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from libra_hpc.protocol.mesh import RolloutReport
-
-from . import states
+from libra_hpc.runtime import states
 
 FLOOR_S = 30.0
 FACTOR = 5.0

@@ -23,7 +23,9 @@ from typing import Any
 import msgspec
 
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
+from libra_hpc.process.visible_devices import MAX_STARTS, engine_environment
 from libra_hpc.protocol.mesh import (
     EngineDied,
     EngineDown,
@@ -55,10 +57,8 @@ from libra_hpc.protocol.rollout import (
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
-from .child import Child
 from .commands import engine_command
 from .context import Context
-from .devices import MAX_STARTS, engine_environment
 from .engine_start import engine_config
 from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from libra_hpc.planner.calibrate import StepForecast
 from libra_hpc.protocol.mesh import Heartbeat
+from libra_hpc.runtime import states
 from libra_hpc.telemetry.accuracy import median_error, window_error
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status
 
-from . import states
 from .context import Context
 from .observations import Observations
 

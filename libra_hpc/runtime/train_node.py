@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
+from libra_hpc.process.visible_devices import MAX_STARTS, engine_environment
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
 from libra_hpc.protocol.trainer import (
     Alive,
@@ -40,10 +42,8 @@ from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
 from libra_hpc.weights.relay import Publisher
 
-from .child import Child
 from .commands import trainer_command
 from .context import Context
-from .devices import MAX_STARTS, engine_environment
 from .replica_watch import ReplicaWatch
 
 KIND = "train"

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from libra_hpc.errors import OperationError, UserError, invalid, said
-from libra_hpc.leave import leave
 from libra_hpc.process.dump import dump_on_request
+from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, children
 from libra_hpc.protocol.codec import FrameBuffer, FrameError, unpack_i32
 from libra_hpc.protocol.env import (

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from libra_hpc.leave import leave
 from libra_hpc.process.dump import dump_on_request
+from libra_hpc.process.leave import leave
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.process.child import Child
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.runtime import rollout_node
-from libra_hpc.runtime.child import Child
 from libra_hpc.runtime.context import Context
 from libra_hpc.runtime.layout import Layout
 from libra_hpc.runtime.rollout_node import RolloutNode

@@ -15,10 +15,10 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.process import deadlines
 from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.child import Child
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Log, Welcome
 from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined
 from libra_hpc.runtime import train_node as module
-from libra_hpc.runtime.child import Child
 from libra_hpc.runtime.context import Context
 from libra_hpc.runtime.layout import Layout
 from libra_hpc.runtime.train_node import TrainNode

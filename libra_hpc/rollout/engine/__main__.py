@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from libra_hpc.errors import UserError
-from libra_hpc.leave import leave
 from libra_hpc.process.dump import dump_on_request
+from libra_hpc.process.leave import leave
 
 from .settings import prepare_process, read_config
 

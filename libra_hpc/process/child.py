@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
+
+from .dump import DUMP_SIGNAL
 
 READ_BYTES = 1 << 20
 DUMP_S = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.runtime.devices import engine_environment
+from libra_hpc.process.visible_devices import engine_environment
 
 
 @pytest.mark.parametrize(

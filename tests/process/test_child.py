@@ -8,8 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from libra_hpc.process.child import Child
 from libra_hpc.protocol.rollout import Abort, from_engine, to_engine
-from libra_hpc.runtime.child import Child
 
 
 def test_messages_to_a_child_that_ended_before_it_connected_are_dropped(tmp_path: Path) -> None:
