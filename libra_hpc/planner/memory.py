@@ -12,7 +12,8 @@ recomputation a layer keeps its input only, and one layer at a time the rest.  T
 The last stage holds the logits of one micro-batch: `LOGITS_BYTES` per entry, for the matmul's output and its gradient (2 each) and, for the tokens
 that carry loss, a copy, the float32 softmax and its gradient; half of the tokens are taken to carry loss.
 
-Measured on an H200 with Qwen3-4B and a third of the tokens in the loss (docs/benchmarks.md): state within 0.3 %, the rest, as the layers were then, within 4 %.
+Measured on an H200 with Qwen3-4B and a third of the tokens in the loss (docs/lab/0.1-h200.md): state within 0.3 %,
+the rest, as the layers were then, within 4 %.
 
 A replica's two end stages are compared, since embedding and in-flight micro-batches weigh on the first one and head and logits on the last.  `USABLE`
 of the device is planned with: the rest is lost to fragmentation.

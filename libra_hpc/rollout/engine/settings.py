@@ -36,7 +36,7 @@ CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)
 vLLM stops at twice ``max_num_seqs``, at 512 at most.  In agentic rollout every turn brings some hundred tokens of tool output, so that a large share of
 the steps is above that, and without a graph the host takes longer to launch a step than the device to compute it: on an H200 steps with 384 prompt
 tokens took 25 to 38 ms without a graph, those with 96 and a graph 10 to 16, those with 1,536 (no graph, but the device is busy) 38 to 47
-(docs/benchmarks.md).  Up to 2,048 tokens, where computing takes over, in strides that waste an eighth at most.
+(docs/lab/0.1-h200.md).  Up to 2,048 tokens, where computing takes over, in strides that waste an eighth at most.
 """
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
