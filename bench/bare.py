@@ -59,6 +59,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     """Trained tokens per second of mcore alone."""
     import torch
 
+    from libra_hpc.hardware.architecture import read_shape
     from libra_hpc.protocol.mesh import Batch
     from libra_hpc.train import compat
     from libra_hpc.train.checkpoint import start
@@ -68,7 +69,6 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.train.mcore import get_forward_backward_func
     from libra_hpc.train.packing import Pack, decode, pack
     from libra_hpc.train.settings import OptimizerSettings
-    from libra_hpc.train.shape import read_shape
 
     device = choose("cpu", 0, config.train.threads)
     split = init_world(device, 1, 1, 0, local_store(), 60.0)

@@ -1,6 +1,6 @@
 """Model folders of real size with random weights, for measurements on a GPU: time and memory do not depend on what the weights say.
 
-The tensors are those that trainer and engine expect (`libra_hpc.train.names.hf_shapes`), bfloat16, drawn on the GPU and written to ``/dev/shm``.
+The tensors are those that trainer and engine expect (`libra_hpc.weights.names.hf_shapes`), bfloat16, drawn on the GPU and written to ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.models import ModelShape
-from libra_hpc.train.names import hf_shapes
-from libra_hpc.train.shape import read_shape
+from libra_hpc.weights.names import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
 SPREAD = 0.02

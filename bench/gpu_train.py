@@ -22,6 +22,7 @@ import torch
 
 from bench.gpu_model import random_model
 from bench.harness import median, report
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.devices import device as device_named
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.planner.lengths import Observed, sketch
@@ -34,7 +35,6 @@ from libra_hpc.train.device import choose, local_store
 from libra_hpc.train.engine import Engine, init_world
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings
-from libra_hpc.train.shape import read_shape
 from libra_hpc.train.trainer import GrpoTrainer
 
 TRAJECTORIES = 48

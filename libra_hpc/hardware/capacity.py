@@ -8,8 +8,9 @@ heads are replicated, so capacity no longer grows with the devices' number alone
 from __future__ import annotations
 
 from libra_hpc.errors import invalid
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.models import ModelShape
+
+from .devices import Device
+from .models import ModelShape
 
 
 def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> int:

@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
-from libra_hpc.hardware.devices import Device, device
-from libra_hpc.hardware.measured import load, measured_times
-from libra_hpc.hardware.models import ModelShape, model_shape, shapes
-from libra_hpc.hardware.roofline import Roofline
-from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.hardware.tables import TableTimes, available, load_table
+
+from .devices import Device, device
+from .measured import load, measured_times
+from .models import ModelShape, model_shape, shapes
+from .roofline import Roofline
+from .steps import StepTimes
+from .tables import TableTimes, available, load_table
 
 SOURCES = ("auto", "tables", "roofline")
 

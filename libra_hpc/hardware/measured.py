@@ -22,9 +22,10 @@ from statistics import median
 import msgspec
 
 from libra_hpc.errors import invalid, said
-from libra_hpc.hardware.curves import Curve
-from libra_hpc.hardware.fitting import robust_fit
 from libra_hpc.telemetry.rundir import write_atomic
+
+from .curves import Curve
+from .fitting import robust_fit
 
 FORMAT = "libra-hpc calibration 1"
 MAX_POINTS = 4096

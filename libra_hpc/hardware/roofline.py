@@ -16,9 +16,9 @@ Peaks are scaled by the device's efficiencies.  The host's own work comes on top
 
 from __future__ import annotations
 
-from libra_hpc.hardware.capacity import kv_capacity
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.models import ModelShape
+from .capacity import kv_capacity
+from .devices import Device
+from .models import ModelShape
 
 EXPERT_EFFICIENCY = 0.6
 """Share of a large product's arithmetic speed that the grouped small products of the experts reach (near the median over the operator tables)."""

@@ -3,7 +3,7 @@
 * `FAMILIES`: every ``model_type`` whose shape can be computed with, and why the trainer lacks it (empty: it does not).
 * `refusals`: what a Hugging Face ``config.json`` asks for that the trainer would compute wrongly or not at all.
 
-`check`, `submit`, the planner and the trainer itself (`libra_hpc.train.shape`) all ask here.
+`check`, `submit`, the planner and the trainer itself (`libra_hpc.hardware.architecture`) all ask here.
 """
 
 from __future__ import annotations

@@ -30,10 +30,11 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
-from libra_hpc.hardware.capacity import kv_capacity
-from libra_hpc.hardware.curves import Curve, isotonic
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.models import ModelShape
+
+from .capacity import kv_capacity
+from .curves import Curve, isotonic
+from .devices import Device
+from .models import ModelShape
 
 FOLDER = Path(__file__).with_name("tables")
 MICRO = 1e-6

@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.models import ModelShape, model_shape
-from libra_hpc.hardware.tables import FOLDER, OperatorTable, Parts, Provenance
+
+from .models import ModelShape, model_shape
+from .tables import FOLDER, OperatorTable, Parts, Provenance
 
 TOOL = "aiconfigurator-core"
 BACKEND = "vllm"

@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from libra_hpc.train import folders
 from libra_hpc.weights.checksum import file_crc32
+from libra_hpc.weights.names import gather, gathered, hf_shapes, load
+from libra_hpc.weights.safetensors_writer import write_safetensors
 
-from . import folders
 from .engine import Engine
-from .names import gather, gathered, hf_shapes, load
-from .stream import write_safetensors
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import compat
+from libra_hpc.hardware.architecture import ModelShape, check_parallel
+from libra_hpc.train import compat
+from libra_hpc.weights.names import Split, stage_entries
+
 from .device import Store, backend
 from .mcore import (
     DistributedDataParallel,
@@ -28,11 +31,9 @@ from .mcore import (
     parallel_state,
 )
 from .model import build_model
-from .names import Split, stage_entries
 from .packing import Pack, PackedLayout
 from .rotary import Rotary
 from .settings import OptimizerSettings
-from .shape import ModelShape, check_parallel
 
 Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
 """Maps the logits that predict a pack's loss tokens, [m, vocab / tp], to the summed loss of the pack (a scalar)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import compat
+from libra_hpc.train import compat
 
 with compat.eager_import():
     from megatron.core import parallel_state

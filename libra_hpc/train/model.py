@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import compat
+from libra_hpc.hardware.architecture import ModelShape
+from libra_hpc.train import compat
+
 from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
 from .packing import PackedLayout
 from .rotary import rotated
-from .shape import ModelShape
 
 
 class PackedAttention(MegatronModule):

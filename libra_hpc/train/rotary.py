@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from .shape import ModelShape
+from libra_hpc.hardware.architecture import ModelShape
 
 Table = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [t, 1, head_dim]."""

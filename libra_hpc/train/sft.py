@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from libra_hpc.errors import invalid
+from libra_hpc.hardware.architecture import read_shape
 
 from .checkpoint import load_policy, weights, write_policy
 from .device import choose, local_store
@@ -20,7 +21,6 @@ from .engine import Engine, close_world, init_world
 from .grpo import token_logprobs
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
-from .shape import read_shape
 
 REPORT_EVERY = 100
 """Steps between two lines of progress on stderr, and steps averaged in each."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.protocol.trainer import (
@@ -41,15 +42,14 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
     WorkerReady,
 )
+from libra_hpc.train import checkpoint, folders
+from libra_hpc.weights.names import hf_shapes
 
-from . import checkpoint, folders
 from .device import choose, file_store
 from .engine import Engine, init_world
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
-from .names import hf_shapes
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
-from .shape import read_shape
 from .trainer import GrpoTrainer, Rejected
 
 SNAPSHOTS_KEPT = 1

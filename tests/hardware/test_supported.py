@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.supported import FAMILIES, TRAINED, check_trained, refusals, rope_settings
-from libra_hpc.train.shape import read_shape
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

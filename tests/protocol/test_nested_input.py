@@ -15,6 +15,7 @@ from libra_hpc.config.load import load_resolved, load_run_file, parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.hardware import measured
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.devices import _read as read_devices
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.tables import load_table
@@ -30,7 +31,6 @@ from libra_hpc.slurm.job import read_job
 from libra_hpc.tasks.outcome import classify
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
-from libra_hpc.train.shape import read_shape
 
 DEPTHS = (1000, 100_000)
 """Just beyond the interpreter's limit, and far beyond it."""

@@ -11,7 +11,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from libra_hpc.train.device import choose, local_store
 from libra_hpc.train.engine import close_world, init_world
-from libra_hpc.train.names import Split
+from libra_hpc.weights.names import Split
 
 
 class _World:

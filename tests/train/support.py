@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Alive, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
 from libra_hpc.train import checkpoint, folders
 from libra_hpc.train.engine import Engine
-from libra_hpc.train.names import Split
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
-from libra_hpc.train.shape import read_shape
 from libra_hpc.train.trainer import GrpoTrainer
+from libra_hpc.weights.names import Split
 
 VOCAB = 64
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.rollout import Generated, UpdateWeights
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train import checkpoint
 from libra_hpc.train.engine import Engine
 from libra_hpc.train.grpo import token_logprobs
-from libra_hpc.train.names import Split
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.settings import OptimizerSettings
-from libra_hpc.train.shape import read_shape
+from libra_hpc.weights.names import Split
 from tests.rollout.engine.engine_harness import EngineUnderTest, engine_config, logprobs_of, make_model, tokens_of, turn
 
 pytestmark = pytest.mark.engine

@@ -12,8 +12,8 @@ import torch
 
 from libra_hpc.protocol.codec import pack_f32, unpack_f32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
-from libra_hpc.train.names import Split
 from libra_hpc.train.settings import AlgorithmSettings
+from libra_hpc.weights.names import Split
 
 from .support import Replica, build, join_all, make_model, train_step
 

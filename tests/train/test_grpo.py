@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from libra_hpc.train.grpo import entropy_sum, grpo_terms, token_logprobs
-from libra_hpc.train.names import Split
+from libra_hpc.weights.names import Split
 
 objective = partial(grpo_terms, clip=0.2, is_truncation=2.0, kl_coef=0.1)
 

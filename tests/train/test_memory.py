@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.models import ModelShape, model_shape
 from libra_hpc.planner.memory import PADDING, activation_bytes_per_token
 from libra_hpc.protocol.codec import pack_f32, pack_i32
@@ -17,7 +18,6 @@ from libra_hpc.train.device import local_store
 from libra_hpc.train.engine import Engine, close_world, init_world
 from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
-from libra_hpc.train.shape import read_shape
 from tests.train.support import OPTIMIZER, make_model
 
 

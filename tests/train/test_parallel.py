@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.protocol.trainer import LoadCheckpoint, Loaded, SaveCheckpoint, Saved
 from libra_hpc.train import checkpoint
-from libra_hpc.train.names import Split
+from libra_hpc.weights.names import Split
 
 from .support import Replica, assert_same_state, build, fixed_run, join_all, make_model, read_tensors, step_all, train_step
 

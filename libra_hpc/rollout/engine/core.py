@@ -24,6 +24,7 @@ from vllm.v1.executor import Executor
 
 from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Generated, UpdateWeights, WeightsApplied
 from libra_hpc.weights.checksum import file_crc32
+from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 
 from .pinning import PinningScheduler
 from .rehearsal import rehearse
@@ -31,7 +32,6 @@ from .settings import EngineConfig, engine_arguments
 from .stats import Counters
 from .steplog import StepLog, StepLogHeader
 from .turns import Rejected, Turn, read_prompt, refusal
-from .weightfile import WeightFileError, check_weight_file, folder_shapes
 
 SLEEP_LEVEL = 2
 """vLLM sleep level that frees the weights too: they are stale at waking anyway."""

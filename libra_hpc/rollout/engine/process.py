@@ -37,11 +37,11 @@ from libra_hpc.protocol.rollout import (
     from_engine,
     to_engine,
 )
+from libra_hpc.weights.weightfile import WeightFileError
 
 from .core import DuplicateRequest, RolloutEngine
 from .settings import EngineConfig
 from .stats import IDLE_INTERVAL_S, Pacer
-from .weightfile import WeightFileError
 
 HANGUP_GRACE_S = 10.0
 """Seconds the main thread has to notice that the agent is gone before the watcher ends the process: longer than a step and an orderly shutdown."""

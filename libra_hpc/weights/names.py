@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .shape import ModelShape
+from libra_hpc.hardware.architecture import ModelShape
 
 
 class Split(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from libra_hpc.weights.checksum import file_crc32
+from .checksum import file_crc32
 
 TIED_HEAD = "lm_head.weight"
 """With tied embeddings a file may have or omit the output head: it is the embedding."""

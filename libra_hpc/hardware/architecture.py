@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import invalid
-from libra_hpc.hardware.supported import check_trained, rope_settings
+
+from .supported import check_trained, rope_settings
 
 
 class ModelShape(msgspec.Struct, frozen=True):

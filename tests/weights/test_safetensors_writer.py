@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.train.stream import write_safetensors
+from libra_hpc.weights.safetensors_writer import write_safetensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
