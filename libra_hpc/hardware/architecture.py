@@ -13,7 +13,7 @@ from libra_hpc.errors import invalid
 from .supported import check_trained, rope_settings
 
 
-class ModelShape(msgspec.Struct, frozen=True):
+class Architecture(msgspec.Struct, frozen=True):
     """Architecture of one dense decoder."""
 
     family: str
@@ -55,7 +55,7 @@ def _read_config(path: Path) -> Any:
     return config
 
 
-def read_shape(model_dir: Path) -> ModelShape:
+def read_shape(model_dir: Path) -> Architecture:
     """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an unsupported variant of these."""
     path = model_dir / "config.json"
     if not path.is_file():
@@ -64,7 +64,7 @@ def read_shape(model_dir: Path) -> ModelShape:
     check_trained(config)
     rope = rope_settings(config)
     heads = int(config["num_attention_heads"])
-    return ModelShape(
+    return Architecture(
         family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),
         hidden=int(config["hidden_size"]),
@@ -81,7 +81,7 @@ def read_shape(model_dir: Path) -> ModelShape:
     )
 
 
-def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
+def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     """Raise `UserError` unless ``tp`` and ``pp`` divide the model evenly."""
     for what, size in (("attention heads", shape.heads), ("key/value heads", shape.groups), ("MLP columns", shape.ffn), ("vocabulary entries", shape.vocab)):
         if size % tp:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from libra_hpc.hardware.architecture import ModelShape, check_parallel
+from libra_hpc.hardware.architecture import Architecture, check_parallel
 from libra_hpc.train import compat
-from libra_hpc.weights.names import Split, stage_entries
+from libra_hpc.weights.names import ReplicaPlace, stage_entries
 
 from .device import Store, backend
 from .mcore import (
@@ -43,12 +43,12 @@ CONSTANT_STEPS = 1 << 40
 """Stands for "no end" where Megatron-Core's scheduler wants a number of steps."""
 
 
-def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, timeout_s: float) -> Split:
+def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, timeout_s: float) -> ReplicaPlace:
     """Create the replica's torch world and Megatron-Core's parallel state in it; collective over its ``tp * pp`` processes."""
     compat.install()
     dist.init_process_group(backend(device), store=store, rank=rank, world_size=tp * pp, timeout=datetime.timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
-    return Split(
+    return ReplicaPlace(
         tp=tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp=pp,
@@ -67,7 +67,7 @@ class Engine:
     """Forward, backward and update of one rank; its weights are uninitialised until a state is loaded into it."""
 
     def __init__(
-        self, shape: ModelShape, device: torch.device, dtype: torch.dtype, split: Split, settings: OptimizerSettings, recompute: bool = False
+        self, shape: Architecture, device: torch.device, dtype: torch.dtype, split: ReplicaPlace, settings: OptimizerSettings, recompute: bool = False
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
         self.shape, self.device, self.split = shape, device, split
@@ -235,7 +235,7 @@ class Engine:
             tensor.data = tensor.data.to(device)
 
 
-def _mark_sharded(model: torch.nn.Module, shape: ModelShape, split: Split) -> None:
+def _mark_sharded(model: torch.nn.Module, shape: Architecture, split: ReplicaPlace) -> None:
     # Megatron-Core sets this while it draws initial weights, which we skip; without it the gradient norm counts sharded tensors on one rank only.
     parameters = dict(model.named_parameters())
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():

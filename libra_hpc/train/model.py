@@ -1,4 +1,4 @@
-"""Build Megatron-Core's `GPTModel` from a `ModelShape`, with the part that its local (no Transformer Engine) spec lacks.
+"""Build Megatron-Core's `GPTModel` from a `Architecture`, with the part that its local (no Transformer Engine) spec lacks.
 
 `PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA generator even on a CPU.  It also
 turns queries and keys by their positions (`libra_hpc.train.rotary`), so the model itself has no position embedding.  Everything else (layers, tensor and
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from libra_hpc.hardware.architecture import ModelShape
+from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.train import compat
 
 from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
@@ -73,7 +73,7 @@ def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | Non
     return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
+def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
     """Megatron-Core's configuration for ``shape``."""
     return TransformerConfig(
         num_layers=shape.layers,
@@ -112,7 +112,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, tp: int, pp: int) 
     )
 
 
-def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False) -> GPTModel:
+def build_model(shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False) -> GPTModel:
     """Build this rank's part of the model, uninitialised; Megatron-Core's parallel state must exist.
 
     With ``recompute`` a layer keeps its input alone for the backward pass and is computed again there (Chen et al. 2016, arXiv 1604.06174).

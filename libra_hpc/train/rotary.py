@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from libra_hpc.hardware.architecture import ModelShape
+from libra_hpc.hardware.architecture import Architecture
 
 Table = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [t, 1, head_dim]."""
@@ -22,7 +22,7 @@ Table = tuple[torch.Tensor, torch.Tensor]
 class Rotary:
     """The embedding of one model."""
 
-    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
         frequencies = 1.0 / shape.rope_theta ** (steps / shape.head_dim)
         if shape.rope_scaling is not None:

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from libra_hpc.hardware.architecture import ModelShape
+from libra_hpc.hardware.architecture import Architecture
 
 
-class Split(NamedTuple):
+class ReplicaPlace(NamedTuple):
     """Place of this process in its replica."""
 
     tp: int
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """The last stage's copy of a tied embedding: loaded, never saved."""
 
 
-def stage_entries(shape: ModelShape, pp: int, pp_rank: int) -> dict[str, Entry]:
+def stage_entries(shape: Architecture, pp: int, pp_rank: int) -> dict[str, Entry]:
     """Parameters of one pipeline stage, by Megatron-Core name, in a fixed order."""
     out: dict[str, Entry] = {}
     if pp_rank == 0:
@@ -55,7 +55,7 @@ def stage_entries(shape: ModelShape, pp: int, pp_rank: int) -> dict[str, Entry]:
     return out
 
 
-def _layer(shape: ModelShape, m: str, h: str) -> dict[str, Entry]:
+def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
     attention, mlp = h + "self_attn.", h + "mlp."
     out = {
         m + "input_layernorm.weight": Entry((h + "input_layernorm.weight",), "plain", None),
@@ -73,7 +73,7 @@ def _layer(shape: ModelShape, m: str, h: str) -> dict[str, Entry]:
     return out
 
 
-def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
     """Shape of every Hugging Face tensor of the model."""
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
     by_suffix: dict[str, tuple[int, ...]] = {
@@ -96,11 +96,11 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: by_suffix.get(".".join(name.split(".")[-2:]), (hidden,)) for name in names}
 
 
-def _per_group(shape: ModelShape) -> tuple[int, int]:
+def _per_group(shape: Architecture) -> tuple[int, int]:
     return shape.heads // shape.groups * shape.head_dim, shape.head_dim
 
 
-def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: ModelShape, split: Split) -> torch.Tensor:
+def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> torch.Tensor:
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
     if entry.layout == "qkv":
@@ -114,7 +114,7 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: ModelShape,
     return full.reshape(-1, full.shape[-1]) if entry.layout == "gated" else full
 
 
-def to_hf(entry: Entry, parts: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[torch.Tensor]:
     """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks; fresh contiguous memory."""
     if entry.layout == "gated":
         halves = [part.chunk(2) for part in parts]
@@ -127,7 +127,7 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: ModelShape) -> list[to
     return [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
 
 
-def load(tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: ModelShape, split: Split) -> None:
+def load(tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> None:
     """Copy Hugging Face tensors into ``tensors`` (by Megatron-Core name, this rank's parts); raises `ValueError` when a shape differs."""
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         source = from_hf(entry, get, shape, split)
@@ -136,7 +136,7 @@ def load(tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], s
         tensors[name].copy_(source)
 
 
-def gather(tensors: dict[str, torch.Tensor], shape: ModelShape, split: Split) -> dict[str, torch.Tensor]:
+def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
     """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks take part and get an empty dict.
 
     Collective over the replica.  ``tensors`` are this rank's parts by Megatron-Core name, all of one dtype.
@@ -144,7 +144,7 @@ def gather(tensors: dict[str, torch.Tensor], shape: ModelShape, split: Split) ->
     return {name: tensor.cpu() for name, tensor in gathered(tensors, shape, split)}
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], shape: ModelShape, split: Split) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered(tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gather`, one tensor after the other and on the device; it must be exhausted on every rank."""
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         if entry.copy:

@@ -11,7 +11,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from libra_hpc.train.device import choose, local_store
 from libra_hpc.train.engine import close_world, init_world
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 
 class _World:
@@ -23,7 +23,7 @@ class _World:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[Split]:
+def world() -> Iterator[ReplicaPlace]:
     """A torch world of this process alone."""
     with closing(_World()) as world:
         yield world.split

@@ -21,7 +21,7 @@ from libra_hpc.train.engine import Engine
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
 from libra_hpc.train.trainer import GrpoTrainer
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 VOCAB = 64
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
@@ -90,7 +90,7 @@ def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 
     return TrainStep(step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches))
 
 
-def build(model_dir: Path, split: Split, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER) -> tuple[Engine, GrpoTrainer]:
+def build(model_dir: Path, split: ReplicaPlace, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER) -> tuple[Engine, GrpoTrainer]:
     """An engine and trainer in this process, in generation 0 alone, with the model's weights."""
     engine = Engine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
@@ -100,7 +100,7 @@ def build(model_dir: Path, split: Split, dtype: torch.dtype = torch.float32, opt
     return engine, trainer
 
 
-def fixed_run(model_dir: Path, split: Split, steps: int, minibatches: int = 1) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
+def fixed_run(model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
     """The reference: one replica, no parallelism; returns every step's report and all tensors of the final state."""
     engine, trainer = build(model_dir, split)
     done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]

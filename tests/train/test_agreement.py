@@ -19,7 +19,7 @@ from libra_hpc.train.engine import Engine
 from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.settings import OptimizerSettings
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 from tests.rollout.engine.engine_harness import EngineUnderTest, engine_config, logprobs_of, make_model, tokens_of, turn
 
 pytestmark = pytest.mark.engine
@@ -51,7 +51,7 @@ def gaps(engine: Engine, samples: list[Sample]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(tied: bool, tmp_path: Path, world: Split) -> None:
+def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(tied: bool, tmp_path: Path, world: ReplicaPlace) -> None:
     model = make_model(tmp_path / "model", seed=3, tied=tied)
     trainer = Engine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2))
     checkpoint.load_policy(trainer, model.folder)

@@ -9,14 +9,14 @@ import pytest
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.trainer import Join, Joined, LoadCheckpoint, Loaded, SaveCheckpoint, Saved, Standby, StepFailed, TrainStep, WorkerError
 from libra_hpc.train import folders
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 from .support import WAIT_S, Replica, assert_same_state, fixed_run, join_all, make_model, step_all, train_step
 
 pytestmark = pytest.mark.engine
 
 
-def test_members_come_and_go_and_the_result_is_that_of_a_fixed_run(tmp_path: Path, world: Split) -> None:
+def test_members_come_and_go_and_the_result_is_that_of_a_fixed_run(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     first, second = (Replica(tmp_path, name, model_dir) for name in ("first", "second"))
@@ -68,7 +68,7 @@ def test_members_come_and_go_and_the_result_is_that_of_a_fixed_run(tmp_path: Pat
     assert first.close() + third.close() == [0, 0]
 
 
-def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Split) -> None:
+def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir, shm = tmp_path / "model", tmp_path / "shm"
     make_model("llama", model_dir, tied=True)
     replica = Replica(tmp_path, "a", model_dir, snapshot_dir=str(shm), snapshot_every=2)
@@ -98,7 +98,7 @@ def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Spl
     assert again.abandon() == [0]
 
 
-def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path, world: Split) -> None:
+def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     first, second, third = (Replica(tmp_path, name, model_dir, join_timeout_s=10 * WAIT_S) for name in ("first", "second", "third"))

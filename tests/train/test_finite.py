@@ -13,7 +13,7 @@ import torch
 from libra_hpc.protocol.codec import pack_f32, unpack_f32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.train.settings import AlgorithmSettings
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 from .support import Replica, build, join_all, make_model, train_step
 
@@ -43,7 +43,7 @@ def assert_finite(done: StepDone) -> None:
     assert all(math.isfinite(value) for value in msgspec.to_builtins(done).values() if isinstance(value, float))
 
 
-def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: Split) -> None:
+def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     # With a KL term the loss has the log-probabilities too.
@@ -58,7 +58,7 @@ def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: S
 
 @pytest.mark.parametrize("spoil", [bad_advantage, bad_logprobs])
 def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(
-    tmp_path: Path, world: Split, spoil: Any
+    tmp_path: Path, world: ReplicaPlace, spoil: Any
 ) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
@@ -83,7 +83,7 @@ def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(
     ), "as if the bad step had not been"
 
 
-def test_only_the_bad_minibatch_is_skipped(tmp_path: Path, world: Split) -> None:
+def test_only_the_bad_minibatch_is_skipped(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     good = train_step(1, 0, minibatches=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from libra_hpc.train.grpo import entropy_sum, grpo_terms, token_logprobs
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 objective = partial(grpo_terms, clip=0.2, is_truncation=2.0, kl_coef=0.1)
 
@@ -65,7 +65,7 @@ def test_the_importance_weight_is_truncated_and_carries_no_gradient() -> None:
     assert int(terms.truncated) == 1
 
 
-def test_logprobs_and_entropy_at_a_temperature(world: Split) -> None:
+def test_logprobs_and_entropy_at_a_temperature(world: ReplicaPlace) -> None:
     logits, targets = torch.randn(1500, 11), torch.randint(0, 11, (1500,))
     before = logits.clone()
     want = torch.log_softmax(logits / 0.7, -1)

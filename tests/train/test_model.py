@@ -16,7 +16,7 @@ from libra_hpc.protocol.codec import unpack_f32, unpack_i32
 from libra_hpc.train import checkpoint, folders
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.settings import OptimizerSettings
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 from .support import ALGORITHM, MICRO_TOKENS, OPTIMIZER, build, loss_tokens, make_model, read_tensors, samples, train_step
 
@@ -24,7 +24,7 @@ FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True)
 
 
 @pytest.mark.parametrize(("kind", "tied"), FAMILIES)
-def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: Split, kind: str, tied: bool) -> None:
+def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool) -> None:
     reference = make_model(kind, tmp_path / "model", tied=tied)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     engine, _ = build(tmp_path / "model", world)
@@ -56,7 +56,7 @@ def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: Spl
     assert (tmp_path / "saved" / "policy" / "tokenizer.json").is_file()
 
 
-def test_llama3_frequency_scaling(tmp_path: Path, world: Split) -> None:
+def test_llama3_frequency_scaling(tmp_path: Path, world: ReplicaPlace) -> None:
     from transformers import LlamaForCausalLM
 
     make_model("llama", tmp_path / "model")
@@ -74,7 +74,7 @@ def test_llama3_frequency_scaling(tmp_path: Path, world: Split) -> None:
     assert (found[0] - want).abs().max() < 5e-6
 
 
-def test_steps_equal_plain_torch(tmp_path: Path, world: Split) -> None:
+def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
     """The same two GRPO steps through transformers, autograd, and torch's AdamW, written out."""
     reference = make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
@@ -109,7 +109,7 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: Split) -> None:
         assert (got[name] - tensor).abs().max() < 1e-5, name
 
 
-def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, world: Split) -> None:
+def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world, torch.bfloat16, OptimizerSettings(lr=1e-5))
     before = {name: t.clone() for name, t in engine.state.master.items()}
@@ -129,7 +129,7 @@ def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, wor
         assert torch.equal(other.named_parameters()[name], engine.named_parameters()[name])
 
 
-def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: Split) -> None:
+def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     message = train_step(1, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.protocol.trainer import LoadCheckpoint, Loaded, SaveCheckpoint, Saved
 from libra_hpc.train import checkpoint
-from libra_hpc.weights.names import Split
+from libra_hpc.weights.names import ReplicaPlace
 
 from .support import Replica, assert_same_state, build, fixed_run, join_all, make_model, read_tensors, step_all, train_step
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 @pytest.mark.parametrize(("kind", "tied", "tp", "pp"), [("qwen3", False, 2, 1), ("qwen2", True, 1, 2), ("qwen2", True, 2, 2)])
-def test_a_split_replica_equals_one_process(tmp_path: Path, world: Split, kind: str, tied: bool, tp: int, pp: int) -> None:
+def test_a_split_replica_equals_one_process(tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, tied=tied)
     replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp)
