@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
@@ -108,3 +109,13 @@ def test_a_checkpoint_is_saved_once_it_is_whole_and_has_its_position(tmp_path: P
     flip(folder / folders.OPTIMIZER_FILE)
     assert not folders.is_saved(folder, 7)
     assert not folders.is_saved(tmp_path / "nowhere", 7)
+
+
+def test_a_checkpoint_that_was_removed_after_it_was_chosen_gives_way_to_the_newest(tmp_path: Path) -> None:
+    chosen, newer = state(tmp_path, 10), state(tmp_path, 20)
+    assert folders.resolve(chosen) == chosen
+    shutil.rmtree(chosen)
+    assert folders.resolve(chosen) == newer
+    shutil.rmtree(newer)
+    with pytest.raises(FileNotFoundError):
+        folders.resolve(chosen)
