@@ -64,7 +64,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.train import compat
     from libra_hpc.train.checkpoint import start
     from libra_hpc.train.device import choose, local_store
-    from libra_hpc.train.engine import Engine, init_world
+    from libra_hpc.train.engine import TrainEngine, init_world
     from libra_hpc.train.grpo import token_logprobs
     from libra_hpc.train.mcore import get_forward_backward_func
     from libra_hpc.train.packing import Pack, decode, pack
@@ -72,7 +72,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 
     device = choose("cpu", 0, config.train.threads)
     split = init_world(device, 1, 1, 0, local_store(), 60.0)
-    engine = Engine(read_shape(Path(config.model.path)), device, torch.float32, split, OptimizerSettings(lr=config.optimizer.lr))
+    engine = TrainEngine(read_shape(Path(config.model.path)), device, torch.float32, split, OptimizerSettings(lr=config.optimizer.lr))
     start(engine, Path(config.model.path), "")
     batches = msgspec.msgpack.decode(payload, type=list[Batch])
     run = get_forward_backward_func()

@@ -32,7 +32,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
 from libra_hpc.train.device import choose, local_store
-from libra_hpc.train.engine import Engine, init_world
+from libra_hpc.train.engine import TrainEngine, init_world
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings
 from libra_hpc.train.trainer import GrpoTrainer
@@ -77,7 +77,7 @@ def main() -> None:
     with random_model(shape) as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         cuda = choose("cuda", 0, 4)
         split = init_world(cuda, 1, 1, 0, local_store(), 600.0)
-        engine = Engine(read_shape(folder), cuda, torch.bfloat16, split, OptimizerSettings())
+        engine = TrainEngine(read_shape(folder), cuda, torch.bfloat16, split, OptimizerSettings())
         checkpoint.start(engine, folder, "")
         state_bytes = torch.cuda.memory_allocated()
         replicas = Replicas(engine, 600.0, 60.0)

@@ -26,15 +26,15 @@ from libra_hpc.process.folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.rollout import Generate
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 
-LAYOUT = Layout(("planner", "train", "rollout"))
+LAYOUT = RankLayout(("planner", "train", "rollout"))
 def configuration(model: Path, batches: int) -> RunConfig:
     """The quickstart's shape, with a gate that never closes: this measures the loop, not the trainer's pace."""
     return RunConfig.model_validate(
@@ -49,10 +49,10 @@ def configuration(model: Path, batches: int) -> RunConfig:
     )
 
 
-def make_context(config: RunConfig, run: RunDir, rank: int, mesh: LocalMesh) -> Context:
+def make_context(config: RunConfig, run: RunDir, rank: int, mesh: LocalMesh) -> AgentContext:
     """A context without MPI."""
     private, shared = make_folders()
-    return Context(rank, LAYOUT, config, run, 1, mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
+    return AgentContext(rank, LAYOUT, config, run, 1, mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
 
 
 class RolloutRun:

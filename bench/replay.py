@@ -24,14 +24,14 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
-LAYOUT = Layout(("planner", "train", "rollout"))
+LAYOUT = RankLayout(("planner", "train", "rollout"))
 TRAINER, NODE = 1, 2
 PATIENCE_S = 240.0
 """Longest play: some twenty times the usual one."""
@@ -247,9 +247,9 @@ class Replayer:
     def _log(self, engine: str) -> Path:
         return self._context.logs / f"{engine}.steps.jsonl"
 
-    def _make_context(self, config: RunConfig, run: RunDir) -> Context:
+    def _make_context(self, config: RunConfig, run: RunDir) -> AgentContext:
         private, shared = self._folders
-        return Context(NODE, LAYOUT, config, run, 1, self._mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
+        return AgentContext(NODE, LAYOUT, config, run, 1, self._mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
 
 
 def _ready(decision: dict[str, Any]) -> float:

@@ -111,7 +111,7 @@ class Log(msgspec.Struct, tag=True, frozen=True):
     fields: dict[str, Union[str, int, float, bool, list[int], dict[str, float]]]
 
 
-class Stop(msgspec.Struct, tag="MeshStop", frozen=True):
+class StopAgent(msgspec.Struct, tag="MeshStop", frozen=True):
     """Coordinator -> all: end engines and leave."""
 
     reason: str
@@ -369,7 +369,7 @@ class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
 
 
 MeshMessage = Union[
-    Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, RankBack, Reset, Log, Stop, Fatal,
+    Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, RankBack, Reset, Log, StopAgent, Fatal,
     ToReplica, FromReplica, FormGeneration, MemberJoined, StopTraining, TrainingFinished, StepReport,
     Batch, BatchReady, Committed,
     EngineUp, EngineDown, DrainTurns, TurnsDrained, Turns, TurnsDone, EngineLoad, EngineVersion, RolloutReport,

@@ -80,7 +80,7 @@ class Standby(msgspec.Struct, tag=True, frozen=True):
     """Leave the current group and free device memory that can be rebuilt; `Join` ends the standby."""
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
+class StopWorker(msgspec.Struct, tag=True, frozen=True):
     """Exit with 0."""
 
 
@@ -200,7 +200,7 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, Stop]
+ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, StopWorker]
 FromWorker = Union[
     WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, Loaded,
     WorkerError,

@@ -50,7 +50,7 @@ TOKENS = (3, 96)
 """Range of the token ids of random prompts: any vocabulary has them."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class MeasurementPlan(msgspec.Struct, frozen=True):
     """One measurement: ``decodes`` sequences of ``length`` tokens run; ``prefill`` tokens after ``context`` cached ones join them."""
 
     decodes: int = 0
@@ -64,7 +64,7 @@ def reach(batch: int, length: int) -> int:
     return batch * length // CHUNK + DECODE_STEPS + 2
 
 
-def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[Plan]:
+def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[MeasurementPlan]:
     """What is worth measuring on an engine of these limits, which every plan keeps."""
     room = int(FILL * kv_tokens)
     longest = min(max_model_len, room) * 3 // 4
@@ -74,14 +74,14 @@ def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[Pla
         for context in contexts:
             grown = context + reach(batch, context)
             if grown <= max_model_len and batch * grown <= room:
-                yield Plan(batch, context)
+                yield MeasurementPlan(batch, context)
     chunks = sorted({max(8, longest // divisor) for divisor in (64, 16, 4, 2)})
     for chunk in chunks:
         for context in {0, longest // 2, longest - chunk}:
-            yield from [Plan(prefill=chunk, context=context)] * REPEATS
+            yield from [MeasurementPlan(prefill=chunk, context=context)] * REPEATS
         for batch in batches[2::2]:
             if batch < max_num_seqs and batch * (contexts[0] + reach(batch, contexts[0])) + chunk <= room:
-                yield from [Plan(batch, contexts[0], chunk)] * REPEATS
+                yield from [MeasurementPlan(batch, contexts[0], chunk)] * REPEATS
 
 
 class Calibrator:
@@ -93,7 +93,7 @@ class Calibrator:
         self._serial = 0
         self._tp = engine.engine.ready.tp
 
-    def measure(self, todo: list[Plan], progress: Callable[[int, int], None] = lambda done, total: None) -> list[StepPoint]:
+    def measure(self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None) -> list[StepPoint]:
         """Every step of ``todo`` that did what was planned; ``progress`` hears of each plan."""
         self._random.shuffle(todo)
         for _ in range(WARM_UP):
@@ -105,12 +105,12 @@ class Calibrator:
         progress(len(todo), len(todo))
         return points
 
-    def load(self, todo: list[Plan], enough: Callable[[], bool]) -> None:
+    def load(self, todo: list[MeasurementPlan], enough: Callable[[], bool]) -> None:
         """Run plans for nothing until ``enough``."""
         while not enough():
             self._run(self._random.choice(todo))
 
-    def _run(self, plan: Plan) -> list[StepPoint]:
+    def _run(self, plan: MeasurementPlan) -> list[StepPoint]:
         points: list[StepPoint] = []
         prompt = self._prompt(plan.context + plan.prefill)
         if plan.context:

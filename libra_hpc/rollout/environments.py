@@ -18,7 +18,7 @@ from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
-from .replay import Replay
+from .replay import TurnReplay
 from .trajectory import Trajectory, unusable_reward
 
 TOKEN_BYTES = 4
@@ -50,7 +50,7 @@ class Environments:
     ) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Of every trajectory in play."""
-        self._replays: dict[str, Replay] = {}
+        self._replays: dict[str, TurnReplay] = {}
         """Episodes that are being brought back."""
         self._up = [False] * hosts
         self._group_size, self._max_model_len = group_size, max_model_len
@@ -75,7 +75,7 @@ class Environments:
         self.episodes[trajectory.episode] = trajectory
         trajectory.host = (trajectory.index * self._group_size + trajectory.sample) % len(self._up)
         if trajectory.prompt_tokens:
-            self._replays[trajectory.episode] = Replay(trajectory)
+            self._replays[trajectory.episode] = TurnReplay(trajectory)
         self._ask(trajectory, OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)))
 
     def answer(self, trajectory: Trajectory) -> None:
@@ -162,7 +162,7 @@ class Environments:
                 trajectory.replays += suspect
                 self.open(trajectory)
 
-    def _play(self, trajectory: Trajectory, replay: Replay, same: bool) -> None:
+    def _play(self, trajectory: Trajectory, replay: TurnReplay, same: bool) -> None:
         """The next turn of a replay, if the environment answered as before."""
         if not same:
             self.close(trajectory)

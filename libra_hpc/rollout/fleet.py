@@ -35,7 +35,7 @@ class Held(NamedTuple):
     """That its engine had reported then."""
 
 
-class Engine:
+class EngineEntry:
     """One vLLM replica.  `inflight` maps a request id to the turn it runs."""
 
     __slots__ = ("draining", "inflight", "rank", "stats")
@@ -47,13 +47,13 @@ class Engine:
         self.stats: EngineStats | None = None
 
 
-class Fleet:
+class EngineRegistry:
     """All engines that accept turns, by name."""
 
     def __init__(self, board: Board, deadlines: DeadlineSettings = DeadlineSettings(), clock: Callable[[], float] = time.monotonic) -> None:  # noqa: B008
         self._board, self._clock = board, clock
         self.turns = TurnWatch(deadlines)
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineEntry] = {}
         self.generated = self.prefilled = 0
         """Tokens since start, all engines, also those that are gone."""
         self.busy_s = 0.0
@@ -61,10 +61,10 @@ class Fleet:
 
     def up(self, up: EngineUp) -> None:
         """An engine accepts turns."""
-        self.engines[up.engine] = Engine(up.rank)
+        self.engines[up.engine] = EngineEntry(up.rank)
         self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version, up.ready.rehearsal)
 
-    def down(self, name: str) -> Engine | None:
+    def down(self, name: str) -> EngineEntry | None:
         """An engine is gone; what it still ran is in the returned object."""
         self._board.down(name)
         gone = self.engines.pop(name, None)

@@ -34,7 +34,7 @@ from .trajectory import ServedTurn, Trajectory, unusable_reward
 TRAINED, DAMAGED = "trained", "damaged"
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class FinishedTrajectory(msgspec.Struct, frozen=True, array_like=True):
     """One finished trajectory; arrays as in `libra_hpc.protocol.trainer.Sample`, ``n`` tokens."""
 
     index: int
@@ -53,7 +53,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     """Finished, waiting for the answer to its last turn, or for (the rest of) a turn."""
 
     @classmethod
-    def of(cls, t: Trajectory) -> Record:
+    def of(cls, t: Trajectory) -> FinishedTrajectory:
         """The record of a trajectory, as far as it has come."""
         arrays = t.context.tobytes(), bytes(t.mask), t.logprobs.tobytes()
         place = t.place if t.place == "done" or t.place == "tool" else "before"
@@ -95,7 +95,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         return t
 
 
-records: Codec[Record] = Codec(Record)
+records: Codec[FinishedTrajectory] = Codec(FinishedTrajectory)
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class Start(msgspec.Struct, frozen=True):
     """Of what its prompts and trajectories were made from."""
 
 
-class Position(msgspec.Struct, frozen=True):
+class TrainedPrompts(msgspec.Struct, frozen=True):
     """Where the data order stands at a checkpoint: prompts below ``low`` and those in ``extra`` are trained."""
 
     step: int
@@ -119,7 +119,7 @@ class Position(msgspec.Struct, frozen=True):
         return index < self.low or index in self.extra
 
 
-def verdict(record: Record, number: int, starts: Sequence[Start], position: Position, eta: int) -> str:
+def verdict(record: FinishedTrajectory, number: int, starts: Sequence[Start], position: TrainedPrompts, eta: int) -> str:
     """Why a record of start ``number`` (from 0) does not count for the last of ``starts``, which is at ``position``; empty when it does."""
     if position.trained(record.index):
         return TRAINED
@@ -132,7 +132,7 @@ def verdict(record: Record, number: int, starts: Sequence[Start], position: Posi
     return ""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class Recovered(msgspec.Struct, frozen=True):
     """What counts."""
 
     groups: Mapping[int, Sequence[Trajectory]]
@@ -153,7 +153,7 @@ class Kept(msgspec.Struct, frozen=True):
         }  # fmt: skip
 
 
-def gather(found: Iterable[tuple[Record | None, str]]) -> Kept:
+def gather(found: Iterable[tuple[FinishedTrajectory | None, str]]) -> Recovered:
     """Trajectories of those records, oldest first, whose verdict is empty; of a sample with several the last counts."""
     chosen: dict[int, dict[int, Trajectory]] = {}
     dropped: Counter[str] = Counter()
@@ -162,4 +162,4 @@ def gather(found: Iterable[tuple[Record | None, str]]) -> Kept:
             chosen.setdefault(record.index, {})[record.sample] = record.trajectory()
         elif reason != TRAINED:
             dropped[reason] += 1
-    return Kept({index: list(samples.values()) for index, samples in chosen.items()}, dropped)
+    return Recovered({index: list(samples.values()) for index, samples in chosen.items()}, dropped)

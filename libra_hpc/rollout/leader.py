@@ -27,12 +27,12 @@ from .attempts import Attempts
 from .batch import batch_ready, batch_stats
 from .environments import Environments
 from .failures import Failure, FailureBook
-from .fleet import Fleet
+from .fleet import EngineRegistry
 from .progress import length_of, open_groups
-from .record import Ended, Routed
+from .record import Routed, TrajectoryEnd
 from .settings import RolloutSettings
 from .staleness import StalenessGate
-from .supply import PromptSupply
+from .supply import PromptOrder
 from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
@@ -53,7 +53,7 @@ class RolloutLeader:
         train_leader: int,
         hosts: int,
         to_host: Callable[[int, ToHost], None],
-        ended: Callable[[Ended], None],
+        ended: Callable[[TrajectoryEnd], None],
         routed: Callable[[Routed], None],
         log: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
@@ -62,9 +62,9 @@ class RolloutLeader:
         self._send, self._train_leader, self._log = send, train_leader, log
         self._ended, self._routed = ended, routed
         self._board = Board(settings.max_inflight)
-        self._fleet = Fleet(self._board, settings.deadlines, clock)
+        self._fleet = EngineRegistry(self._board, settings.deadlines, clock)
         self._queue = Dispatcher(policy, self._board)
-        self._supply: PromptSupply | None = None
+        self._supply: PromptOrder | None = None
         self._environments = Environments(
             hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._answered, self._finish, self._restart, self._failed, clock,
             settings.deadlines.first_s,
@@ -81,7 +81,7 @@ class RolloutLeader:
         """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
         settings = self.settings
         gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
-        self._supply = PromptSupply(gate, step, low, extra, settings.steps, settings.group_size, kept or {}, self._log)
+        self._supply = PromptOrder(gate, step, low, extra, settings.steps, settings.group_size, kept or {}, self._log)
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
@@ -272,7 +272,7 @@ class RolloutLeader:
         self._attempts.book.succeeded((trajectory.index, trajectory.sample), trajectory.stepped_at)
         self._queue.finished(trajectory.finished(self.settings.task), now)
         self._lengths.append(length_of(trajectory))
-        self._ended(Ended(trajectory, time.time(), now - trajectory.started_at))
+        self._ended(TrajectoryEnd(trajectory, time.time(), now - trajectory.started_at))
         assert self._supply is not None
         self._supply.groups[trajectory.index].done.append(trajectory)
         self._supply.close(trajectory.index)

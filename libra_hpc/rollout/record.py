@@ -18,7 +18,7 @@ from libra_hpc.sched.protocol import Decision, TurnView
 from .trajectory import Trajectory
 
 
-class Ended(msgspec.Struct, frozen=True):
+class TrajectoryEnd(msgspec.Struct, frozen=True):
     """A trajectory that finished at ``at``, ``seconds`` after its start."""
 
     trajectory: Trajectory
@@ -35,7 +35,7 @@ class Routed(msgspec.Struct, frozen=True):
     waited_s: float
 
 
-def trace_line(ended: Ended) -> dict[str, Any]:
+def trace_line(ended: TrajectoryEnd) -> dict[str, Any]:
     """The line of a finished trajectory."""
     trajectory = ended.trajectory
     return {

@@ -15,7 +15,7 @@ from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped
 from .trajectory import Trajectory
 
 
-class Replay:
+class TurnReplay:
     """Of one trajectory, which may go on to grow meanwhile: its turns that have been answered when this is made are played."""
 
     __slots__ = ("_at", "_past", "_turn", "_turns")

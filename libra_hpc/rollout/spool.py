@@ -1,7 +1,8 @@
 """The spool: trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
 
 Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a thread, to the newest *segment*: frames
-of a length, a CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.kept.Record` and to nothing else.  A reader stops at the first frame that is
+of a length, a CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.kept.FinishedTrajectory` and
+to nothing else.  A reader stops at the first frame that is
 torn or damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name
 begins with the number of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
 
@@ -34,7 +35,7 @@ from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.telemetry.rundir import write_atomic
 
-from .kept import DAMAGED, Kept, Position, Record, Start, gather, records, verdict
+from .kept import DAMAGED, FinishedTrajectory, Recovered, Start, TrainedPrompts, gather, records, verdict
 from .trajectory import Trajectory
 
 SEGMENT_BYTES = 64 << 20
@@ -46,15 +47,15 @@ _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
 
 
-def frame(record: Record) -> bytes:
+def frame(record: FinishedTrajectory) -> bytes:
     """A record as it stands in a segment."""
     value = records.encode(record)
     return _FRAME.pack(len(value), zlib.crc32(value)) + value
 
 
-def read_segment(path: Path) -> tuple[list[Record], bool]:
+def read_segment(path: Path) -> tuple[list[FinishedTrajectory], bool]:
     """Records up to the first frame that is none, and whether that was the end of the file."""
-    found: list[Record] = []
+    found: list[FinishedTrajectory] = []
     try:
         left = path.stat().st_size
         with path.open("rb") as handle:
@@ -81,13 +82,13 @@ def read_starts(folder: Path) -> list[Start]:
         return []
 
 
-class Spool:
+class RecoveryLog:
     """One start's spool, which raises no `OSError`.  `recover` comes first, `close` last; ``clock`` is monotonic seconds."""
 
     failed = ""
     """Why nothing is kept at present; empty while it is."""
 
-    def __init__(self, folder: Path, position: Callable[[], Position], clock: Callable[[], float], segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, position: Callable[[], TrainedPrompts], clock: Callable[[], float], segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
         self._trimmed_at = clock()
         self._needed: dict[Path, dict[int, int]] = {}
@@ -99,18 +100,18 @@ class Spool:
         self._handle: BinaryIO | None = None
         self._writing = asyncio.Lock()
 
-    async def recover(self, digest: str, position: Position, eta: int) -> Kept:
+    async def recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
         """Begin a start at ``position``: what of earlier ones counts for it."""
         return await asyncio.to_thread(self._recover, digest, position, eta)
 
-    def _recover(self, digest: str, position: Position, eta: int) -> Kept:
+    def _recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
         try:
             return gather(self._begin(digest, position, eta))
         except OSError as error:
             self._give_up(error)
             return gather(())
 
-    def _begin(self, digest: str, position: Position, eta: int) -> Iterator[tuple[Record | None, str]]:
+    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[FinishedTrajectory | None, str]]:
         """Every record found, oldest first, with its verdict; none for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
         self._number = len(starts) - 1
@@ -139,11 +140,11 @@ class Spool:
             if number.isdecimal():
                 yield path, int(number)
 
-    def _note(self, path: Path, record: Record) -> None:
+    def _note(self, path: Path, record: FinishedTrajectory) -> None:
         groups = self._needed.setdefault(path, {})
         groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
 
-    async def write(self, new: Sequence[Trajectory | Record | Committed]) -> None:
+    async def write(self, new: Sequence[Trajectory | FinishedTrajectory | Committed]) -> None:
         """Append finished trajectories and records of others, and take note of what is trained."""
         async with self._writing:
             await asyncio.to_thread(self._write, new)
@@ -153,7 +154,7 @@ class Spool:
         async with self._writing:
             await asyncio.to_thread(self._close)
 
-    def _write(self, new: Sequence[Trajectory | Record | Committed]) -> None:
+    def _write(self, new: Sequence[Trajectory | FinishedTrajectory | Committed]) -> None:
         self._committed.update(index for record in new if isinstance(record, Committed) for index in record.indices)
         if self.failed and self._clock() - self._failed_at < RETRY_S:
             return
@@ -163,7 +164,7 @@ class Spool:
                 self.failed = ""
             for record in new:
                 if not isinstance(record, Committed):
-                    self._append(record if isinstance(record, Record) else Record.of(record))
+                    self._append(record if isinstance(record, FinishedTrajectory) else FinishedTrajectory.of(record))
             if self._handle is not None:
                 self._handle.flush()
             if self._clock() - self._trimmed_at >= TRIM_S:
@@ -185,7 +186,7 @@ class Spool:
     def _path(self) -> Path:
         return self._folder / f"{self._number:05d}-{self._sequence:06d}.frames"
 
-    def _append(self, record: Record) -> None:
+    def _append(self, record: FinishedTrajectory) -> None:
         if self._handle is None:
             self._sequence += 1
             self._handle = self._path.open("ab")

@@ -12,7 +12,7 @@ from .staleness import StalenessGate
 from .trajectory import Trajectory
 
 
-class PromptSupply:
+class PromptOrder:
     """The data order of a run from (step, low, extra) on: indices below ``low`` and those in ``extra`` are trained or given up already.
 
     ``steps`` is the length of the whole run.  A prompt whose samples all fail is given up and the next one takes its place, so that every step has its batch;

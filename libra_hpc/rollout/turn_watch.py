@@ -17,7 +17,7 @@ Turn = tuple[str, str]
 """(engine, id of the request)"""
 
 
-class Finding(NamedTuple):
+class LateTurn(NamedTuple):
     """A turn that takes too long."""
 
     action: Literal["slow", "abort", "lost"]
@@ -59,20 +59,20 @@ class TurnWatch:
         self._deadlines.discount(seconds)
         self._aborted = {turn: at + seconds for turn, at in self._aborted.items()}
 
-    def evaluate(self, now: float) -> list[Finding]:
+    def evaluate(self, now: float) -> list[LateTurn]:
         """What is found now."""
-        found: list[Finding] = []
+        found: list[LateTurn] = []
         for pending in self._deadlines.pending(now, 0.5):
             turn = _turn(pending)
             if turn not in self._slow:
                 self._slow.add(turn)
-                found.append(Finding("slow", *turn, pending.sentence))
+                found.append(LateTurn("slow", *turn, pending.sentence))
             if turn in self._aborted:
                 if now - self._aborted[turn] > self._answer_s:
-                    found.append(Finding("lost", *turn, pending.sentence))
+                    found.append(LateTurn("lost", *turn, pending.sentence))
             elif pending.waited_s > pending.limit_s:
                 self._aborted[turn] = now
-                found.append(Finding("abort", *turn, pending.sentence))
+                found.append(LateTurn("abort", *turn, pending.sentence))
         return found
 
 

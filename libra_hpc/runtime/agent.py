@@ -39,10 +39,10 @@ from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
 from .attempt import complete_checkpoint, remove_old, whole_start_state
-from .context import Context
+from .context import AgentContext
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
-from .layout import Layout, check_world
+from .layout import RankLayout, check_world
 from .mesh import Mesh
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
@@ -61,13 +61,13 @@ log = logging.getLogger("libra_hpc.agent")
 class Agent:
     """All parts of one node."""
 
-    def __init__(self, world: World, config: RunConfig, layout: Layout, run: RunDir, attempt: int) -> None:
+    def __init__(self, world: World, config: RunConfig, layout: RankLayout, run: RunDir, attempt: int) -> None:
         self.mesh = Mesh(world, self._on_message)
         self.layout, self.run_dir, self.attempt = layout, run, attempt
         self.rank = self.mesh.rank
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
-        self.context: Context | None = None
+        self.context: AgentContext | None = None
         self.coordinator: Coordinator | None = None
         self.train_leader: TrainLeader | None = None
         self.rollout_lead: RolloutLead | None = None
@@ -87,7 +87,7 @@ class Agent:
         self._routes.add(wire.RankLost, self._on_rank_lost)
         self._routes.add(wire.RankBack, lambda back: self.mesh.remember(back.rank))
         self._routes.add(wire.Reset, lambda order: self._spawn(self._reset()))
-        self._routes.add(wire.Stop, self._on_stop)
+        self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
         """Serve until the coordinator says stop; True when the run completed or starts again (rank 0), or this node was not at fault (others)."""
@@ -124,7 +124,7 @@ class Agent:
         """The attempt's start state is known: build the parts of this node."""
         if self.context is not None:
             return
-        context = Context(
+        context = AgentContext(
             self.rank, self.layout, self.config, self.run_dir, self.attempt, self.mesh.send, start, self.private, self.shared_memory
         )
         self.context = context
@@ -142,7 +142,7 @@ class Agent:
                 add_rollout_lead(self._routes, self.rollout_lead)
                 self._spawn(self.rollout_lead.run())
 
-    def _make_train_leader(self, context: Context) -> TrainLeader:
+    def _make_train_leader(self, context: AgentContext) -> TrainLeader:
         config, start = self.config, context.start
         # Of this start alone: a killed one leaves meeting points behind that would be met again.
         shutil.rmtree(self.run_dir.rendezvous, ignore_errors=True)
@@ -289,7 +289,7 @@ class Agent:
         await asyncio.gather(*(part.reset() for part in (self.rollout_node, self.train_node) if part is not None))
         self._hello()
 
-    def _on_stop(self, stop: wire.Stop) -> None:
+    def _on_stop(self, stop: wire.StopAgent) -> None:
         log.info("stop: %s", stop.reason)
         self._stop.set()
 
@@ -305,7 +305,7 @@ def main() -> None:
     run, problem = RunDir(arguments.run), ""
     try:
         config = load_resolved(run.config)
-        layout = Layout.of(config)
+        layout = RankLayout.of(config)
     except (UserError, OperationError) as error:
         problem = str(error)
     try:

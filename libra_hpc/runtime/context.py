@@ -12,18 +12,18 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
 from libra_hpc.telemetry.rundir import RunDir
 
-from .layout import Layout
+from .layout import RankLayout
 
 Send = Callable[..., None]
 """``send(rank, message, blob=b"")``"""
 
 
 @dataclass
-class Context:
+class AgentContext:
     """One agent's surroundings."""
 
     rank: int
-    layout: Layout
+    layout: RankLayout
     config: RunConfig
     run: RunDir
     attempt: int

@@ -24,7 +24,7 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
 
 from .attempt import copy_policy, forget_steps_after
-from .context import Context
+from .context import AgentContext
 from .decisions import DecisionLog, predicted_gain
 from .ending import Ending
 from .liveness import discount, read_gone
@@ -33,7 +33,7 @@ from .observations import Observations, forecast
 from .progress import late_step
 from .records import Records
 from .recovery import Recovery
-from .relayout import Relayout
+from .relayout import Repartition
 from .screen import compose_status
 
 GONE_HELLO_S = 10.0
@@ -55,7 +55,7 @@ SAVE_S = 600.0
 class Coordinator:
     """See the module docstring.  `run` returns when the run is over; ``state`` then says how."""
 
-    def __init__(self, context: Context, damaged: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(self, context: AgentContext, damaged: Sequence[tuple[int, str]] = ()) -> None:
         """``damaged``: checkpoints that were passed over at the start, as step and sentence."""
         self._context, self._config, self._run_dir = context, context.config, context.run
         forget_steps_after(context.run, context.start.step)
@@ -68,7 +68,7 @@ class Coordinator:
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
-        self._relayout = Relayout(context, self._event, self._records.event_now)
+        self._relayout = Repartition(context, self._event, self._records.event_now)
         self._planner.repartition_after = self._relayout.not_before
         self._forecast = forecast(context)
         self._started_at = now
@@ -107,9 +107,9 @@ class Coordinator:
                 self._maybe_start()
             case wire.EngineIsReady(rank=rank, kind=kind, seconds=seconds):
                 self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
-                self._nodes.apply(states.EngineReady(rank, _role(kind)))
+                self._nodes.apply(states.EngineAnswers(rank, _role(kind)))
             case wire.EngineDied(rank=rank, kind=kind, reason=reason):
-                self._nodes.apply(states.EngineDied(rank, _role(kind)))
+                self._nodes.apply(states.EngineEnded(rank, _role(kind)))
                 self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
             case wire.TurnsDrained(rank=rank):
                 self._nodes.apply(states.Drained(rank))
@@ -312,7 +312,7 @@ class Coordinator:
         self._write_status()
         for rank in self._nodes.facts:
             if rank != self._context.rank:
-                self._context.send(rank, wire.Stop(self._ending.message))
+                self._context.send(rank, wire.StopAgent(self._ending.message))
         await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
 
     def _leave_for_restart(self) -> None:

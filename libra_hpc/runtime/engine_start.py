@@ -8,10 +8,10 @@ from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.train.folders import POLICY_DIR
 from libra_hpc.weights.flow import WeightFile
 
-from .context import Context
+from .context import AgentContext
 
 
-def engine_config(context: Context, name: str, tp: int, newest: WeightFile | None) -> EngineConfig:
+def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile | None) -> EngineConfig:
     """Settings of engine ``name``; ``newest`` is the newest weight file this node has.  Reads the run directory."""
     rollout, run = context.config.rollout, context.config.run
     step, model = _saved_policy(context)
@@ -32,7 +32,7 @@ def engine_config(context: Context, name: str, tp: int, newest: WeightFile | Non
     )
 
 
-def _saved_policy(context: Context) -> tuple[int, str]:
+def _saved_policy(context: AgentContext) -> tuple[int, str]:
     """Step and folder of the policy to begin with: the start's, or the newest one once that checkpoint has made room for others."""
     start = context.start
     if start.checkpoint and not Path(start.checkpoint).is_dir() and (saved := context.run.latest_checkpoint()) is not None:

@@ -25,7 +25,7 @@ SILENCE: Operation = "silence of the engine"
 LATE_SHARE = 0.5
 
 
-class Finding(NamedTuple):
+class LateEngine(NamedTuple):
     """An engine that takes too long."""
 
     engine: str
@@ -73,20 +73,20 @@ class EngineWatch:
         """This process was stopped for so long."""
         self._deadlines.discount(seconds)
 
-    def late(self, now: float) -> list[Finding]:
+    def late(self, now: float) -> list[LateEngine]:
         """Engines that became late since the last call."""
         pending = self._deadlines.pending(now, LATE_SHARE)
         found = {one.key: one.sentence for one in pending if one.key not in self._late}
         self._late.update(found)  # type: ignore[arg-type]
-        return [Finding(key[0], sentence) for key, sentence in found.items()]  # type: ignore[index]
+        return [LateEngine(key[0], sentence) for key, sentence in found.items()]  # type: ignore[index]
 
-    def hung(self, now: float) -> list[Finding]:
+    def hung(self, now: float) -> list[LateEngine]:
         """Engines beyond a limit, each once; they are not watched any more."""
-        found: dict[str, Finding] = {}
+        found: dict[str, LateEngine] = {}
         for pending in self._deadlines.pending(now):
             engine: str = pending.key[0]  # type: ignore[index]
             if engine not in found:
-                found[engine] = Finding(engine, pending.sentence, self._deadlines.exceeded(pending.key))
+                found[engine] = LateEngine(engine, pending.sentence, self._deadlines.exceeded(pending.key))
         for engine in found:
             self.gone(engine)
         return list(found.values())

@@ -25,7 +25,7 @@ from libra_hpc.protocol.env import EpisodeStepped, HostAlive, HostReady, ToHost,
 from libra_hpc.tasks.settings import write_private
 
 from .commands import host_command, host_settings
-from .context import Context
+from .context import AgentContext
 
 RESTART_S = 0.5
 NO_START_S = 5.0
@@ -38,7 +38,7 @@ class Hosts:
 
     def __init__(
         self,
-        context: Context,
+        context: AgentContext,
         message: Callable[[int, Any], None],
         down: Callable[[int, str], None],
         fail: Callable[[str], None],

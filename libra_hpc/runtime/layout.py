@@ -18,13 +18,13 @@ from libra_hpc.slurm.fit import present_components
 PoolComponent = Literal["train", "hybrid", "rollout"]
 
 
-class Layout(msgspec.Struct, frozen=True):
+class RankLayout(msgspec.Struct, frozen=True):
     """Component of every rank."""
 
     components: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: RunConfig) -> Layout:
+    def of(cls, config: RunConfig) -> RankLayout:
         """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
         return cls(tuple(name for name, component in present_components(config) for _ in range(component.nodes)))
 
@@ -47,7 +47,7 @@ class Layout(msgspec.Struct, frozen=True):
         return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]
 
 
-def check_world(size: int, layout: Layout, environment: Mapping[str, str]) -> None:
+def check_world(size: int, layout: RankLayout, environment: Mapping[str, str]) -> None:
     """Raise `OperationError` when MPI and the launcher disagree on the number of ranks.
 
     A wrong pairing of MPI library and `srun --mpi` plugin is otherwise silent: every task becomes a world of size one and exits with 0.

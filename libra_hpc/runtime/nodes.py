@@ -13,7 +13,7 @@ from typing import Literal
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
 
-from .context import Context
+from .context import AgentContext
 from .liveness import Silent, silent_nodes
 from .screen import NodeFacts
 
@@ -26,7 +26,7 @@ class NodePool:
 
     def __init__(
         self,
-        context: Context,
+        context: AgentContext,
         event: Callable[..., None],
         moved: Callable[[Literal["to_train", "to_rollout"], float, float], None],
         recorded: Callable[[], int],
@@ -130,11 +130,11 @@ class NodePool:
         context = self._context
         for effect in effects:
             match effect:
-                case states.StartEngine(rank=rank, kind=kind):
+                case states.OrderStart(rank=rank, kind=kind):
                     context.send(rank, wire.StartEngine(kind))
-                case states.StandbyEngine(rank=rank, kind=kind):
+                case states.OrderStandby(rank=rank, kind=kind):
                     context.send(rank, wire.StandbyEngine(kind))
-                case states.DrainTurns(rank=rank):
+                case states.OrderDrain(rank=rank):
                     context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
                 case states.OpenTurns() | states.ResubmitTurns():
                     pass  # the rollout leader hears of engines from their own node, and of a lost node with everybody else

@@ -12,7 +12,7 @@ from libra_hpc.planner.calibrate import PredictedStep, StepForecast
 from libra_hpc.planner.snapshot import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
 
-from .context import Context
+from .context import AgentContext
 
 STEPS = 256
 WINDOWS = 256
@@ -102,7 +102,7 @@ class Observations:
         return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)
 
 
-def forecast(context: Context) -> StepForecast:
+def forecast(context: AgentContext) -> StepForecast:
     """The step forecast of an attempt, from the plan the run was queued with where there is one; a rehearsal's clock runs faster than its plan's."""
     plan = context.run.read_json(context.run.plan).get("predicted", {})
     scale = 1.0 / context.config.speedup

@@ -13,7 +13,7 @@ from libra_hpc.slurm.outcome import OUTPUT
 from libra_hpc.telemetry.facts import FactsWriter
 from libra_hpc.telemetry.status import Status, encode_status
 
-from .context import Context
+from .context import AgentContext
 from .progress import Notices
 
 CLOSE_S = 30.0
@@ -25,7 +25,7 @@ FLUSH_S = 2.0
 class Records:
     """Every method returns at once, except `event_now` and `close`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: AgentContext) -> None:
         self._attempt, self._patience_s = context.attempt, context.config.deadlines.storage_s
         self._facts = FactsWriter(context.run)
         self._notices = Notices()

@@ -29,8 +29,8 @@ from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.telemetry.rundir import read_lines
 
-from .context import Context
-from .layout import Layout
+from .context import AgentContext
+from .layout import RankLayout
 from .orders import REFUSED, Orders
 
 EVENT = "laid_out"
@@ -45,13 +45,13 @@ class _Ordered(NamedTuple):
     """Id of an operator's order."""
 
 
-class Relayout:
+class Repartition:
     """What rank 0 knows of it; `propose` when the planner decides for one, `look` for an operator's order, `carry_out` once training has stopped.
 
     ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.
     """
 
-    def __init__(self, context: Context, event: Callable[..., None], answer: Callable[..., None]) -> None:
+    def __init__(self, context: AgentContext, event: Callable[..., None], answer: Callable[..., None]) -> None:
         self._run, self._attempt, self._layout, self._event = context.run, context.attempt, context.layout, event
         told = [line for line in read_lines(context.run.events) if line.get("kind") in (EVENT, REFUSED)]
         self._orders = Orders(context.run, answer, {str(line.get("order")) for line in told})
@@ -141,7 +141,7 @@ class Relayout:
         config = load_resolved(self._run.config)
         for problem in problems(config):
             raise problem
-        if Layout.of(config) != self._layout:
+        if RankLayout.of(config) != self._layout:
             raise UserError(f"{self._run.config.name} has another layout than the ranks that run.")
         return relaid(config, values)
 

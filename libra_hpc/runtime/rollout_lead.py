@@ -11,17 +11,17 @@ from libra_hpc.errors import said
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.kept import Kept, Position, Record
+from libra_hpc.rollout.kept import FinishedTrajectory, Recovered, TrainedPrompts
 from libra_hpc.rollout.leader import RolloutLeader
-from libra_hpc.rollout.record import Ended, Routed, decision_line, trace_line
+from libra_hpc.rollout.record import Routed, TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.settings import rollout_settings
-from libra_hpc.rollout.spool import Spool
+from libra_hpc.rollout.spool import RecoveryLog
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.telemetry.journal import Journal
 
 from .attempt import start_state
-from .context import Context
+from .context import AgentContext
 from .hosts import Hosts
 from .origin import digest
 from .storage import KEEP_LINES, Storage
@@ -33,12 +33,12 @@ STALL_S = 1.0
 """This process ran this much later than it wanted: nobody could read messages meanwhile, so nobody is judged by that time."""
 
 
-def position(start: wire.Welcome) -> Position:
+def position(start: wire.Welcome) -> TrainedPrompts:
     """The data order's part of a start state."""
-    return Position(start.step, start.low, frozenset(start.extra))
+    return TrainedPrompts(start.step, start.low, frozenset(start.extra))
 
 
-def line(record: Ended | Restart) -> dict[str, Any]:
+def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
     """A line of `trajectories.jsonl`."""
     return record.line() if isinstance(record, Restart) else trace_line(record)
 
@@ -46,14 +46,14 @@ def line(record: Ended | Restart) -> dict[str, Any]:
 class RolloutLead:
     """See the module docstring."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: AgentContext) -> None:
         self._context = context
         config = context.config
-        self._trajectories: Journal[Ended | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
+        self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._storage = Storage(self._trajectories, self._decisions, context.log)
-        self._spool = Spool(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
-        self._new: list[Trajectory | Record | wire.Committed] = []
+        self._spool = RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
+        self._new: list[Trajectory | FinishedTrajectory | wire.Committed] = []
         """For the spool's next write."""
         self._stopping = False
         self._policy = make_policy(config.rollout.policy, config.run.seed)
@@ -100,7 +100,7 @@ class RolloutLead:
                 self._hosts.watch()
                 self.leader.watch()
 
-    async def _supersede(self, kept: Kept) -> None:
+    async def _supersede(self, kept: Recovered) -> None:
         """Mark what earlier starts finished and this one does not go on with."""
         start, path = self._context.start, self._context.run.trajectories
         try:
@@ -127,23 +127,23 @@ class RolloutLead:
         if records:
             context.log("scheduler_warm_start", trajectories=len(records))
 
-    async def _recover(self) -> Kept:
+    async def _recover(self) -> Recovered:
         """What earlier starts have finished and this one need not sample again."""
         context, config, start = self._context, self._context.config, self._context.start
         if self._spool is None:
             # Weights count by their versions, and a start that leaves no trace would mix its own with those of others.
             await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
-            return Kept({}, {})
+            return Recovered({}, {})
         kept = await self._spool.recover(digest(config), position(start), config.algorithm.eta)
         if kept.groups or kept.dropped:
             context.log("experience_kept", **kept.event(config.algorithm.group_size))
         return kept
 
-    def _saved(self) -> Position:
+    def _saved(self) -> TrainedPrompts:
         """Where a start would go on now."""
         return position(start_state(self._context.run))
 
-    def _on_ended(self, ended: Ended) -> None:
+    def _on_ended(self, ended: TrajectoryEnd) -> None:
         self._trajectories.add(ended)
         self._new.append(ended.trajectory)
 
@@ -157,7 +157,7 @@ class RolloutLead:
         if self._watcher is not None:
             self._watcher.cancel()
         # Before anything that takes time: whoever ends the job may not wait for it.  What is in mid-course comes last, as it is now: it may go on meanwhile.
-        self._new += [Record.of(trajectory) for trajectory in self.leader.unfinished()]
+        self._new += [FinishedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await self._hosts.stop()
         # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.

@@ -58,7 +58,7 @@ from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
 from .commands import engine_command
-from .context import Context
+from .context import AgentContext
 from .engine_start import engine_config
 from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 
@@ -93,7 +93,7 @@ class _Engine:
 class RolloutNode:
     """See the module docstring."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: AgentContext) -> None:
         self._context = context
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
         serves = context.component in ("hybrid", "rollout")

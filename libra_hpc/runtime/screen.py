@@ -11,7 +11,7 @@ from libra_hpc.telemetry.accuracy import median_error, window_error
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status
 
-from .context import Context
+from .context import AgentContext
 from .observations import Observations
 
 SHOWN_STEPS = 6
@@ -37,7 +37,7 @@ class NodeFacts:
 
 
 def compose_status(
-    context: Context,
+    context: AgentContext,
     pool: states.Pool | None,
     nodes: Mapping[int, NodeFacts],
     seen: Observations,
@@ -93,7 +93,7 @@ def _forecast(seen: Observations, forecast: StepForecast) -> ForecastStatus | No
     )  # fmt: skip
 
 
-def _node(context: Context, pool: states.Pool | None, rank: int, facts: NodeFacts, over: bool, now: float) -> NodeStatus:
+def _node(context: AgentContext, pool: states.Pool | None, rank: int, facts: NodeFacts, over: bool, now: float) -> NodeStatus:
     component = context.layout.components[rank]
     role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
     if over and role != "lost":

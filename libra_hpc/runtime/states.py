@@ -100,7 +100,7 @@ class Drained(msgspec.Struct, frozen=True):
     rank: int
 
 
-class EngineReady(msgspec.Struct, frozen=True):
+class EngineAnswers(msgspec.Struct, frozen=True):
     """The node's engine of this kind answers."""
 
     rank: int
@@ -120,7 +120,7 @@ class MemberOf(msgspec.Struct, frozen=True):
     generation: int
 
 
-class EngineDied(msgspec.Struct, frozen=True):
+class EngineEnded(msgspec.Struct, frozen=True):
     """The node's engine of this kind ended unasked; the node itself lives."""
 
     rank: int
@@ -139,19 +139,19 @@ class Returned(msgspec.Struct, frozen=True):
     rank: int
 
 
-Event = Union[MoveOrdered, Drained, EngineReady, StateArrived, MemberOf, EngineDied, HeartbeatLost, Returned]
+Event = Union[MoveOrdered, Drained, EngineAnswers, StateArrived, MemberOf, EngineEnded, HeartbeatLost, Returned]
 
 # Effects ------------------------------------------------------------------------------------------
 
 
-class StartEngine(msgspec.Struct, frozen=True):
+class OrderStart(msgspec.Struct, frozen=True):
     """Start the node's engine of this kind, or wake it from standby."""
 
     rank: int
     kind: Role
 
 
-class StandbyEngine(msgspec.Struct, frozen=True):
+class OrderStandby(msgspec.Struct, frozen=True):
     """Put the node's engine of this kind into warm standby."""
 
     rank: int
@@ -164,7 +164,7 @@ class OpenTurns(msgspec.Struct, frozen=True):
     rank: int
 
 
-class DrainTurns(msgspec.Struct, frozen=True):
+class OrderDrain(msgspec.Struct, frozen=True):
     """Send no new turns to this node; report `Drained` when those in flight are answered or moved."""
 
     rank: int
@@ -182,7 +182,7 @@ class FormMembership(msgspec.Struct, frozen=True):
     membership: Membership
 
 
-Effect = Union[StartEngine, StandbyEngine, OpenTurns, DrainTurns, ResubmitTurns, FormMembership]
+Effect = Union[OrderStart, OrderStandby, OpenTurns, OrderDrain, ResubmitTurns, FormMembership]
 
 # Transitions --------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout",
     made: dict[int, Node] = {}
     for rank, component in nodes:
         made[rank] = Node(rank, component, NodeState.STARTING, hybrid_role if component == "hybrid" else component)
-    return Pool(made, Membership(generation, ()), generation), tuple(StartEngine(node.rank, node.role) for node in made.values())
+    return Pool(made, Membership(generation, ()), generation), tuple(OrderStart(node.rank, node.role) for node in made.values())
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
@@ -218,21 +218,21 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _to_rollout(pool, node)
         case Drained():
             _require(node.draining, node, "drained")
-            return _put(pool, node, draining=False), (StandbyEngine(node.rank, "rollout"), StartEngine(node.rank, "train"))
-        case EngineReady(kind=kind):
+            return _put(pool, node, draining=False), (OrderStandby(node.rank, "rollout"), OrderStart(node.rank, "train"))
+        case EngineAnswers(kind=kind):
             return _engine_ready(pool, node, kind)
         case StateArrived():
             _require(node.role == "train" and node.engine_ready, node, "state arrived")
             return _settle(_put(pool, node, has_state=True)), ()
         case MemberOf(generation=generation):
             return _member(pool, node, generation)
-        case EngineDied(kind=kind):
+        case EngineEnded(kind=kind):
             return _engine_died(pool, node, kind)
         case HeartbeatLost():
             return _lost(pool, node)
         case Returned():
             _require(node.state is NodeState.LOST, node, "returned")
-            return _put(pool, node, state=NodeState.STARTING), (StartEngine(node.rank, node.role),)
+            return _put(pool, node, state=NodeState.STARTING), (OrderStart(node.rank, node.role),)
 
 
 def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
@@ -240,7 +240,7 @@ def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.state is NodeState.ROLLOUT, node, "ordered to train")
     _require(len(rollout_nodes(pool)) > 1, node, "ordered to train: it is the last rollout node")
     moved = _put(pool, node, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
-    return moved, (DrainTurns(node.rank),)
+    return moved, (OrderDrain(node.rank),)
 
 
 def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
@@ -271,7 +271,7 @@ def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect
     effects: list[Effect] = []
     for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.has_state]:
         pool = _put(pool, leaving, has_state=False, member_of=-1)
-        effects += (StandbyEngine(leaving.rank, "train"), StartEngine(leaving.rank, "rollout"))
+        effects += (OrderStandby(leaving.rank, "train"), OrderStart(leaving.rank, "rollout"))
     return _settle(pool), tuple(effects)
 
 
@@ -279,22 +279,22 @@ def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect
     _require(node.state is not NodeState.LOST, node, f"{kind} engine died")
     if kind == "rollout":
         if node.draining:
-            return _put(pool, node, draining=False), (ResubmitTurns(node.rank), StartEngine(node.rank, "train"))
+            return _put(pool, node, draining=False), (ResubmitTurns(node.rank), OrderStart(node.rank, "train"))
         if node.role != "rollout" or node.has_state:
             return pool, ()  # a standby: the next move pays a cold start
-        restart: tuple[Effect, ...] = (StartEngine(node.rank, "rollout"),)
+        restart: tuple[Effect, ...] = (OrderStart(node.rank, "rollout"),)
         if node.state is NodeState.ROLLOUT:
             return _put(pool, node, state=NodeState.STARTING, engine_ready=False), (ResubmitTurns(node.rank), *restart)
         return pool, restart
     if node.state is NodeState.TO_ROLLOUT and node.has_state:
-        return _put(pool, node, has_state=False, member_of=-1), (StartEngine(node.rank, "rollout"),)
+        return _put(pool, node, has_state=False, member_of=-1), (OrderStart(node.rank, "rollout"),)
     if node.role != "train" or node.draining:
         return pool, ()  # a standby
     state = NodeState.STARTING if node.state is NodeState.TRAIN else node.state
     was_proposed = node.engine_ready
     died = _put(pool, node, state=state, engine_ready=False, has_state=False, member_of=-1)
     died, effects = _propose(died) if was_proposed else (died, ())
-    return died, (*effects, StartEngine(node.rank, "train"))
+    return died, (*effects, OrderStart(node.rank, "train"))
 
 
 def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:

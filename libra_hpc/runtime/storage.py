@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from libra_hpc.rollout.spool import Spool
+from libra_hpc.rollout.spool import RecoveryLog
 from libra_hpc.telemetry.journal import Journal
 
 KEEP_LINES = 20_000
@@ -27,7 +27,7 @@ class Storage:
         self._faults: dict[str, str] = {}
         self._told = False
 
-    async def flush(self, spool: Spool | None, new: list[Any]) -> None:
+    async def flush(self, spool: RecoveryLog | None, new: list[Any]) -> None:
         """Write what is new; lines first: what the spool has is in `trajectories.jsonl`, so that a start which goes on with it need not write it."""
         await self.trajectories.flush()
         if self.trajectories.fault:

@@ -29,7 +29,7 @@ from libra_hpc.protocol.trainer import (
     SaveFailed,
     Standby,
     StepDone,
-    Stop,
+    StopWorker,
     ToWorker,
     Warned,
     WorkerError,
@@ -43,7 +43,7 @@ from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, Worke
 from libra_hpc.weights.relay import Publisher
 
 from .commands import trainer_command
-from .context import Context
+from .context import AgentContext
 from .replica_watch import ReplicaWatch
 
 KIND = "train"
@@ -62,7 +62,7 @@ WARNING_S = 60.0
 class TrainNode:
     """See the module docstring."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._children: list[Child] = []
         self._ready: dict[int, WorkerReady] = {}
@@ -120,7 +120,7 @@ class TrainNode:
         self._stopping = True
         for child in self._children:
             child.stopping = True
-            child.send(Stop())
+            child.send(StopWorker())
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def reset(self) -> None:

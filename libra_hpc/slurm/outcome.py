@@ -38,7 +38,7 @@ OUTPUT, OUTPUT_FD = "LIBRA_HPC_OUTPUT_FD", 3
 Word = Literal["stop", "again", "recover", "repeat"]
 
 
-class Ended(NamedTuple):
+class RanksEnded(NamedTuple):
     """What is known once the ranks have ended."""
 
     told: bool
@@ -56,50 +56,50 @@ class Ended(NamedTuple):
     """Restarts allowed."""
 
 
-class Decision(NamedTuple):
+class LauncherDecision(NamedTuple):
     """What the launcher does now, and why."""
 
     word: Word
     reason: str
 
 
-def decide(ended: Ended) -> Decision:
+def decide(ended: RanksEnded) -> LauncherDecision:
     """See the module docstring."""
     if ended.told:
-        return Decision("stop", "the job was told to leave")
+        return LauncherDecision("stop", "the job was told to leave")
     if ended.verdict:
-        return Decision("stop", "the run has ended")
+        return LauncherDecision("stop", "the run has ended")
     if ended.again is not None and not ended.again.startswith(RECOVER):
-        return Decision("again", "the ranks start in another layout")
+        return LauncherDecision("again", "the ranks start in another layout")
     if ended.again is not None:
         return _recover(ended, ended.again.removeprefix(RECOVER).strip())
     if ended.met:
         return _recover(ended, "the planner's agent (rank 0) was lost")
     if ended.tries < START_TRIES:
-        return Decision("repeat", f"start {ended.tries}: the agents did not meet")
-    return Decision("stop", f"start {ended.tries}: the agents did not meet; the agents' logs say more")
+        return LauncherDecision("repeat", f"start {ended.tries}: the agents did not meet")
+    return LauncherDecision("stop", f"start {ended.tries}: the agents did not meet; the agents' logs say more")
 
 
-def _recover(ended: Ended, reason: str) -> Decision:
+def _recover(ended: RanksEnded, reason: str) -> LauncherDecision:
     if ended.recoveries < ended.restarts:
-        return Decision("recover", reason)
-    return Decision("stop", f"{reason}, and all {ended.restarts} restarts of slurm.restarts are used")
+        return LauncherDecision("recover", reason)
+    return LauncherDecision("stop", f"{reason}, and all {ended.restarts} restarts of slurm.restarts are used")
 
 
-def look(run: RunDir, attempt: int, *, told: bool, tries: int, recoveries: int, restarts: int) -> Ended:
+def look(run: RunDir, attempt: int, *, told: bool, tries: int, recoveries: int, restarts: int) -> RanksEnded:
     """Read what the ranks left behind; a file system that hiccups is asked again, `LOOKS` times."""
     for left in reversed(range(LOOKS)):
         try:
             again = run.again(attempt).read_text(errors="replace") if run.again(attempt).exists() else None
-            return Ended(told, run.met(attempt).exists(), again, run.result.exists(), tries, recoveries, restarts)
+            return RanksEnded(told, run.met(attempt).exists(), again, run.result.exists(), tries, recoveries, restarts)
         except OSError as error:
             print(f"the run directory cannot be read: {error}", file=sys.stderr)
             if left:
                 time.sleep(LOOK_S)
-    return Ended(told, True, None, False, tries, restarts, restarts)
+    return RanksEnded(told, True, None, False, tries, restarts, restarts)
 
 
-def finish(run: RunDir, attempt: int, decision: Decision, *, told: bool) -> int:
+def finish(run: RunDir, attempt: int, decision: LauncherDecision, *, told: bool) -> int:
     """Leave a verdict where the ranks could not, say it, and return the exit code: 0 when the run completed."""
     result = run.read_json(run.result)
     if not result:

@@ -29,7 +29,7 @@ from pathlib import Path
 from libra_hpc.process.folders import remove_orphans
 from libra_hpc.telemetry.rundir import RunDir
 
-from .outcome import REASON, RECOVERIES, Decision, decide, finish, look
+from .outcome import REASON, RECOVERIES, LauncherDecision, decide, finish, look
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
@@ -217,7 +217,7 @@ def carry(run: RunDir, options: argparse.Namespace, told: Sequence[int]) -> int:
             os.environ[REASON] = decision.reason if decision.word == "recover" else ""
         tries = tries + 1 if decision.word == "repeat" else 1
         recoveries += decision.word == "recover"
-    return finish(run, options.attempt, Decision("stop", "the job was told to leave"), told=True)
+    return finish(run, options.attempt, LauncherDecision("stop", "the job was told to leave"), told=True)
 
 
 if __name__ == "__main__":

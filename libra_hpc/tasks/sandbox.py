@@ -31,7 +31,7 @@ from libra_hpc.protocol.codec import FrameBuffer, FrameError
 from .base import ToolResult
 from .declared import tool_refs
 from .settings import HostConfig
-from .toolproc import Call, Ready, Run, Setup, ToolDone, ToolRef, from_tool, to_tool
+from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0
 """Most seconds from spawning a tool process to its `Ready`: starting Python and importing the tools from a busy shared file system."""
@@ -292,7 +292,7 @@ class Sandbox:
         """See `libra_hpc.tasks.base.Tools.python`."""
         call = _draw()
         limit_s = self.config.tool_timeout_s + CODE_GRACE_S
-        return await self._result(self._code, call, to_tool.frame(Run(call, code)), limit_s)
+        return await self._result(self._code, call, to_tool.frame(RunCode(call, code)), limit_s)
 
     async def _result(self, pool: _Pool, call: int, frame: bytes, limit_s: float) -> ToolResult:
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """A tool process: runs declared tool functions, or model-written code in a forked child, for the one host that started it.
 
 The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it cannot work.  Then one call at a
-time: `Call` for a declared tool, `Run` for code.  Frames are msgpack against closed unions, so neither side can make the other run anything else.
+time: `Call` for a declared tool, `RunCode` for code.  Frames are msgpack against closed unions, so neither side can make the other run anything else.
 What a call has started ends before its answer is sent.  What was there before the call goes on: a browser driver or a pool of workers
 that the tool's module starts when it is imported serves all calls.
 
@@ -74,7 +74,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     args: tuple[Any, ...]
 
 
-class Run(msgspec.Struct, tag=True, frozen=True):
+class RunCode(msgspec.Struct, tag=True, frozen=True):
     """Run model-written code."""
 
     call: int
@@ -98,7 +98,7 @@ class ToolDone(msgspec.Struct, tag=True, frozen=True):
     """Whose answer this is; 0: of no call, this process cannot start."""
 
 
-to_tool: Codec[Setup | Call | Run] = Codec(Union[Setup, Call, Run])
+to_tool: Codec[Setup | Call | RunCode] = Codec(Union[Setup, Call, RunCode])
 from_tool: Codec[Ready | ToolDone] = Codec(Union[Ready, ToolDone])
 
 
@@ -208,7 +208,7 @@ def serve(link: socket.socket) -> None:
     buffer = FrameBuffer()
     pending: list[bytes] = []
 
-    def receive() -> Setup | Call | Run | None:
+    def receive() -> Setup | Call | RunCode | None:
         while not pending:
             chunk = link.recv(1 << 20)
             if not chunk:

@@ -25,7 +25,7 @@ TOGETHER_S = 0.5
 """Moves of one decision start within milliseconds; two decisions are an interval of the planner apart."""
 
 
-class Move(msgspec.Struct, frozen=True):
+class MoveRecord(msgspec.Struct, frozen=True):
     """One node changing stage."""
 
     rank: int
@@ -115,12 +115,12 @@ def generated(trajectory: Record) -> tuple[float, float]:
     return number(trajectory, "finished_at"), tokens
 
 
-def moves(log: Sequence[Record]) -> list[Move]:
+def moves(log: Sequence[Record]) -> list[MoveRecord]:
     """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank and the ``move_judged`` of its direction.
 
     Several nodes that moved by one decision were judged together: each of them carries the gain of all.
     """
-    found: list[Move] = []
+    found: list[MoveRecord] = []
     open_moves: dict[int, int] = {}
     for event in log:
         rank = event.get("rank")
@@ -130,7 +130,7 @@ def moves(log: Sequence[Record]) -> list[Move]:
             open_moves[rank] = len(found)
             reason = str(event.get("reason", ""))
             gain = number(event, "predicted_gain_s")
-            found.append(Move(rank, _stage(event.get("to")), reason, event["t"], None, math.nan, gain, math.nan))
+            found.append(MoveRecord(rank, _stage(event.get("to")), reason, event["t"], None, math.nan, gain, math.nan))
         elif event["kind"] == "move_done" and rank in open_moves:
             index = open_moves.pop(rank)
             start = found[index].start
@@ -141,7 +141,7 @@ def moves(log: Sequence[Record]) -> list[Move]:
     return found
 
 
-def _judge(found: list[Move], event: Record) -> None:
+def _judge(found: list[MoveRecord], event: Record) -> None:
     """Give the measured gain to the last decision's move of that rank and direction, and to those that started with it."""
     to, rank = _stage(event.get("to")), event.get("rank")
     started = next((move.start for move in reversed(found) if (move.rank, move.to) == (rank, to)), None)

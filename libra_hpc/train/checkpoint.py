@@ -23,19 +23,19 @@ from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import gather, gathered, hf_shapes, load
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
-from .engine import Engine
+from .engine import TrainEngine
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Files of a model folder that travel with its weights: configuration, tokenizer, chat template."""
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     """Full weights by Hugging Face name on the replica's rank 0 (elsewhere empty); collective over the replica."""
     return gather(dict(engine.named_parameters()), engine.shape, engine.split)
 
 
-def export(engine: Engine, path: Path) -> tuple[int, int]:
+def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
     """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write.
 
     Collective over the replica.  Raises `OSError` in all its processes when there is no room; nothing is left behind.
@@ -71,7 +71,7 @@ def _write_export(
     return found
 
 
-def _agree(engine: Engine, failure: OSError | None) -> None:
+def _agree(engine: TrainEngine, failure: OSError | None) -> None:
     """Raise `OSError` in all processes of the replica when the one that writes could not."""
     if not engine.agree(failure is None):
         raise failure or OSError("the process of this replica that writes could not")
@@ -105,7 +105,7 @@ def _save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str,
         raise OSError(f"{path}: {error}") from error
 
 
-def save(engine: Engine, model_dir: Path, folder: Path) -> None:
+def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
     """Write the current state as ``folder``, which appears all at once; collective over the replica.
 
     Raises `OSError` in all its processes when that fails, for example for want of room; nothing is left behind.
@@ -185,7 +185,7 @@ class TensorFiles:
 
 
 @torch.no_grad()
-def load_policy(engine: Engine, folder: Path) -> None:
+def load_policy(engine: TrainEngine, folder: Path) -> None:
     """Start from the weights of a Hugging Face folder at step 0, with an empty optimizer."""
     state = engine.state
     with TensorFiles(folder) as files:
@@ -197,7 +197,7 @@ def load_policy(engine: Engine, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_state(engine: Engine, folder: Path) -> None:
+def load_state(engine: TrainEngine, folder: Path) -> None:
     """Replace the state by the checkpoint or snapshot in ``folder`` (or the newest one under it); no process of the replica depends on another."""
     folder = folders.resolve(folder)
     saved, state = folders.read_state(folder), engine.state
@@ -214,7 +214,7 @@ def load_state(engine: Engine, folder: Path) -> None:
     state.commit(saved.step, saved.updates)
 
 
-def start(engine: Engine, model_dir: Path, start_dir: str) -> None:
+def start(engine: TrainEngine, model_dir: Path, start_dir: str) -> None:
     """Load the state a worker begins with: ``start_dir`` when given, else the weights of ``model_dir``."""
     if start_dir:
         load_state(engine, Path(start_dir))

@@ -63,7 +63,7 @@ def close_world() -> None:
     dist.destroy_process_group()
 
 
-class Engine:
+class TrainEngine:
     """Forward, backward and update of one rank; its weights are uninitialised until a state is loaded into it."""
 
     def __init__(
@@ -245,7 +245,7 @@ def _mark_sharded(model: torch.nn.Module, shape: Architecture, split: ReplicaPla
 class EngineState:
     """What training must not lose: float32 weights, Adam's moments, and two counters.  Everything else is derived."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainEngine) -> None:
         self.step = 0
         """Global batches trained."""
         self.updates = 0

@@ -187,7 +187,8 @@ def check_room(folder: Path, needed: int) -> None:
 def resolve(folder: Path) -> Path:
     """``folder`` itself when it is a state, else the newest one in it; raises `FileNotFoundError` when there is neither.
 
-    A checkpoint (its name ends with its step) may be removed between the moment it is chosen and the one it is read, because a newer one is complete: then that one.
+    A checkpoint (its name ends with its step) may be removed between the moment it is chosen and the one it
+    is read, because a newer one is complete: then that one.
     """
     found = folder if is_state(folder) else latest(folder)
     if found is None and not folder.exists() and folder.name[-1:].isdigit():

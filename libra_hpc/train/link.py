@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, Stop, from_worker, to_worker
+from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, StopWorker, from_worker, to_worker
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
@@ -54,7 +54,7 @@ class WorkerSocket(EngineSocket[FromWorker]):
         """
         while (message := self._next(0.0)) is not None:
             self._ahead.append(message)
-        return any(isinstance(message, Join | Standby | Stop) for message in self._ahead)
+        return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)
 
     def _next(self, timeout: float | None) -> Any | None:
         if timeout is not None and not self._pending and not self._poll.poll(1000.0 * timeout):

@@ -17,7 +17,7 @@ from libra_hpc.hardware.architecture import read_shape
 
 from .checkpoint import load_policy, weights, write_policy
 from .device import choose, local_store
-from .engine import Engine, close_world, init_world
+from .engine import TrainEngine, close_world, init_world
 from .grpo import token_logprobs
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
@@ -71,7 +71,7 @@ def warm_start(
     )
     split = init_world(chosen, 1, 1, 0, local_store(), WORLD_TIMEOUT_S)
     try:
-        engine = Engine(shape, chosen, getattr(torch, dtype), split, settings)
+        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings)
         load_policy(engine, model_dir)
         result = _train(engine, batches, steps, micro_tokens)
         write_policy(weights(engine), model_dir, out_dir, getattr(torch, dtype))
@@ -80,7 +80,7 @@ def warm_start(
     return result
 
 
-def _train(engine: Engine, batches: Iterator[Sequence[Demonstration]], steps: int, micro_tokens: int) -> dict[str, float]:
+def _train(engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], steps: int, micro_tokens: int) -> dict[str, float]:
     total = torch.zeros((), device=engine.device)
 
     def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:

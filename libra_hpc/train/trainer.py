@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
-from .engine import Engine
+from .engine import TrainEngine
 from .grpo import entropy_sum, grpo_terms, token_logprobs
 from .packing import Pack, decode, pack
 from .replicas import PeerLost, Replicas
@@ -27,14 +27,14 @@ LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
 """Places in the vector of sums that travels beside the gradients."""
 
 
-class Rejected(Exception):
+class BatchRejected(Exception):
     """The samples of a step cannot be trained on; nothing was changed."""
 
 
 class GrpoTrainer:
     """Runs `TrainStep` messages on an engine."""
 
-    def __init__(self, engine: Engine, replicas: Replicas, settings: AlgorithmSettings, micro_tokens: int) -> None:
+    def __init__(self, engine: TrainEngine, replicas: Replicas, settings: AlgorithmSettings, micro_tokens: int) -> None:
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
         self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
         engine.reduce = self._reduce
@@ -42,19 +42,19 @@ class GrpoTrainer:
     def step(self, message: TrainStep) -> StepDone:
         """Train on one global batch and commit it.
 
-        Raises `Rejected` or `PeerLost`, in both cases with the state of before and outside the generation, so that peers notice.
+        Raises `BatchRejected` or `PeerLost`, in both cases with the state of before and outside the generation, so that peers notice.
         """
         begin = time.monotonic()
         state, replicas = self._engine.state, self._replicas
         try:
             if replicas.generation != message.generation:
-                raise Rejected(f"this replica is in generation {replicas.generation}, the step is for {message.generation}")
+                raise BatchRejected(f"this replica is in generation {replicas.generation}, the step is for {message.generation}")
             if message.step != state.step + 1:
-                raise Rejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
+                raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
             batches = [self._pack(samples) for samples in message.minibatches]
-        except (Rejected, ValueError) as error:
+        except (BatchRejected, ValueError) as error:
             replicas.leave()
-            raise Rejected(str(error)) from error
+            raise BatchRejected(str(error)) from error
         saved = state.capture() if len(batches) > 1 else None
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0

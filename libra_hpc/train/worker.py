@@ -36,7 +36,7 @@ from libra_hpc.protocol.trainer import (
     SaveFailed,
     Standby,
     StepFailed,
-    Stop,
+    StopWorker,
     TrainStep,
     Warned,
     WorkerError,
@@ -46,11 +46,11 @@ from libra_hpc.train import checkpoint, folders
 from libra_hpc.weights.names import hf_shapes
 
 from .device import choose, file_store
-from .engine import Engine, init_world
+from .engine import TrainEngine, init_world
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
-from .trainer import GrpoTrainer, Rejected
+from .trainer import BatchRejected, GrpoTrainer
 
 SNAPSHOTS_KEPT = 1
 """Complete snapshots that stay: the newest.  The one being written is the second buffer."""
@@ -67,7 +67,7 @@ class Worker:
         device = choose(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp)
         split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
-        self._engine = Engine(shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute)
+        self._engine = TrainEngine(shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute)
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
         self._replicas = Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
@@ -76,10 +76,10 @@ class Worker:
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
 
     def run(self) -> None:
-        """Obey messages until `Stop`; raises `EOFError` when the agent is gone."""
+        """Obey messages until `StopWorker`; raises `EOFError` when the agent is gone."""
         while True:
             message = self._socket.receive()
-            if isinstance(message, Stop):
+            if isinstance(message, StopWorker):
                 return
             with self._pulse.phase(COMPUTE):
                 self._obey(message)
@@ -117,7 +117,7 @@ class Worker:
     def _train(self, message: TrainStep) -> None:
         try:
             done = self._trainer.step(message)
-        except (PeerLost, Rejected) as error:
+        except (PeerLost, BatchRejected) as error:
             self._socket.send(StepFailed(message.step, message.generation, str(error)))
             return
         self._socket.send(done)

@@ -1,6 +1,7 @@
 """The twin of an environment host: ``python -m libra_hpc.twin.host --socket PATH --config PATH`` of a `Play`.
 
-It is the real host around a task of its own, `Replay`: prompts and tool results of the workload's sizes (`tokens`), tools that take the workload's seconds,
+It is the real host around a task of its own, `WorkloadTask`: prompts and tool results of the workload's
+sizes (`tokens`), tools that take the workload's seconds,
 rewards of the workload.  It needs no tokenizer and starts no tool process.  Its steps have no limit: they take the
 tools' recorded times.
 """
@@ -22,7 +23,7 @@ from .tokens import STOP, answer, prompt
 from .workload import groups
 
 
-class Replay(Task):
+class WorkloadTask(Task):
     """A task that replays a workload.  Raises `UserError` for one that cannot be read or generated."""
 
     def __init__(self, play: Play) -> None:
@@ -75,7 +76,7 @@ class _NoTools:
 
 async def serve(path: str, play: Play) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
-    host = Host("twin", Replay(play), _NoTools())
+    host = Host("twin", WorkloadTask(play), _NoTools())
     await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
     return await host.closed
 

@@ -23,7 +23,7 @@ class Unreadable(ValueError):
     """A context that is not of this id space; the message is one sentence."""
 
 
-class Context(msgspec.Struct, frozen=True):
+class SimulatedContext(msgspec.Struct, frozen=True):
     """What an engine reads off a context."""
 
     prompt: int
@@ -53,7 +53,7 @@ def generated(count: int, complete: bool) -> bytes:
     return ids.tobytes()
 
 
-def read(context: bytes) -> Context:
+def read(context: bytes) -> SimulatedContext:
     """Read a context (int32 bytes); raises `Unreadable`."""
     if len(context) % 4 or len(context) < 4 * LEAST_PROMPT:
         raise Unreadable(f"prompt: {len(context)} bytes are no context of a rehearsal.")
@@ -66,4 +66,4 @@ def read(context: bytes) -> Context:
     number, tokens, sample = ids[0], ids[1], ids[2]
     if last < HEADER or left < 1 or number < 0 or sample < 0 or not LEAST_PROMPT <= tokens <= last + 1:
         raise Unreadable(f"prompt: the {len(ids)} ids do not say how long the turn is.")
-    return Context(number, tokens, sample, len(ids), left)
+    return SimulatedContext(number, tokens, sample, len(ids), left)

@@ -32,7 +32,7 @@ from libra_hpc.protocol.trainer import (
     Standby,
     StepDone,
     StepFailed,
-    Stop,
+    StopWorker,
     ToWorker,
     TrainStep,
     Warned,
@@ -68,10 +68,10 @@ class Trainer:
         socket.send(WorkerReady(self._state.step, shape.params, time.monotonic() - begin))
 
     def run(self) -> None:
-        """Obey messages until `Stop`; raises `EOFError` when the agent is gone."""
+        """Obey messages until `StopWorker`; raises `EOFError` when the agent is gone."""
         while True:
             message = self._socket.receive()
-            if message is None or isinstance(message, Stop):
+            if message is None or isinstance(message, StopWorker):
                 return
             with self._pulse.phase(COMPUTE):
                 self._socket.send_many(self._obey(message))

@@ -12,7 +12,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.history import check_warm_start, history
-from libra_hpc.rollout.record import Ended, trace_line
+from libra_hpc.rollout.record import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.persist import MAX_RECORDS
 from libra_hpc.sim.run import Run
@@ -37,7 +37,7 @@ def played(turns: int) -> Trajectory:
 def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     originals = [played(turns) for turns in (1, 3)]
-    LineLog(path).write_all(trace_line(Ended(trajectory, 100.0, 5.0)) for trajectory in originals)
+    LineLog(path).write_all(trace_line(TrajectoryEnd(trajectory, 100.0, 5.0)) for trajectory in originals)
     found = history(path, "", "code")
     for read, original in zip(found, originals, strict=True):
         assert msgspec.structs.replace(read, trajectory="") == msgspec.structs.replace(original.finished("code"), trajectory="")
@@ -46,7 +46,7 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
 
 def test_a_line_is_a_trace_whose_replay_says_the_same(tmp_path: Path) -> None:
     path, original = tmp_path / "trajectories.jsonl", played(3)
-    LineLog(path).write_all([trace_line(Ended(original, 100.0, 5.0))])
+    LineLog(path).write_all([trace_line(TrajectoryEnd(original, 100.0, 5.0))])
     (read,) = read_trace(path).trajectories
     assert [turn.new_tokens for turn in read.turns] == [0, 3, 3]
     assert (read.context, read.generated) == (len(original.context), original.attained)
@@ -61,7 +61,7 @@ def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) 
     other, own = tmp_path / "other", tmp_path / "trajectories.jsonl"
     other.mkdir()
     for folder, turns in ((other, 3), (tmp_path, 2)):
-        LineLog(folder / "trajectories.jsonl").write_all([{"foreign": 1}, trace_line(Ended(played(turns), 100.0, 5.0))])
+        LineLog(folder / "trajectories.jsonl").write_all([{"foreign": 1}, trace_line(TrajectoryEnd(played(turns), 100.0, 5.0))])
     for name in (str(other), str(other / "trajectories.jsonl")):
         assert [(record.turns, record.version) for record in history(own, name, "code")] == [(3, 0), (2, 1)]
     assert [record.turns for record in history(own, "", "code")] == [2]

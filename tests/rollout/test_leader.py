@@ -14,9 +14,9 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
-from libra_hpc.rollout.kept import Position, Record, Start, gather, verdict
+from libra_hpc.rollout.kept import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
 from libra_hpc.rollout.leader import RolloutLeader
-from libra_hpc.rollout.record import Ended, decision_line, trace_line
+from libra_hpc.rollout.record import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.settings import RolloutSettings
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
@@ -132,7 +132,7 @@ class Plant:
         for i in range(self.start_engines):
             self.up(f"e{i}", rank=3 + i)
 
-    def on_ended(self, ended: Ended) -> None:
+    def on_ended(self, ended: TrajectoryEnd) -> None:
         self.lines.append(trace_line(ended))
         self.ended.append(ended.trajectory)
 
@@ -739,13 +739,13 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
         for seed in range(12):
             pick = random.Random(seed)
             eta, in_order, steps = seed % 3, seed % 2 == 1, 9
-            starts, found, batches = [Start(0, "same")], list[tuple[int, Record]](), dict[int, Batch]()
+            starts, found, batches = [Start(0, "same")], list[tuple[int, FinishedTrajectory]](), dict[int, Batch]()
             step = 0
             while step < steps:
                 trained = DataOrder()
                 for at in range(1, step + 1):
                     trained.trained(group.index for group in batches[at].groups)
-                position = Position(step, trained.low, frozenset(trained.extra))
+                position = TrainedPrompts(step, trained.low, frozenset(trained.extra))
                 number = len(starts) - 1
                 kept = gather((record, verdict(record, start, starts, position, eta)) for start, record in found)
                 begun_before = {t: t.context.tobytes() for members in kept.groups.values() for t in members if t.place != "done"}
@@ -780,7 +780,7 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                 assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
                 # A start may end with or without a word.
                 said = plant.leader.unfinished() if pick.random() < 0.7 else []
-                found += [(number, Record.of(trajectory)) for trajectory in (*plant.ended, *said)]
+                found += [(number, FinishedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *said)]
                 total["sampled"] += len(plant.ended)
                 step = max(begun, step - pick.randrange(2)) if step < steps else step
                 starts.append(Start(step, "same"))

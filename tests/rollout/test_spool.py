@@ -21,8 +21,8 @@ from libra_hpc.protocol.mesh import Committed
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout import spool as spools
 from libra_hpc.rollout.batch import GroupState, batch_stats
-from libra_hpc.rollout.kept import Kept, Position, Record, Start, verdict
-from libra_hpc.rollout.spool import RETRY_S, STARTS, TRIM_S, Spool, read_segment
+from libra_hpc.rollout.kept import FinishedTrajectory, Recovered, Start, TrainedPrompts, verdict
+from libra_hpc.rollout.spool import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 from libra_hpc.runtime.origin import digest
 
@@ -43,8 +43,8 @@ def played(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Traje
     return trajectory
 
 
-def at(step: int, low: int = 0, *extra: int) -> Position:
-    return Position(step, low, frozenset(extra))
+def at(step: int, low: int = 0, *extra: int) -> TrainedPrompts:
+    return TrainedPrompts(step, low, frozenset(extra))
 
 
 class Run:
@@ -52,11 +52,11 @@ class Run:
 
     def __init__(self, folder: Path, segment_bytes: int = 1) -> None:
         self.folder, self.saved, self.now, self.segment_bytes = folder, at(0), 0.0, segment_bytes
-        self.spool: Spool
+        self.spool: RecoveryLog
 
-    def start(self, position: Position | None = None, digest: str = "same", eta: int = ETA) -> Kept:
+    def start(self, position: TrainedPrompts | None = None, digest: str = "same", eta: int = ETA) -> Recovered:
         self.saved = position or self.saved
-        self.spool = Spool(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
+        self.spool = RecoveryLog(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
         return asyncio.run(self.spool.recover(digest, self.saved, eta))
 
     def add(self, *records: Trajectory | Committed) -> None:
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "experience")
 
 
-def kept_of(kept: Kept) -> list[tuple[int, int]]:
+def kept_of(kept: Recovered) -> list[tuple[int, int]]:
     return sorted((trajectory.index, trajectory.sample) for group in kept.groups.values() for trajectory in group)
 
 
@@ -142,7 +142,7 @@ def test_what_counts(record: Trajectory, number: int, reason: str) -> None:
     starts = [Start(0, "same"), Start(3, "same"), Start(4, "other"), Start(5, "same")]
     if number == 1:
         starts[2] = Start(5, "other")
-    assert verdict(Record.of(record), number, starts, at(5, 1, 7), ETA) == reason
+    assert verdict(FinishedTrajectory.of(record), number, starts, at(5, 1, 7), ETA) == reason
 
 
 def test_weights_of_a_step_that_was_gone_back_on_never_count_again(run: Run) -> None:
@@ -209,7 +209,7 @@ def test_a_list_of_starts_nested_without_end_is_none(run: Run) -> None:
 
 def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
-    record = Record.of(played(0))
+    record = FinishedTrajectory.of(played(0))
     turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
     not_finite = ({"reward": float("nan")}, {"info": {"a": float("inf")}}, {"logprobs": pack_f32([0.0, 0.0, 0.0, -1.0, float("nan")])})
     wrongs = (
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_cannot_be_read_costs_nothing_of_what_is_kept(run: Run
     run.start()
     run.add(played(0), played(1))
 
-    def unreadable() -> Position:
+    def unreadable() -> TrainedPrompts:
         raise error
 
     run.spool._position = unreadable

@@ -29,7 +29,7 @@ from libra_hpc.protocol.mesh import (
     RolloutReport,
     StartEngine,
     StepReport,
-    Stop,
+    StopAgent,
     StopTraining,
     TrainingFinished,
     Welcome,
@@ -38,9 +38,9 @@ from libra_hpc.protocol.order import encode_order, new_order
 from libra_hpc.runtime import coordinator as module
 from libra_hpc.runtime import records as records_module
 from libra_hpc.runtime.attempt import start_state
-from libra_hpc.runtime.context import Context
+from libra_hpc.runtime.context import AgentContext
 from libra_hpc.runtime.coordinator import Coordinator
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, silent_nodes
 from libra_hpc.runtime.screen import NodeFacts
 from libra_hpc.telemetry.rundir import RunDir, read_lines
@@ -52,8 +52,8 @@ class Scene:
         tmp_path.mkdir(exist_ok=True)
         self.run = RunDir(tmp_path)
         self.sent: list[tuple[int, Any]] = []
-        layout = Layout(("planner", "train", "hybrid", "rollout"))
-        self.context = Context(
+        layout = RankLayout(("planner", "train", "hybrid", "rollout"))
+        self.context = AgentContext(
             0, layout, config or RunConfig(), self.run, 1, lambda rank, message, blob=b"": self.sent.append((rank, message)), Welcome(step, "", 0, ()),
             tmp_path, tmp_path,
         )  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
     scene.tell((1, StepReport(1, {"reward": 0.5, "trained_tokens": 10.0, "loss_tokens": 5.0, "replicas": 1.0, "train_s": 0.1})), (1, TrainingFinished(1)))
     run_until_over(scene)
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
-    assert [rank for rank, _ in scene.orders(Stop)] == [1, 2, 3]
+    assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     assert [line["step"] for line in read_lines(scene.run.metrics)] == [1]
     assert decode_status(scene.run.status.read_bytes()).reward == 0.5
     assert [e["kind"] for e in read_lines(scene.run.events)][-1] == "job_finished"
@@ -153,7 +153,7 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path
     assert scene.run.again(1).exists()
     config = RunConfig.model_validate_json(scene.run.config.read_bytes())
     assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
-    assert [rank for rank, _ in scene.orders(Stop)] == [1, 2, 3]
+    assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     events = list(read_lines(scene.run.events))
     assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("laid_out", CHANGES, 3)
     status = decode_status(scene.run.status.read_bytes())

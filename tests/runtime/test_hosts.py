@@ -13,9 +13,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostAlive, HostReady
 from libra_hpc.protocol.mesh import Log, Welcome
 from libra_hpc.runtime import hosts as module
-from libra_hpc.runtime.context import Context
+from libra_hpc.runtime.context import AgentContext
 from libra_hpc.runtime.hosts import Hosts
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.telemetry.rundir import RunDir
 
 
@@ -60,8 +60,8 @@ class Scene:
         self.seen: list[Any] = []
         self.downs: list[str] = []
         self.failed: list[str] = []
-        layout = Layout(("planner", "train", "rollout"))
-        context = Context(2, layout, config, RunDir(folder), 1, lambda rank, m, blob=b"": self.sent.append(m), Welcome(0, "", 0, ()), folder, folder)
+        layout = RankLayout(("planner", "train", "rollout"))
+        context = AgentContext(2, layout, config, RunDir(folder), 1, lambda rank, m, blob=b"": self.sent.append(m), Welcome(0, "", 0, ()), folder, folder)
         self.hosts = Hosts(
             context, lambda host, m: self.seen.append(m), lambda host, reason: self.downs.append(reason), self.failed.append, lambda: self.now
         )  # fmt: skip

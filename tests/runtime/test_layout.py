@@ -6,11 +6,11 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
-from libra_hpc.runtime.layout import Layout, check_world
+from libra_hpc.runtime.layout import RankLayout, check_world
 
 
-def layout_of(train: int, hybrid: int, rollout: int) -> Layout:
-    return Layout.of(RunConfig.model_validate({"components": {"train": {"nodes": train}, "hybrid": {"nodes": hybrid}, "rollout": {"nodes": rollout}}}))
+def layout_of(train: int, hybrid: int, rollout: int) -> RankLayout:
+    return RankLayout.of(RunConfig.model_validate({"components": {"train": {"nodes": train}, "hybrid": {"nodes": hybrid}, "rollout": {"nodes": rollout}}}))
 
 
 def test_leaders_are_the_lowest_ranks_of_their_component() -> None:

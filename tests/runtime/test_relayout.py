@@ -14,9 +14,9 @@ from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.protocol.order import LONGEST, encode_order, new_order
 from libra_hpc.runtime import orders
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
-from libra_hpc.runtime.relayout import Relayout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.relayout import Repartition
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
 
@@ -34,17 +34,17 @@ class Job:
         self.run.write_json(self.run.config, CONFIG.model_dump())
         self.clock = 1000.0
 
-    def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Relayout:
+    def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartition:
         self.run.logs(attempt).mkdir(parents=True, exist_ok=True)
         self.run.again(attempt).unlink(missing_ok=True)
         config = CONFIG.model_copy(update={"twin": CONFIG.twin.model_copy(update={"speedup": speedup})})
-        here = Layout.of(self.config())
-        context = Context(0, here, config, self.run, attempt, lambda *a, **k: None, Welcome(step, "", 0, ()), self.run.path, self.run.path)
+        here = RankLayout.of(self.config())
+        context = AgentContext(0, here, config, self.run, attempt, lambda *a, **k: None, Welcome(step, "", 0, ()), self.run.path, self.run.path)
         log = LineLog(self.run.events)
         def event(kind: str, **fields: Any) -> None:
             log.write({"t": self.clock, "kind": kind, **fields})
 
-        return Relayout(context, event, event)
+        return Repartition(context, event, event)
 
     def config(self) -> RunConfig:
         return RunConfig.model_validate_json(self.run.config.read_bytes())

@@ -13,10 +13,10 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import Log, Welcome
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.kept import Kept
+from libra_hpc.rollout.kept import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.storage import Storage
 from libra_hpc.sim.traces.read import read_trace
@@ -63,18 +63,18 @@ def trace(index: int, sample: int, reward: float = 0.0) -> dict[str, Any]:
     return {"prompt_id": f"p{index}", "sample": sample, "prompt_tokens": 1, "turns": turns, "index": index, "reward": reward, "finished_at": 1.0}
 
 
-def kept(*done: tuple[int, int]) -> Kept:
+def kept(*done: tuple[int, int]) -> Recovered:
     found: dict[int, list[Trajectory]] = {}
     for index, sample in done:
         found.setdefault(index, []).append(Trajectory(index, sample, 0))
         found[index][-1].place = "done"
-    return Kept(found, {})
+    return Recovered(found, {})
 
 
 def lead(folder: Path, start: Welcome) -> tuple[RolloutLead, list[Any]]:
     sent: list[Any] = []
-    layout = Layout(("planner", "train", "rollout"))
-    context = Context(2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder)
+    layout = RankLayout(("planner", "train", "rollout"))
+    context = AgentContext(2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder)
     return RolloutLead(context), sent
 
 
@@ -82,12 +82,12 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     run = RunDir(tmp_path)
     run.write_json(run.config, {})
 
-    async def starts(welcome: Welcome, going_on: Kept) -> None:
+    async def starts(welcome: Welcome, going_on: Recovered) -> None:
         leader, sent = lead(tmp_path, welcome)
         await leader._supersede(going_on)
         assert not [m for m in sent if isinstance(m, Log)]
 
-    asyncio.run(starts(Welcome(0, "", 0, ()), Kept({}, {})))
+    asyncio.run(starts(Welcome(0, "", 0, ()), Recovered({}, {})))
     assert not run.trajectories.exists(), "the first start goes back on nothing"
     log = LineLog(run.trajectories)
     log.write_all([trace(0, 0, 0.1), trace(0, 1), trace(1, 0), trace(2, 0), trace(3, 0), trace(4, 0)])

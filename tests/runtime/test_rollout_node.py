@@ -23,8 +23,8 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.runtime import rollout_node
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.twin import tokens
@@ -55,8 +55,8 @@ class Scene:
         self.folders[1].mkdir()
         self.sent: list[Any] = []
         self.newest = 0
-        layout = Layout(("planner", "train", "rollout"))
-        self.context = Context(
+        layout = RankLayout(("planner", "train", "rollout"))
+        self.context = AgentContext(
             NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
         )
         self.node = RolloutNode(self.context)

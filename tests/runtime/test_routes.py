@@ -106,7 +106,7 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
-    agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.Stop}
+    agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.StopAgent}
     engines = {wire.EngineIsReady, wire.EngineDied, wire.TurnsDrained, wire.MemberJoined}
     coordinators = {wire.Hello, wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.BatchReady, wire.RolloutReport, wire.TrainingFinished, *engines}
     rows = set(Scene().routes._rows)

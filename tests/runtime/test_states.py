@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from libra_hpc.runtime.states import (
     Drained,
-    DrainTurns,
     Effect,
-    EngineDied,
-    EngineReady,
+    EngineAnswers,
+    EngineEnded,
     Event,
     FormMembership,
     HeartbeatLost,
@@ -23,11 +22,12 @@ from libra_hpc.runtime.states import (
     MoveOrdered,
     NodeState,
     OpenTurns,
+    OrderDrain,
+    OrderStandby,
+    OrderStart,
     Pool,
     ResubmitTurns,
     Returned,
-    StandbyEngine,
-    StartEngine,
     StateArrived,
     advance,
     rollout_nodes,
@@ -47,10 +47,10 @@ def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
 def running(hybrid: str = "rollout") -> Pool:
     """Nodes 1 (train), 2 (rollout), 3 (hybrid), all at work."""
     pool, _ = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
-    pool, _ = play(pool, EngineReady(1, "train"), MemberOf(1, 1), StateArrived(1), EngineReady(2, "rollout"))
+    pool, _ = play(pool, EngineAnswers(1, "train"), MemberOf(1, 1), StateArrived(1), EngineAnswers(2, "rollout"))
     if hybrid == "rollout":
-        return advance(pool, EngineReady(3, "rollout"))[0]
-    return play(pool, EngineReady(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
+        return advance(pool, EngineAnswers(3, "rollout"))[0]
+    return play(pool, EngineAnswers(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
 
 
 def states(pool: Pool) -> list[str]:
@@ -59,30 +59,30 @@ def states(pool: Pool) -> list[str]:
 
 def test_start_brings_every_node_to_its_stage() -> None:
     _, effects = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
-    assert effects == (StartEngine(1, "train"), StartEngine(2, "rollout"), StartEngine(3, "rollout"))
+    assert effects == (OrderStart(1, "train"), OrderStart(2, "rollout"), OrderStart(3, "rollout"))
     assert states(running()) == ["train", "rollout", "rollout"]
     assert states(running("train")) == ["train", "rollout", "train"]
 
 
 def test_the_first_generation_waits_for_all_core_trainers() -> None:
     pool, _ = start([(1, "train"), (2, "train"), (3, "rollout")])
-    pool, effects = play(pool, EngineReady(2, "train"))
+    pool, effects = play(pool, EngineAnswers(2, "train"))
     assert effects == []
-    pool, effects = play(pool, EngineReady(1, "train"))
+    pool, effects = play(pool, EngineAnswers(1, "train"))
     assert effects == [FormMembership(Membership(1, (1, 2)))]
-    other, _ = play(start([(1, "train"), (2, "train")])[0], EngineReady(2, "train"))
+    other, _ = play(start([(1, "train"), (2, "train")])[0], EngineAnswers(2, "train"))
     _, effects = play(other, HeartbeatLost(1))
     assert effects == [FormMembership(Membership(1, (2,)))], "a lost one is not waited for"
 
 
 def test_to_train_and_it_counts_only_with_its_state() -> None:
     pool, effects = play(running(), MoveOrdered(3, "train"))
-    assert effects == [DrainTurns(3)]
+    assert effects == [OrderDrain(3)]
     pool, effects = play(pool, Drained(3))
-    assert effects == [StandbyEngine(3, "rollout"), StartEngine(3, "train")]
+    assert effects == [OrderStandby(3, "rollout"), OrderStart(3, "train")]
     assert trainers(pool) == (1,)
     assert pool.forming is None, "nobody waits for an engine that starts"
-    pool, effects = play(pool, EngineReady(3, "train"))
+    pool, effects = play(pool, EngineAnswers(3, "train"))
     assert effects == [FormMembership(Membership(2, (1, 3)))]
     pool, _ = play(pool, MemberOf(1, 2), MemberOf(3, 2))
     assert pool.membership.ranks == (1, 3)
@@ -97,18 +97,18 @@ def test_to_rollout_leaves_with_the_next_generation() -> None:
     assert effects == [FormMembership(Membership(3, (1,)))]
     assert trainers(pool) == (1, 3), "it works until the step border"
     pool, effects = play(pool, MemberOf(1, 3))
-    assert effects == [StandbyEngine(3, "train"), StartEngine(3, "rollout")]
+    assert effects == [OrderStandby(3, "train"), OrderStart(3, "rollout")]
     assert trainers(pool) == (1,)
-    pool, effects = play(pool, EngineReady(3, "rollout"))
+    pool, effects = play(pool, EngineAnswers(3, "rollout"))
     assert effects == [OpenTurns(3)]
     assert rollout_nodes(pool) == (2, 3)
 
 
 def test_a_killed_trainer_is_left_out_and_comes_back_as_a_new_member() -> None:
-    pool, effects = play(running("train"), EngineDied(1, "train"))
-    assert effects == [FormMembership(Membership(3, (3,))), StartEngine(1, "train")]
+    pool, effects = play(running("train"), EngineEnded(1, "train"))
+    assert effects == [FormMembership(Membership(3, (3,))), OrderStart(1, "train")]
     assert trainers(pool) == (3,)
-    pool, effects = play(pool, EngineReady(1, "train"), MemberOf(3, 3))
+    pool, effects = play(pool, EngineAnswers(1, "train"), MemberOf(3, 3))
     assert effects == [FormMembership(Membership(4, (1, 3)))]
     assert pool.membership.generation == 2, "the confirmation of the superseded generation 3 came late"
     pool, _ = play(pool, StateArrived(1))
@@ -118,45 +118,45 @@ def test_a_killed_trainer_is_left_out_and_comes_back_as_a_new_member() -> None:
 
 
 def test_the_only_trainer_dies_and_is_rebuilt() -> None:
-    pool, effects = play(running(), EngineDied(1, "train"))
-    assert effects == [StartEngine(1, "train")]
+    pool, effects = play(running(), EngineEnded(1, "train"))
+    assert effects == [OrderStart(1, "train")]
     assert trainers(pool) == ()
-    pool, effects = play(pool, EngineReady(1, "train"))
+    pool, effects = play(pool, EngineAnswers(1, "train"))
     assert effects == [FormMembership(Membership(2, (1,)))]
     assert trainers(play(pool, StateArrived(1), MemberOf(1, 2))[0]) == (1,)
 
 
 def test_a_leaving_node_stays_when_it_is_the_last_with_the_state() -> None:
     pool, _ = play(running("train"), MoveOrdered(3, "rollout"))
-    pool, effects = play(pool, EngineDied(1, "train"))
-    assert effects == [FormMembership(Membership(4, (3,))), StartEngine(1, "train")]
+    pool, effects = play(pool, EngineEnded(1, "train"))
+    assert effects == [FormMembership(Membership(4, (3,))), OrderStart(1, "train")]
     assert pool.nodes[3].state is NodeState.TRAIN
     pool, _ = play(pool, MemberOf(3, 4))
     assert trainers(pool) == (3,)
 
 
 def test_a_killed_rollout_engine_gives_its_turns_back() -> None:
-    pool, effects = play(running(), EngineDied(2, "rollout"))
-    assert effects == [ResubmitTurns(2), StartEngine(2, "rollout")]
+    pool, effects = play(running(), EngineEnded(2, "rollout"))
+    assert effects == [ResubmitTurns(2), OrderStart(2, "rollout")]
     assert rollout_nodes(pool) == (3,)
-    _, effects = play(running(), MoveOrdered(3, "train"), EngineDied(3, "rollout"))
-    assert effects == [DrainTurns(3), ResubmitTurns(3), StartEngine(3, "train")], "dead is drained"
+    _, effects = play(running(), MoveOrdered(3, "train"), EngineEnded(3, "rollout"))
+    assert effects == [OrderDrain(3), ResubmitTurns(3), OrderStart(3, "train")], "dead is drained"
 
 
 def test_a_lost_node_returns_to_its_role() -> None:
     pool, effects = play(running("train"), HeartbeatLost(3))
     assert effects == [FormMembership(Membership(3, (1,)))]
     pool, effects = play(pool, HeartbeatLost(3), Returned(3))
-    assert effects == [StartEngine(3, "train")]
+    assert effects == [OrderStart(3, "train")]
     pool, effects = play(pool, HeartbeatLost(2))
     assert effects == [ResubmitTurns(2)]
 
 
 def test_a_standby_that_dies_changes_nothing() -> None:
     pool = running()
-    assert advance(pool, EngineDied(3, "train")) == (pool, ())
-    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), EngineDied(3, "train"))
-    assert effects[-1] == StartEngine(3, "rollout")
+    assert advance(pool, EngineEnded(3, "train")) == (pool, ())
+    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), EngineEnded(3, "train"))
+    assert effects[-1] == OrderStart(3, "rollout")
     assert trainers(pool) == (1,)
     assert play(pool, MemberOf(1, 3))[1] == [], "already freed"
 
@@ -164,8 +164,8 @@ def test_a_standby_that_dies_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        MoveOrdered(1, "rollout"), MoveOrdered(2, "train"), MoveOrdered(3, "rollout"), MoveOrdered(9, "train"), Drained(3), EngineReady(3, "rollout"),
-        EngineReady(3, "train"), StateArrived(3), StateArrived(2), MemberOf(1, 7), Returned(3),
+        MoveOrdered(1, "rollout"), MoveOrdered(2, "train"), MoveOrdered(3, "rollout"), MoveOrdered(9, "train"), Drained(3), EngineAnswers(3, "rollout"),
+        EngineAnswers(3, "train"), StateArrived(3), StateArrived(2), MemberOf(1, 7), Returned(3),
     ],
 )  # fmt: skip
 def test_impossible_events_raise(event: Event) -> None:
@@ -185,8 +185,8 @@ def test_the_last_node_of_a_stage_may_not_leave() -> None:
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
 events = st.one_of(
-    st.builds(MoveOrdered, ranks, kinds), st.builds(Drained, ranks), st.builds(EngineReady, ranks, kinds), st.builds(StateArrived, ranks),
-    st.builds(MemberOf, ranks, st.integers(0, 12)), st.builds(EngineDied, ranks, kinds), st.builds(HeartbeatLost, ranks), st.builds(Returned, ranks),
+    st.builds(MoveOrdered, ranks, kinds), st.builds(Drained, ranks), st.builds(EngineAnswers, ranks, kinds), st.builds(StateArrived, ranks),
+    st.builds(MemberOf, ranks, st.integers(0, 12)), st.builds(EngineEnded, ranks, kinds), st.builds(HeartbeatLost, ranks), st.builds(Returned, ranks),
 )  # fmt: skip
 COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
 
@@ -197,8 +197,8 @@ def silenced(message: Event, event: Event) -> bool:
         return False
     if isinstance(event, HeartbeatLost):
         return not isinstance(message, Returned)
-    if isinstance(event, EngineDied):
-        return (isinstance(message, EngineReady) and message.kind == event.kind) or isinstance(message, Drained if event.kind == "rollout" else StateArrived)
+    if isinstance(event, EngineEnded):
+        return (isinstance(message, EngineAnswers) and message.kind == event.kind) or isinstance(message, Drained if event.kind == "rollout" else StateArrived)
     return False
 
 
@@ -254,10 +254,10 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
     def obey(effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             match effect:
-                case StartEngine(rank=rank, kind=kind):
-                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineReady) and e.rank == rank)]
-                    inbox.append(EngineReady(rank, kind))
-                case DrainTurns(rank=rank):
+                case OrderStart(rank=rank, kind=kind):
+                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineAnswers) and e.rank == rank)]
+                    inbox.append(EngineAnswers(rank, kind))
+                case OrderDrain(rank=rank):
                     inbox.append(Drained(rank))
                 case FormMembership(membership=membership):
                     inbox.extend(MemberOf(rank, membership.generation) for rank in membership.ranks)
@@ -281,7 +281,7 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
             picked = data.draw(st.integers(0, len(inbox) - 1))
             apply(inbox.pop(picked))
             continue
-        event = data.draw(st.one_of(st.builds(MoveOrdered, ranks, kinds), st.builds(EngineDied, ranks, kinds), st.builds(HeartbeatLost, ranks)))
+        event = data.draw(st.one_of(st.builds(MoveOrdered, ranks, kinds), st.builds(EngineEnded, ranks, kinds), st.builds(HeartbeatLost, ranks)))
         inbox[:] = [e for e in inbox if not silenced(e, event)]
         apply(event)
         if isinstance(event, HeartbeatLost) and pool.nodes[event.rank].state is NodeState.LOST:

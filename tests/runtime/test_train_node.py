@@ -19,8 +19,8 @@ from libra_hpc.process.child import Child
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Log, Welcome
 from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined
 from libra_hpc.runtime import train_node as module
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import folders
@@ -41,8 +41,8 @@ class Scene:
         self.shm = folder / "shm"
         self.shm.mkdir()
         self.run = RunDir(folder / "run")
-        context = Context(
-            1, Layout(("planner", "train", "hybrid", "rollout")), config, self.run, 1, lambda rank, message, blob=b"": self.sent.append(message),
+        context = AgentContext(
+            1, RankLayout(("planner", "train", "hybrid", "rollout")), config, self.run, 1, lambda rank, message, blob=b"": self.sent.append(message),
             Welcome(0, "", 0, ()), folder, self.shm,
         )  # fmt: skip
         self.node = TrainNode(context)

@@ -15,8 +15,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.runtime.context import Context
-from libra_hpc.runtime.layout import Layout
+from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.leader import LeaderSettings, TrainLeader
@@ -42,13 +42,13 @@ class Side:
         self.ready: set[int] = set()
         self.generation = 0
         self.run = RunDir(folder / "run")
-        layout = Layout(("planner", "train", "train", "train", "rollout"))
+        layout = RankLayout(("planner", "train", "train", "train", "rollout"))
         self.nodes: dict[int, TrainNode] = {}
         for rank in RANKS:
             private, shm = folder / f"p{rank}", folder / f"s{rank}"
             private.mkdir(), shm.mkdir()
             start = wire.Welcome(0, "", 0, ())
-            self.nodes[rank] = TrainNode(Context(rank, layout, config, self.run, 1, self.send, start, private, shm))
+            self.nodes[rank] = TrainNode(AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm))
         settings = LeaderSettings(STEPS, 1, False, 0, str(folder), str(folder / "checkpoints"), 3)
         self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.send, 4, lambda: (), self.saved)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -14,15 +14,15 @@ import pytest
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.devcluster import packages
 from libra_hpc.slurm.devcluster.cluster import Cluster
-from libra_hpc.slurm.devcluster.conf import NODES, Site, gres_conf, slurm_conf
+from libra_hpc.slurm.devcluster.conf import NODES, ClusterFacts, gres_conf, slurm_conf
 from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, step_daemons, stop
-from libra_hpc.slurm.devcluster.packages import Tools
+from libra_hpc.slurm.devcluster.packages import SlurmTools
 
-SITE = Site(Path("/h"), "host", "127.0.1.1", "me", {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}}, 4242)
+SITE = ClusterFacts(Path("/h"), "host", "127.0.1.1", "me", {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}}, 4242)
 
 
 def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
-    text = slurm_conf(SITE, Tools(Path("/t")))
+    text = slurm_conf(SITE, SlurmTools(Path("/t")))
     assert "SlurmctldHost=host(127.0.1.1)\nSlurmctldPort=100\n" in text
     assert (
         "NodeName=a800-3 NodeHostname=host NodeAddr=127.0.1.1 Port=104 Boards=1 Sockets=2 CoresPerSocket=32 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:a800:8"
@@ -35,7 +35,7 @@ def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
 
 
 def test_a_host_name_that_does_not_resolve() -> None:
-    text = slurm_conf(Site(SITE.home, SITE.host, "", SITE.user, SITE.ports, 1), Tools(Path("/t")))
+    text = slurm_conf(ClusterFacts(SITE.home, SITE.host, "", SITE.user, SITE.ports, 1), SlurmTools(Path("/t")))
     assert "NoInAddrAny" not in text
     assert "SlurmctldHost=host(127.0.0.1)" in text
 

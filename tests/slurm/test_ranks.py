@@ -15,7 +15,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.job import read_job, write_job
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.outcome import Decision, Ended, decide
+from libra_hpc.slurm.outcome import LauncherDecision, RanksEnded, decide
 from libra_hpc.slurm.query import JobState
 from libra_hpc.slurm.ranks import KeyValueSpace
 from libra_hpc.telemetry.rundir import RunDir
@@ -155,14 +155,14 @@ def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunD
 
 
 def test_what_follows_the_end_of_all_ranks() -> None:
-    lost = Ended(told=False, met=True, again=None, verdict=False, tries=1, recoveries=0, restarts=1)
+    lost = RanksEnded(told=False, met=True, again=None, verdict=False, tries=1, recoveries=0, restarts=1)
     assert decide(lost).word == "recover"
     assert decide(lost._replace(recoveries=1)).word == "stop"
     assert decide(lost._replace(told=True)).word == "stop"
     assert decide(lost._replace(verdict=True)).word == "stop"
     assert decide(lost._replace(again="")).word == "again"
     assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
-    assert decide(lost._replace(again="recover: node 1 was lost\n")) == Decision("recover", "node 1 was lost")
+    assert decide(lost._replace(again="recover: node 1 was lost\n")) == LauncherDecision("recover", "node 1 was lost")
     assert decide(lost._replace(again="", verdict=True)).word == "stop", "a restart that could not be prepared ends with a verdict"
     assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
     assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
-from libra_hpc.protocol.trainer import Alive, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, Stop, TrainStep, WorkerReady, from_worker, to_worker
+from libra_hpc.protocol.trainer import Alive, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StopWorker, TrainStep, WorkerReady, from_worker, to_worker
 from libra_hpc.train import checkpoint, folders
-from libra_hpc.train.engine import Engine
+from libra_hpc.train.engine import TrainEngine
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
 from libra_hpc.train.trainer import GrpoTrainer
@@ -90,9 +90,11 @@ def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 
     return TrainStep(step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches))
 
 
-def build(model_dir: Path, split: ReplicaPlace, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER) -> tuple[Engine, GrpoTrainer]:
+def build(
+    model_dir: Path, split: ReplicaPlace, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER
+) -> tuple[TrainEngine, GrpoTrainer]:
     """An engine and trainer in this process, in generation 0 alone, with the model's weights."""
-    engine = Engine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
+    engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = Replicas(engine, 60.0, 60.0)
     trainer = GrpoTrainer(engine, replicas, ALGORITHM, MICRO_TOKENS)
@@ -219,7 +221,7 @@ class Replica:
         """Stop orderly where still alive; returns the exit codes."""
         for process, connection in zip(self.processes, self._sockets, strict=True):
             if process.poll() is None:
-                connection.sendall(to_worker.frame(Stop()))
+                connection.sendall(to_worker.frame(StopWorker()))
         codes = [process.wait(timeout=WAIT_S) for process in self.processes]
         for connection in self._sockets:
             connection.close()

@@ -15,7 +15,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.rollout import Generated, UpdateWeights
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train import checkpoint
-from libra_hpc.train.engine import Engine
+from libra_hpc.train.engine import TrainEngine
 from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.settings import OptimizerSettings
@@ -38,7 +38,7 @@ def as_samples(done: list[Generated]) -> list[Sample]:
     return samples
 
 
-def gaps(engine: Engine, samples: list[Sample]) -> torch.Tensor:
+def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
     """|log p Megatron - log p vLLM| of every sampled token."""
     found: list[torch.Tensor] = []
 
@@ -53,7 +53,7 @@ def gaps(engine: Engine, samples: list[Sample]) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(tied: bool, tmp_path: Path, world: ReplicaPlace) -> None:
     model = make_model(tmp_path / "model", seed=3, tied=tied)
-    trainer = Engine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2))
+    trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2))
     checkpoint.load_policy(trainer, model.folder)
     engine = EngineUnderTest(tmp_path, engine_config(model))
     try:

@@ -15,7 +15,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train.checkpoint import load_policy
 from libra_hpc.train.device import local_store
-from libra_hpc.train.engine import Engine, close_world, init_world
+from libra_hpc.train.engine import TrainEngine, close_world, init_world
 from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
 from tests.train.support import OPTIMIZER, make_model
@@ -27,7 +27,7 @@ def _pack(lengths: list[int]) -> Pack:
     return one
 
 
-def _kept(engine: Engine, batch: Pack, dtype: torch.dtype) -> int:
+def _kept(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
     """Bytes of tensors of ``dtype``, the model's, that a forward pass keeps, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in engine.ddp.parameters()}
     seen: dict[int, int] = {}
@@ -53,7 +53,7 @@ def _per_layer(folder: Path, lengths: list[int]) -> tuple[ModelShape, float]:
         make_model("qwen3", model_dir, layers=layers)
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
-            engine = Engine(read_shape(model_dir), torch.device("cpu"), torch.bfloat16, split, OPTIMIZER)
+            engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), torch.bfloat16, split, OPTIMIZER)
             kept.append(_kept(engine, batch, torch.bfloat16))
         finally:
             close_world()
@@ -83,7 +83,7 @@ def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path)
     for recompute in (False, True):
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
-            engine = Engine(read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute)
+            engine = TrainEngine(read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute)
             load_policy(engine, tmp_path / "m")
             engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
             gradients.append([g.clone() for g in engine.gradients()])

@@ -109,7 +109,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3), train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
         first.until(train.Saved)
         assert "cannot save step 4" in first.until(train.WorkerError).what
-        first.send(train.Standby(), train.Stop())
+        first.send(train.Standby(), train.StopWorker())
         assert first.process.wait(60) == 0
     assert folders.read_state(tmp_path / "step-3") == folders.TrainerState(3, 3)
     with trainer_link(tmp_path / "c", law, start_dir=str(snapshots)) as rebuilt:
@@ -131,7 +131,7 @@ def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> N
         link.send(env.OpenEpisode("e", 2, 3, 0.0), env.OpenEpisode("f", 1, 0, 0.0))
         opened = [link.until(env.EpisodeOpened) for _ in range(2)]
         assert [(each.prompt_id, len(each.tokens) // 4, each.max_tokens) for each in opened] == [("p", 20, 7), ("q", 30, 6)]
-        assert tokens.read(opened[0].tokens) == tokens.Context(0, 20, 3, 20, 5)
+        assert tokens.read(opened[0].tokens) == tokens.SimulatedContext(0, 20, 3, 20, 5)
         link.send(env.StepEpisode("e", tokens.generated(5, complete=True)))
         stepped = link.until(env.EpisodeStepped)
         assert stepped.signal == env.Signal("test", "error", 9, 2.0 / 10_000.0, 1, 3, 4)

@@ -20,7 +20,7 @@ def test_a_context_tells_what_is_left_of_its_turn(number: int, sample: int, size
     for place, (turn, new) in enumerate(turns):
         for done in {0, data.draw(st.integers(0, turn - 1))}:
             partial = [*context, *unpack_i32(tokens.generated(done, complete=False))]
-            assert tokens.read(pack_i32(partial)) == tokens.Context(number, shared, sample, len(partial), turn - done)
+            assert tokens.read(pack_i32(partial)) == tokens.SimulatedContext(number, shared, sample, len(partial), turn - done)
         context += unpack_i32(tokens.generated(turn, complete=True))
         if place + 1 < len(turns):
             context += tokens.answer(new, turns[place + 1][0])

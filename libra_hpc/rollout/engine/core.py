@@ -29,9 +29,9 @@ from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, fol
 from .pinning import PinningScheduler
 from .rehearsal import rehearse
 from .settings import EngineConfig, engine_arguments
-from .stats import Counters
+from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
-from .turns import Rejected, Turn, read_prompt, refusal
+from .turns import TurnInFlight, TurnRejected, read_prompt, refusal
 
 SLEEP_LEVEL = 2
 """vLLM sleep level that frees the weights too: they are stale at waking anyway."""
@@ -65,10 +65,10 @@ class RolloutEngine:
         assert isinstance(scheduler, PinningScheduler)
         self._scheduler = scheduler
         self._max_model_len = model.max_model_len
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, TurnInFlight] = {}
         self._ids: dict[str, str] = {}
         self._serial = 0
-        self._counters = Counters()
+        self._counters = EngineCounters()
         self._refuses = ""
         self._version = config.version
         self._client.set_weight_version(str(config.version))
@@ -119,7 +119,7 @@ class RolloutEngine:
         started = time.monotonic()
         reports = rehearse(self.submit, self.step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache()
-        self._counters = Counters()
+        self._counters = EngineCounters()
         self.ready = msgspec.structs.replace(self.ready, rehearsal=reports, start_s=self.ready.start_s + time.monotonic() - started)
         return self.ready
 
@@ -134,7 +134,7 @@ class RolloutEngine:
             return refusal(request.rid, self._refuses)
         try:
             prompt = read_prompt(request, self._max_model_len, self._vocab_size)
-        except Rejected as error:
+        except TurnRejected as error:
             return refusal(request.rid, str(error))
         # vLLM's workers forget an id one step after its end, so a re-submitted id must be new to them.
         key = f"{self._serial:x}"
@@ -155,7 +155,7 @@ class RolloutEngine:
         )
         if request.keep_s > 0.0:
             self._scheduler.keep(key, request.keep_s)
-        self._turns[key] = Turn(request.rid, time.monotonic())
+        self._turns[key] = TurnInFlight(request.rid, time.monotonic())
         self._ids[request.rid] = key
         return None
 

@@ -18,7 +18,7 @@ IDLE_INTERVAL_S = 1.0
 """Between two reports of an idle engine, which say that it is alive.  The shortest deadline in use is a minute."""
 
 
-class Counters:
+class EngineCounters:
     """Running totals of one engine."""
 
     def __init__(self) -> None:

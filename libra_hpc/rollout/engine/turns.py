@@ -1,6 +1,7 @@
 """One request inside the engine: what is accepted, and how its tokens add up to the answer.
 
-vLLM's core hands out each step's new tokens; a `Turn` collects them with their log-probabilities and the weight version of the step, so an aborted request
+vLLM's core hands out each step's new tokens; a `TurnInFlight` collects them with their log-probabilities and
+the weight version of the step, so an aborted request
 is answered with what it has, and the version spans add up to the tokens by construction.
 """
 
@@ -17,30 +18,30 @@ from libra_hpc.protocol.rollout import Generate, Generated
 NOT_FINITE = "log-probabilities are not finite"
 
 
-class Rejected(Exception):
+class TurnRejected(Exception):
     """A request the engine cannot run; the message is one sentence for its sender."""
 
 
 def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[int]:
-    """The prompt's token ids; raises `Rejected` for a request that vLLM could not run.
+    """The prompt's token ids; raises `TurnRejected` for a request that vLLM could not run.
 
     A prompt must leave room for one token: ``1 <= len(prompt) < max_model_len``.  A longer ``max_tokens`` than the room left is no mistake: the turn then ends
     with finish reason ``length``.
     """
     if len(request.prompt) % 4:
-        raise Rejected(f"prompt: {len(request.prompt)} bytes are not int32 token ids.")
+        raise TurnRejected(f"prompt: {len(request.prompt)} bytes are not int32 token ids.")
     ids = np.frombuffer(request.prompt, dtype="<i4")
     if not ids.size:
-        raise Rejected("prompt: empty.")
+        raise TurnRejected("prompt: empty.")
     if ids.size >= max_model_len:
-        raise Rejected(f"prompt: {ids.size} tokens leave no room in a context of {max_model_len}.")
+        raise TurnRejected(f"prompt: {ids.size} tokens leave no room in a context of {max_model_len}.")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        raise Rejected(f"prompt: token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}.")
+        raise TurnRejected(f"prompt: token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}.")
     if request.max_tokens < 1:
-        raise Rejected(f"max_tokens = {request.max_tokens}: at least 1 is needed.")
+        raise TurnRejected(f"max_tokens = {request.max_tokens}: at least 1 is needed.")
     if not (math.isfinite(request.temperature) and request.temperature >= 0):
-        raise Rejected(f"temperature = {request.temperature}: a number >= 0 is needed.")
+        raise TurnRejected(f"temperature = {request.temperature}: a number >= 0 is needed.")
     prompt: list[int] = ids.tolist()
     return prompt
 
@@ -50,7 +51,7 @@ def refusal(rid: str, why: str) -> Generated:
     return Generated(rid=rid, tokens=b"", logprobs=b"", finish="error", versions=(), cached_tokens=0, queue_s=0.0, run_s=0.0, error=why)
 
 
-class Turn:
+class TurnInFlight:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
     __slots__ = ("_spans", "arrived", "cached_tokens", "logprobs", "recomputed", "rid", "scheduled", "tokens")

@@ -4,7 +4,7 @@
 over by others), and returns once every node has registered.  `Cluster.down` cancels the jobs, stops the daemons and leaves the state, so job ids go on
 counting.  Both hold a file lock, so two callers never race.
 
-Layout of the home folder: ``etc run state log munge fakedev spool/<node> tmp/<node>``, ``cluster.json`` (`Record`) and ``lock``.
+Layout of the home folder: ``etc run state log munge fakedev spool/<node> tmp/<node>``, ``cluster.json`` (`ClusterRecord`) and ``lock``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from libra_hpc.telemetry.rundir import write_atomic
 
 from . import conf as files
 from .daemons import Daemon, job_processes, last_line, send, step_daemons, stop
-from .packages import Tools, ensure_packages, locked
+from .packages import SlurmTools, ensure_packages, locked
 
 READY_TIMEOUT_S = 60.0
 """Registration takes 0.1 to 2 s; a machine busy with engines may need far longer."""
@@ -44,7 +44,7 @@ POLL_S = 0.1
 DOWN_STATES = ("down", "drain", "fail", "inval", "unknown")
 
 
-class Record(msgspec.Struct, frozen=True):
+class ClusterRecord(msgspec.Struct, frozen=True):
     """What a later call must know about the cluster."""
 
     root: str
@@ -107,27 +107,27 @@ class Cluster:
         if record is None:
             return []
         with locked(self.home / "lock"):
-            return self._stop(Tools(Path(record.root)))
+            return self._stop(SlurmTools(Path(record.root)))
 
     def info(self) -> ClusterInfo | None:
         """The running cluster, or None when its controller does not run."""
         record = self._record()
         if record is None or not Path(record.root).is_dir():
             return None
-        tools = Tools(Path(record.root))
+        tools = SlurmTools(Path(record.root))
         pids = {daemon.name: pid for daemon in self._daemons(tools) if (pid := daemon.pid()) is not None}
         if not {"munged", "slurmctld"} <= pids.keys():
             return None
         return ClusterInfo(self.home, self.conf, tools.environment(self.conf), files.NODES, files.PARTITIONS, record.ports, pids)
 
-    def _record(self) -> Record | None:
+    def _record(self) -> ClusterRecord | None:
         try:
-            record = msgspec.json.decode((self.home / "cluster.json").read_bytes(), type=Record)
+            record = msgspec.json.decode((self.home / "cluster.json").read_bytes(), type=ClusterRecord)
         except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return record
 
-    def _daemons(self, tools: Tools) -> list[Daemon]:
+    def _daemons(self, tools: SlurmTools) -> list[Daemon]:
         """In starting order: nothing works without munged, and a slurmd without a controller waits."""
         run, log, conf = self.home / "run", self.home / "log", str(self.conf)
         munged = (
@@ -158,7 +158,7 @@ class Cluster:
             ),
         ]
 
-    def _start(self, tools: Tools, progress: Callable[[str], None]) -> None:
+    def _start(self, tools: SlurmTools, progress: Callable[[str], None]) -> None:
         self._configure(tools, progress)
         daemons, env = self._daemons(tools), self._environment(tools)
         missing = [daemon for daemon in daemons if daemon.pid() is None]
@@ -168,7 +168,7 @@ class Cluster:
             daemon.start(env)
         self._wait_ready(daemons, env)
 
-    def _configure(self, tools: Tools, progress: Callable[[str], None]) -> None:
+    def _configure(self, tools: SlurmTools, progress: Callable[[str], None]) -> None:
         """Write folders, key and configuration; when the configuration on disk is another one, stop what still runs under it."""
         nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in files.NODES]
         for folder in (*(self.home / name for name in ("etc", "run", "log", "fakedev", "munge", "state")), *nodes):
@@ -191,10 +191,10 @@ class Cluster:
         names = ("slurmctld", *files.NODES)
         if record is None or record.ports.keys() != set(names) or not (running or _all_free(record.ports.values(), address)):
             first = record.first_job_id if record else int(time.time()) % 50_000_000 + 1000
-            record = Record(str(tools.root), _free_ports(names, address), first)
+            record = ClusterRecord(str(tools.root), _free_ports(names, address), first)
         else:
             record = msgspec.structs.replace(record, root=str(tools.root))
-        site = files.Site(self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id)
+        site = files.ClusterFacts(self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id)
         texts = {self.conf: files.slurm_conf(site, tools), self.conf.with_name("gres.conf"): files.gres_conf(self.home)}
         if any(not path.exists() or path.read_text() != text for path, text in texts.items()):
             if running:
@@ -204,7 +204,7 @@ class Cluster:
                 write_atomic(path, text.encode())
         write_atomic(self.home / "cluster.json", msgspec.json.encode(record))
 
-    def _environment(self, tools: Tools) -> dict[str, str]:
+    def _environment(self, tools: SlurmTools) -> dict[str, str]:
         """Environment of the daemons: small, because jobs get theirs from the submitter."""
         kept = {name: value for name in ("HOME", "TZ", "LANG") if (value := os.environ.get(name))}
         return {**kept, **tools.environment(self.conf)}
@@ -229,7 +229,7 @@ class Cluster:
                 self._client(env, "scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME")
             time.sleep(POLL_S)
 
-    def _stop(self, tools: Tools) -> list[str]:
+    def _stop(self, tools: SlurmTools) -> list[str]:
         daemons, env = self._daemons(tools), self._environment(tools)
         munged, slurmctld, *slurmds = daemons
         if munged.pid() and slurmctld.pid():
@@ -239,7 +239,7 @@ class Cluster:
         self._kill_steps(tools)
         return stopped
 
-    def _kill_steps(self, tools: Tools) -> None:
+    def _kill_steps(self, tools: SlurmTools) -> None:
         """End what a slurmd that was killed left behind: scripts, tasks and the daemons of their steps."""
         deadline = time.monotonic() + KILL_TIMEOUT_S
         # More than one look: a task may have started another one between look and signal.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .packages import Tools
+from .packages import SlurmTools
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ LONGEST_HOME = 60
 
 
 @dataclass(frozen=True)
-class Site:
+class ClusterFacts:
     """The facts the files depend on."""
 
     home: Path
@@ -68,7 +68,7 @@ def munge_socket(home: Path) -> Path:
     return home / "run" / "munge.socket"
 
 
-def slurm_conf(site: Site, tools: Tools) -> str:
+def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
     """Text of ``slurm.conf``."""
     home, address = site.home, site.address or "127.0.0.1"
     # Listening on the address of the host name alone keeps the ports off the network where that address is a loopback one.

@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Tools:
+class SlurmTools:
     """One unpacked Slurm."""
 
     root: Path
@@ -76,7 +76,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LIBRA_HPC_CACHE") or Path.home() / ".cache" / "libra-hpc").absolute()
 
 
-def ensure_packages(progress: Progress) -> Tools:
+def ensure_packages(progress: Progress) -> SlurmTools:
     """Return the unpacked Slurm, downloading it first when the cache has none.
 
     Raises `OperationError` where the packages cannot be had: another distribution, no ``apt-get``, no network.
@@ -90,7 +90,7 @@ def ensure_packages(progress: Progress) -> Tools:
             # A second starter that waited for the lock finds the work done.
             if not target.exists():
                 _download(target, progress)
-    return Tools(target)
+    return SlurmTools(target)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.rollout.engine.settings import EngineConfig, engine_arguments, environment, read_config
 from libra_hpc.rollout.engine.stats import Pacer
-from libra_hpc.rollout.engine.turns import NOT_FINITE, Rejected, Turn, read_prompt
+from libra_hpc.rollout.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ def test_devices_differ_in_graphs_and_sleep_only() -> None:
 
 def test_a_prompt_must_leave_room_for_one_token() -> None:
     assert read_prompt(Generate("r", pack_i32([0] * 7), 1), 8, 10) == [0] * 7
-    with pytest.raises(Rejected, match="8 tokens"):
+    with pytest.raises(TurnRejected, match="8 tokens"):
         read_prompt(Generate("r", pack_i32([0] * 8), 1), 8, 10)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3), st.integers(0, 3))))
 def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) -> None:
-    turn = Turn("r", arrived=1.0)
+    turn = TurnInFlight("r", arrived=1.0)
     for tokens, version in steps:
         turn.extend(tokens, [-0.5] * len(tokens), version)
     done = turn.finish("stop", now=3.0)
@@ -94,13 +94,13 @@ def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) 
 
 
 def test_a_turn_that_never_ran_only_queued() -> None:
-    done = Turn("r", arrived=1.0).finish("abort", now=3.0)
+    done = TurnInFlight("r", arrived=1.0).finish("abort", now=3.0)
     assert (done.queue_s, done.run_s) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
 def test_a_turn_with_a_log_probability_that_is_not_finite_is_an_error_without_tokens(logprob: float) -> None:
-    turn = Turn("r", arrived=1.0)
+    turn = TurnInFlight("r", arrived=1.0)
     turn.extend([1, 2], [-0.5, -0.1], 3)
     turn.extend([4], [logprob], 3)
     done = turn.finish("stop", now=3.0)
