@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from libra_hpc.planner.calibrate import PredictedStep, StepForecast
 from libra_hpc.planner.snapshot import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
-
-from .context import Context
 
 STEPS = 256
 WINDOWS = 256
@@ -34,7 +31,6 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
-        self.predictions: deque[PredictedStep] = deque(maxlen=STEPS)
         self.walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
         """(seconds from commit to commit, seconds of it the trainer waited for data)"""
 
@@ -100,10 +96,3 @@ class Observations:
         busy = sum(w.busy * w.seconds for w in recent)
         per_token = busy / tokens if tokens else 0.0
         return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)
-
-
-def forecast(context: Context) -> StepForecast:
-    """The step forecast of an attempt, from the plan the run was queued with where there is one; a rehearsal's clock runs faster than its plan's."""
-    plan = context.run.read_json(context.run.plan).get("predicted", {})
-    scale = 1.0 / context.config.speedup
-    return StepForecast(context.config.algorithm.eta, scale * plan.get("train_s_per_token", 0.0), scale * plan.get("latency_s", 0.0))

@@ -13,9 +13,7 @@ import pytest
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.snapshot import PlanDecision
-from libra_hpc.planner.trainlaw import Load
 from libra_hpc.protocol.mesh import (
-    BatchReady,
     EngineIsReady,
     Fatal,
     FormGeneration,
@@ -338,43 +336,6 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
         if complete:
             run.write_json(run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]})
     assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
-
-
-def test_every_step_is_written_with_its_prediction_and_the_status_shows_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(module.time, "time", lambda: now[0])
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 12}}))
-    scene.hello()
-    scene.tell((1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
-    for step in range(1, 13):
-        # Batches are complete when the step before them ends; skipped ones (no advantage) are not trained.
-        scene.tell((3, BatchReady(step, 2000, 1000 + step % 3 * 500, 40)))
-        seconds = (1000 + step % 3 * 500) / 1000
-        now[0] += seconds
-        metrics = {"step_s": seconds, "wait_s": 0.0, "train_wall_s": seconds, "train_s": seconds, "replicas": 1.0, "trained_tokens": 1.0, "loss_tokens": 1.0}
-        scene.tell((1, StepReport(step, metrics)))
-    assert scene.coordinator._records._facts.flush(10.0)
-    rows = list(read_lines(scene.run.metrics))
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert rows[0]["predicted_s"] is None
-    assert [row["predicted_train_s"] for row in rows[5:]] == pytest.approx([row["train_wall_s"] for row in rows[5:]])
-    scene.tell((1, TrainingFinished(12)))
-    run_until_over(scene)
-    shown = decode_status(scene.run.status.read_bytes()).forecast
-    assert shown is not None
-    assert [step.step for step in shown.steps] == [7, 8, 9, 10, 11, 12]
-    assert shown.train_error == pytest.approx(0.0)
-    assert shown.factors["train"] == pytest.approx(1.0)
-
-
-def test_a_rehearsal_scales_what_its_plan_predicts(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.write_json(run.plan, {"predicted": {"train_s_per_token": 0.01, "latency_s": 50.0}})
-    scene = Scene(tmp_path)
-    assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(50.0)
-    scene.context.config = RunConfig.model_validate({"run": {"engine": "twin"}, "twin": {"speedup": 25.0}})
-    assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(2.0)
-    assert module.forecast(scene.context).train.predict(1, Load(100.0)) == pytest.approx(0.04)
 
 
 def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:
