@@ -17,7 +17,7 @@ RESERVED = (
     "generation", "replicas", "wait_s", "tokens", "step_s", "version", "loss", "grad_norm", "entropy", "ratio_mean", "ratio_truncated", "logprob_gap",
     "skipped", "loss_tokens", "trained_tokens", "train_s", "train_wall_s", "reduce_s", "export_s", "train_tokens_per_s",
     # of the coordinator
-    "t", "step", "rollout_nodes", "rollout_tokens_per_s",
+    "t", "step", "rollout_nodes", "rollout_tokens_per_s", "expected_s",
 )  # fmt: skip
 """Columns of `metrics.jsonl`: a number of the task that has such a name gets `TASK_PREFIX` before it."""
 TASK_PREFIX = "task_"

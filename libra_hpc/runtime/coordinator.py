@@ -21,6 +21,7 @@ from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
+from libra_hpc.telemetry.estimate import StageEstimate
 
 from .attempt import copy_policy, forget_steps_after
 from .context import Context
@@ -272,10 +273,19 @@ class Coordinator:
             self._ending.message = ""
         self._stepped_at = now = time.time()
         self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
-        self._observations.on_step(report, now)
+        estimate = self._estimate(int(report.metrics.get("replicas", self._nodes.trainers)))
+        expected = None if estimate is None else estimate.batch_s
+        self._observations.on_step(report, expected, now)
         speed = self._observations.rollout_speed(self._gen_tokens)[0]
         rollout = {"rollout_nodes": len(self._nodes.receivers), "rollout_tokens_per_s": speed}
-        self._records.step({"t": now, "step": report.step, **report.metrics, **rollout})
+        self._records.step({"t": now, "step": report.step, **report.metrics, **rollout, "expected_s": expected})
+
+    def _estimate(self, trainers: int) -> StageEstimate | None:
+        """The planner's estimate; None while it has none, or when it is of another split than the present one."""
+        made = self._planner.estimate
+        if made is None or made.split != (trainers, len(self._nodes.receivers)):
+            return None
+        return StageEstimate(made.times.train, made.times.rollout, made.times.batch)
 
     async def _close(self) -> None:
         for poll in self._polls:
@@ -324,7 +334,7 @@ class Coordinator:
         status = compose_status(
             self._context, nodes.pool, nodes.facts, self._observations, job_id=self._job_id, state=self.state, message=message,
             started_at=self._started_at, step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last,
-            laid_out=self._relayout.last, notices=notices, now=now,
+            estimate=self._estimate(nodes.trainers), laid_out=self._relayout.last, notices=notices, now=now,
         )  # fmt: skip
         self._records.status(status)
 

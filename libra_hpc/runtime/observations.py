@@ -10,6 +10,7 @@ from typing import Literal
 
 from libra_hpc.planner.snapshot import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
+from libra_hpc.telemetry.estimate import BLOCK
 
 STEPS = 256
 WINDOWS = 256
@@ -33,14 +34,17 @@ class Observations:
         self._finished = 0
         self.walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
         """(seconds from commit to commit, seconds of it the trainer waited for data)"""
+        self.expected: deque[tuple[float | None, float]] = deque(maxlen=BLOCK)
+        """(seconds from commit to commit that the planner expected, measured ones)"""
 
-    def on_step(self, report: StepReport, now: float) -> None:
-        """One committed step."""
+    def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
+        """One committed step, and the planner's estimate of its seconds."""
         metrics = report.metrics
         self.rewards.append(metrics.get("reward", 0.0))
         self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
         self.trained += int(metrics.get("trajectories", 0))
         self.walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
+        self.expected.append((expected_s, metrics.get("step_s", 0.0)))
         if metrics.get("train_s", 0.0) > 0.0:
             tokens, loss_tokens, replicas = int(metrics["trained_tokens"]), int(metrics["loss_tokens"]), int(metrics["replicas"])
             self.steps.append(TrainStepFact(now, tokens, loss_tokens, replicas, metrics["train_s"]))

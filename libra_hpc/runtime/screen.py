@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from libra_hpc.protocol.mesh import Heartbeat
 from libra_hpc.runtime import states
+from libra_hpc.telemetry.estimate import StageEstimate, step_accuracy
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
 
@@ -44,6 +45,7 @@ def compose_status(
     step: int,
     gen_tokens: float,
     decision: DecisionStatus | None,
+    estimate: StageEstimate | None,
     laid_out: str,
     notices: list[str],
     now: float,
@@ -68,7 +70,8 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        laid_out=laid_out, failures=[FailedAttempts(*found) for found in report.failures] if report else [],
+        estimate=estimate, accuracy=step_accuracy(seen.expected), laid_out=laid_out,
+        failures=[FailedAttempts(*found) for found in report.failures] if report else [],
         paused=paused, notices=notices,
     )  # fmt: skip
 

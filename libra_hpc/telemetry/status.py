@@ -11,6 +11,7 @@ import msgspec
 
 from libra_hpc.planner.snapshot import PlanDecision
 
+from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
 
 
@@ -99,6 +100,10 @@ class Status(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     decision: DecisionStatus | None
     message: str
+    estimate: StageEstimate | None = None
+    """The planner's, of the present split."""
+    accuracy: StepAccuracy | None = None
+    """Of the planner's estimates for the last steps."""
     laid_out: str = ""
     """The last new layout of the ranks: after which step, by whom, and what it is."""
     notices: list[str] = []

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import series
+from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_facts, failed_in
 from .phases import PhaseReward, first_and_last, phase_rewards
 from .rundir import RunDir
@@ -80,6 +81,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Generated tokens trained on."""
     train_tokens_per_s: float | None
     rollout_tokens_per_s: float | None
+    accuracy: StepAccuracy | None
+    """Of the planner's estimates of step times; None: it made none."""
     moves: list[MoveSummary]
     layouts: list[LayoutSummary]
     staleness_mean: float | None
@@ -131,6 +134,7 @@ def summarise(run: RunDir) -> Summary:
         loss_tokens=_total(rows, "loss_tokens"),
         train_tokens_per_s=_known(series.mean(series.column(rows, "train_tokens_per_s"))),
         rollout_tokens_per_s=_known(series.mean(series.column(rows, "rollout_tokens_per_s"))),
+        accuracy=_accuracy(rows),
         moves=_moves(run, rows, log, start),
         layouts=_layouts(rows, log),
         staleness_mean=_known(series.mean(series.column(rows, "staleness_mean"))),
@@ -193,6 +197,10 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
     return out
 
 
+def _accuracy(rows: Sequence[series.Record]) -> StepAccuracy | None:
+    return step_accuracy([(_known(series.number(row, "expected_s")), series.number(row, "step_s", 0.0)) for row in rows])
+
+
 def _total(rows: Sequence[series.Record], key: str) -> int:
     return int(sum(series.number(row, key, 0.0) for row in rows))
 
@@ -215,6 +223,8 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("speed", f"train {_rate(summary.train_tokens_per_s)}   rollout {_rate(summary.rollout_tokens_per_s)}")
     stale = "-" if summary.staleness_mean is None else f"{summary.staleness_mean:.2f} mean, {summary.staleness_max} max (weight versions)"
     facts.add_row("staleness", stale)
+    if summary.accuracy is not None:
+        facts.add_row("step time", accuracy_line(summary.accuracy))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
     if summary.failures:

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
 from .status import DecisionStatus, NodeStatus, StageStatus, Status, because
 from .summary import STATE_STYLES, duration
@@ -134,6 +135,10 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
         grid.add_row(label, text)
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
+    if status.estimate is not None:
+        grid.add_row("estimate", estimate_line(status.estimate))
+    if status.accuracy is not None:
+        grid.add_row("step time", accuracy_line(status.accuracy))
     grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
     if status.laid_out:
         grid.add_row("laid out", Text(status.laid_out))

@@ -12,6 +12,7 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.model import Measured, Split, Times
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.protocol.mesh import (
     EngineIsReady,
@@ -41,6 +42,7 @@ from libra_hpc.runtime.coordinator import Coordinator
 from libra_hpc.runtime.layout import Layout
 from libra_hpc.runtime.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, silent_nodes
 from libra_hpc.runtime.screen import NodeFacts
+from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
 
@@ -120,6 +122,7 @@ class Proposes:
     def __init__(self) -> None:
         self.outcomes: list[Any] = []
         self.repartition_after = 0.0
+        self.estimate = None
 
     def decide(self, snapshot: Any, now: float) -> PlanDecision:
         return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
@@ -336,6 +339,31 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
         if complete:
             run.write_json(run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]})
     assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
+
+
+def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
+    scene.hello()
+    scene.tell(
+        (1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (2, EngineIsReady(2, "rollout", 1.0)),
+        (3, EngineIsReady(3, "rollout", 1.0)),
+    )  # fmt: skip
+    # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
+    for step in range(1, 7):
+        split = Split(1, 2) if step < 5 else Split(2, 1)
+        if step > 1:
+            scene.coordinator._planner.estimate = Measured(split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
+        scene.tell((1, StepReport(step, {"step_s": 2.5, "wait_s": 0.5, "replicas": 1.0})))
+        if step == 4:
+            scene.coordinator._write_status()
+            assert scene.coordinator._records._facts.flush(10.0)
+            shown = decode_status(scene.run.status.read_bytes())
+            assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
+            assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
+    scene.tell((1, TrainingFinished(6)))
+    run_until_over(scene)
+    assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
+    assert decode_status(scene.run.status.read_bytes()).estimate is None
 
 
 def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:
