@@ -20,21 +20,20 @@ SINGULAR = 1e-10
 """Pivots smaller than this, of columns scaled to unit length, mean that two columns say the same."""
 
 
-def robust_fit(rows: Sequence[Sequence[float]], targets: Sequence[float], trust: Sequence[float] | None = None) -> list[float]:
+def robust_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     """Return the non-negative coefficients ``c`` for which ``rows @ c`` is near ``targets`` (> 0) in relative error.
 
-    ``rows`` has one row of at most six features per target; ``trust`` weighs the targets, by default evenly.  A column that is zero, or a combination of
-    others, gets 0 or shares with them.
+    ``rows`` has one row of at most six features per target.  A column that is zero, or a combination of others, gets 0 or
+    shares with them.
     """
     scaled = [[value / target for value in row] for row, target in zip(rows, targets, strict=True)]
-    base = list(trust) if trust is not None else [1.0] * len(scaled)
-    weights = base
+    weights = [1.0] * len(scaled)
     coefficients: list[float] = []
     for _ in range(ROUNDS):
         before, coefficients = coefficients, non_negative(scaled, weights)
         residuals = [abs(_dot(row, coefficients) - 1) for row in scaled]
         limit = HUBER * max(MAD_TO_SIGMA * median(residuals), 1e-9)
-        weights = [whole * min(1.0, limit / residual) if residual else whole for whole, residual in zip(base, residuals, strict=True)]
+        weights = [min(1.0, limit / residual) if residual else 1.0 for residual in residuals]
         if before and all(abs(a - b) <= 1e-6 * b for a, b in zip(before, coefficients, strict=True)):
             break
     return coefficients

@@ -102,6 +102,8 @@ class Planner:
     def __init__(self, settings: PlannerSection, law: RolloutLaw | None = None, repartition: Repartition | None = None) -> None:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""
+        self.estimate: Measured | None = None
+        """What both stages take at the split of the last snapshot; None while too little is measured, or nothing can move."""
         self._settings = settings
         self.law, self.repartition = law, repartition
         self.repartition_after = -inf
@@ -118,6 +120,7 @@ class Planner:
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """One look at the plan at time ``now`` (the clock of the snapshot)."""
         self._began = min(self._began, now)
+        self.estimate = None
         split = self._observe(snapshot, now)
         if not self._settings.enabled:
             return _hold("hold: the planner is disabled")
@@ -133,6 +136,7 @@ class Planner:
             self._judge(self._evidence.direct, now)
         if isinstance(measured, str):
             return _hold(f"hold: {measured}")
+        self.estimate = measured
         numbers = self._numbers(snapshot, measured)
         triggers = self._triggers(snapshot, measured, now)
         if not triggers:

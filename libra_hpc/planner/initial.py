@@ -103,8 +103,6 @@ def record(made: Initial) -> dict[str, Any]:
             "train_s": plan.train.time.total,
             "rollout_s": plan.rollout.seconds,
             "tokens_s": plan.tokens_s,
-            "train_s_per_token": plan.train.time.total * plan.nodes / batch.tokens,
-            "latency_s": plan.rollout.seconds * (batch.eta + 1),
         },
         "plan": msgspec.to_builtins(plan),
         "best": msgspec.to_builtins(made.result.plans),

@@ -200,18 +200,6 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     """Prompts whose samples all failed: they count as trained with this batch, so that no start samples them again."""
 
 
-class BatchReady(msgspec.Struct, tag=True, frozen=True):
-    """Rollout leader -> coordinator: the global batch of a step is complete and on its way to the trainers."""
-
-    step: int
-    tokens: int
-    """All tokens of its trajectories."""
-    signal_tokens: int
-    """Those of trajectories with an advantage that is not zero."""
-    longest: int
-    """Generated tokens of its longest trajectory."""
-
-
 class Committed(msgspec.Struct, tag=True, frozen=True):
     """Train leader -> rollout leader: ``step`` is trained; the leader may forget these groups."""
 
@@ -371,7 +359,7 @@ class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
 MeshMessage = Union[
     Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, RankBack, Reset, Log, StopAgent, Fatal,
     ToReplica, FromReplica, FormGeneration, MemberJoined, StopTraining, TrainingFinished, StepReport,
-    Batch, BatchReady, Committed,
+    Batch, Committed,
     EngineUp, EngineDown, DrainTurns, TurnsDrained, Turns, TurnsDone, EngineLoad, EngineVersion, RolloutReport,
     Publish, WeightsWanted, WeightsCurrent, WeightsChunk,
 ]  # fmt: skip

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.protocol.mesh import Batch, BatchReady, Group
+from libra_hpc.protocol.mesh import Group
 
 from .advantage import advantages
 from .trajectory import Trajectory
 
-TOKEN_BYTES = 4
-"""int32 token ids."""
 RESERVED = (
     # of a batch, here and in the rollout leader
     "reward", "reward_std", "trajectories", "staleness_mean", "staleness_max", "gen_tokens", "gen_tokens_p50", "gen_tokens_p95", "turns_p50", "turns_p95",
@@ -19,7 +17,7 @@ RESERVED = (
     "generation", "replicas", "wait_s", "tokens", "step_s", "version", "loss", "grad_norm", "entropy", "ratio_mean", "ratio_truncated", "logprob_gap",
     "skipped", "loss_tokens", "trained_tokens", "train_s", "train_wall_s", "reduce_s", "export_s", "train_tokens_per_s",
     # of the coordinator
-    "t", "step", "rollout_nodes", "rollout_tokens_per_s", "predicted_s", "predicted_start_s", "predicted_train_s", "latency_s",
+    "t", "step", "rollout_nodes", "rollout_tokens_per_s", "expected_s",
 )  # fmt: skip
 """Columns of `metrics.jsonl`: a number of the task that has such a name gets `TASK_PREFIX` before it."""
 TASK_PREFIX = "task_"
@@ -52,14 +50,6 @@ def quantile(values: Sequence[float], q: float) -> float:
     """Nearest-rank quantile of a non-empty sequence."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
-def batch_ready(batch: Batch) -> BatchReady:
-    """What the coordinator is told of a batch: enough to predict how long it will train."""
-    samples = [sample for group in batch.groups for sample in group.samples]
-    tokens = [len(sample.tokens) // TOKEN_BYTES for sample in samples]
-    signal = sum(n for n, sample in zip(tokens, samples, strict=True) if sample.advantage != 0.0)
-    return BatchReady(batch.step, sum(tokens), signal, max((sample.loss_mask.count(1) for sample in samples), default=0))
 
 
 def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:

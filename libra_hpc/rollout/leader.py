@@ -24,7 +24,7 @@ from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Policy, TurnView
 
 from .attempts import Attempts
-from .batch import batch_ready, batch_stats
+from .batch import batch_stats
 from .environments import Environments
 from .failures import Failure, FailureBook
 from .fleet import EngineRegistry
@@ -283,9 +283,8 @@ class RolloutLeader:
             step, groups = due
             stats = batch_stats(groups, step - 1)
             stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, len(self._fleet.engines))
-            batch = Batch(step, tuple(group.to_group() for group in groups), stats, self._supply.take_given_up())
-            self._send(self._train_leader, batch)
-            self._send(0, batch_ready(batch))
+            composed = tuple(group.to_group() for group in groups)
+            self._send(self._train_leader, Batch(step, composed, stats, self._supply.take_given_up()))
 
     # --- engines ----------------------------------------------------------------------------------------------------------------------------
 

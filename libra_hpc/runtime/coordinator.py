@@ -17,11 +17,11 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from libra_hpc.planner.calibrate import Split
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
+from libra_hpc.telemetry.estimate import StageEstimate
 
 from .attempt import copy_policy, forget_steps_after
 from .context import AgentContext
@@ -29,7 +29,7 @@ from .decisions import DecisionLog, predicted_gain
 from .ending import Ending
 from .liveness import discount, read_gone
 from .nodes import NodePool, Role
-from .observations import Observations, forecast
+from .observations import Observations
 from .progress import late_step
 from .records import Records
 from .recovery import Recovery
@@ -70,7 +70,6 @@ class Coordinator:
         self._decisions = DecisionLog(self._planner, self._event)
         self._relayout = Repartition(context, self._event, self._records.event_now)
         self._planner.repartition_after = self._relayout.not_before
-        self._forecast = forecast(context)
         self._started_at = now
         self._step = context.start.step
         self._gen_tokens = 0.0
@@ -94,9 +93,6 @@ class Coordinator:
                 self._records.record(kind, t, fields)
             case wire.StepReport():
                 self._on_step(message)
-            case wire.BatchReady(step=step, tokens=tokens, signal_tokens=signal):
-                trained = signal if self._config.algorithm.skip_zero_advantage else tokens
-                self._forecast.batch_ready(step, trained, len(self._nodes.receivers), time.time())
             case wire.RolloutReport():
                 self._observations.on_rollout(message, self._nodes.receivers, time.time())
             case wire.Hello(rank=rank, host=host, pid=pid, component=component):
@@ -170,8 +166,6 @@ class Coordinator:
         now = time.time()
         decision = self._planner.decide(snapshot, now)
         self._decisions.look(decision, now)
-        if "drift" in decision.triggers:
-            self._forecast.drifted()
         carried_out = decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
         if carried_out and self._relayout.propose(decision):
             self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
@@ -279,19 +273,19 @@ class Coordinator:
             self._ending.message = ""
         self._stepped_at = now = time.time()
         self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
-        self._observations.on_step(report, now)
+        estimate = self._estimate(int(report.metrics.get("replicas", self._nodes.trainers)))
+        expected = None if estimate is None else estimate.batch_s
+        self._observations.on_step(report, expected, now)
         speed = self._observations.rollout_speed(self._gen_tokens)[0]
-        m = report.metrics
-        split = Split(int(m.get("replicas", self._nodes.trainers)), len(self._nodes.receivers))
-        timed = self._forecast.committed(report.step, split, m.get("step_s", 0.0), m.get("wait_s", 0.0), m.get("train_wall_s", 0.0), now)
-        self._observations.predictions.append(timed)
-        self._records.step(
-            {
-                "t": now, "step": report.step, **m, "rollout_nodes": split.rollout_nodes, "rollout_tokens_per_s": speed,
-                "predicted_s": timed.predicted_s, "predicted_start_s": timed.predicted_start_s,
-                "predicted_train_s": timed.predicted_train_s, "latency_s": timed.latency_s,
-            }
-        )  # fmt: skip
+        rollout = {"rollout_nodes": len(self._nodes.receivers), "rollout_tokens_per_s": speed}
+        self._records.step({"t": now, "step": report.step, **report.metrics, **rollout, "expected_s": expected})
+
+    def _estimate(self, trainers: int) -> StageEstimate | None:
+        """The planner's estimate; None while it has none, or when it is of another split than the present one."""
+        made = self._planner.estimate
+        if made is None or made.split != (trainers, len(self._nodes.receivers)):
+            return None
+        return StageEstimate(made.times.train, made.times.rollout, made.times.batch)
 
     async def _close(self) -> None:
         for poll in self._polls:
@@ -340,7 +334,7 @@ class Coordinator:
         status = compose_status(
             self._context, nodes.pool, nodes.facts, self._observations, job_id=self._job_id, state=self.state, message=message,
             started_at=self._started_at, step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last,
-            forecast=self._forecast, laid_out=self._relayout.last, notices=notices, now=now,
+            estimate=self._estimate(nodes.trainers), laid_out=self._relayout.last, notices=notices, now=now,
         )  # fmt: skip
         self._records.status(status)
 

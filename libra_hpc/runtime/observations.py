@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from libra_hpc.planner.calibrate import PredictedStep, StepForecast
 from libra_hpc.planner.snapshot import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
-
-from .context import AgentContext
+from libra_hpc.telemetry.estimate import BLOCK
 
 STEPS = 256
 WINDOWS = 256
@@ -34,17 +32,19 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
-        self.predictions: deque[PredictedStep] = deque(maxlen=STEPS)
         self.walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
         """(seconds from commit to commit, seconds of it the trainer waited for data)"""
+        self.expected: deque[tuple[float | None, float]] = deque(maxlen=BLOCK)
+        """(seconds from commit to commit that the planner expected, measured ones)"""
 
-    def on_step(self, report: StepReport, now: float) -> None:
-        """One committed step."""
+    def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
+        """One committed step, and the planner's estimate of its seconds."""
         metrics = report.metrics
         self.rewards.append(metrics.get("reward", 0.0))
         self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
         self.trained += int(metrics.get("trajectories", 0))
         self.walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
+        self.expected.append((expected_s, metrics.get("step_s", 0.0)))
         if metrics.get("train_s", 0.0) > 0.0:
             tokens, loss_tokens, replicas = int(metrics["trained_tokens"]), int(metrics["loss_tokens"]), int(metrics["replicas"])
             self.steps.append(TrainStepFact(now, tokens, loss_tokens, replicas, metrics["train_s"]))
@@ -100,10 +100,3 @@ class Observations:
         busy = sum(w.busy * w.seconds for w in recent)
         per_token = busy / tokens if tokens else 0.0
         return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)
-
-
-def forecast(context: AgentContext) -> StepForecast:
-    """The step forecast of an attempt, from the plan the run was queued with where there is one; a rehearsal's clock runs faster than its plan's."""
-    plan = context.run.read_json(context.run.plan).get("predicted", {})
-    scale = 1.0 / context.config.speedup
-    return StepForecast(context.config.algorithm.eta, scale * plan.get("train_s_per_token", 0.0), scale * plan.get("latency_s", 0.0))

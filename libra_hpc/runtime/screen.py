@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from libra_hpc.planner.calibrate import StepForecast
 from libra_hpc.protocol.mesh import Heartbeat
 from libra_hpc.runtime import states
-from libra_hpc.telemetry.accuracy import median_error, window_error
+from libra_hpc.telemetry.estimate import StageEstimate, step_accuracy
 from libra_hpc.telemetry.failed import FailedAttempts
-from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status
+from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
 
 from .context import AgentContext
 from .observations import Observations
-
-SHOWN_STEPS = 6
-"""Steps whose prediction the status shows."""
 
 FINAL = ("completed", "failed", "cancelled")
 """States of a run in which its nodes do nothing any more."""
@@ -49,7 +45,7 @@ def compose_status(
     step: int,
     gen_tokens: float,
     decision: DecisionStatus | None,
-    forecast: StepForecast,
+    estimate: StageEstimate | None,
     laid_out: str,
     notices: list[str],
     now: float,
@@ -74,22 +70,9 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        forecast=_forecast(seen, forecast), laid_out=laid_out, failures=[FailedAttempts(*found) for found in report.failures] if report else [],
+        estimate=estimate, accuracy=step_accuracy(seen.expected), laid_out=laid_out,
+        failures=[FailedAttempts(*found) for found in report.failures] if report else [],
         paused=paused, notices=notices,
-    )  # fmt: skip
-
-
-def _forecast(seen: Observations, forecast: StepForecast) -> ForecastStatus | None:
-    """None before the first step."""
-    steps = list(seen.predictions)
-    if not steps:
-        return None
-    whole = [(s.predicted_s, s.measured_s) for s in steps]
-    start = [(s.predicted_start_s, s.measured_s) for s in steps]
-    train = [(s.predicted_train_s, s.measured_train_s) for s in steps]
-    return ForecastStatus(
-        steps[-SHOWN_STEPS:], median_error(whole), median_error(start), window_error(whole), median_error(train), forecast.upcoming,
-        {"train": forecast.train.present, "latency": forecast.latency.present},
     )  # fmt: skip
 
 

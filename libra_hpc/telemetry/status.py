@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.planner.calibrate import PredictedStep
 from libra_hpc.planner.snapshot import PlanDecision
 
+from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
 
 
@@ -65,24 +65,6 @@ def because(reason: str, action: str) -> str:
     return reason.removeprefix(f"{action}: ")
 
 
-class ForecastStatus(msgspec.Struct, frozen=True):
-    """Predicted against measured step times; errors are medians of |predicted / measured - 1| over the last steps."""
-
-    steps: list[PredictedStep]
-    """The last few, oldest first."""
-    error: float | None
-    """A step ahead."""
-    start_error: float | None
-    """At the step's start."""
-    window_error: float | None
-    """A step ahead, of sums over `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
-    train_error: float | None
-    next_s: float | None
-    """Predicted for the step that runs."""
-    factors: dict[str, float]
-    """Measured over nominal seconds, by term."""
-
-
 class Status(msgspec.Struct, frozen=True):
     """Everything on one screen."""
 
@@ -118,7 +100,10 @@ class Status(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     decision: DecisionStatus | None
     message: str
-    forecast: ForecastStatus | None = None
+    estimate: StageEstimate | None = None
+    """The planner's, of the present split."""
+    accuracy: StepAccuracy | None = None
+    """Of the planner's estimates for the last steps."""
     laid_out: str = ""
     """The last new layout of the ranks: after which step, by whom, and what it is."""
     notices: list[str] = []

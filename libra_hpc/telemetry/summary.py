@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import series
-from .accuracy import WINDOW, median_error, smoother_error, window_error
+from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_facts, failed_in
 from .phases import PhaseReward, first_and_last, phase_rewards
 from .rundir import RunDir
@@ -44,23 +44,6 @@ class MoveSummary(msgspec.Struct, frozen=True):
     predicted_gain_s: float | None
     """Seconds per global batch, as predicted before and as measured after; None: not known (yet)."""
     realised_gain_s: float | None
-
-
-class ForecastSummary(msgspec.Struct, frozen=True):
-    """How good the predictions of step times were: medians of |predicted / measured - 1|; None: nothing was predicted."""
-
-    steps: int
-    """Predicted ones."""
-    error: float | None
-    """Of single steps, a step ahead: at the commit before."""
-    start_error: float | None
-    """Of single steps at their start: when the batch was complete and training of it began."""
-    smoother_error: float | None
-    """What is left at the start for who knows the time per token of the steps before and after: see `libra_hpc.telemetry.accuracy`."""
-    window_error: float | None
-    """A step ahead, of `libra_hpc.telemetry.accuracy.WINDOW` steps in a row."""
-    train_error: float | None
-    """Of training alone."""
 
 
 class LayoutSummary(msgspec.Struct, frozen=True):
@@ -98,7 +81,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Generated tokens trained on."""
     train_tokens_per_s: float | None
     rollout_tokens_per_s: float | None
-    forecast: ForecastSummary
+    accuracy: StepAccuracy | None
+    """Of the planner's estimates of step times; None: it made none."""
     moves: list[MoveSummary]
     layouts: list[LayoutSummary]
     staleness_mean: float | None
@@ -150,7 +134,7 @@ def summarise(run: RunDir) -> Summary:
         loss_tokens=_total(rows, "loss_tokens"),
         train_tokens_per_s=_known(series.mean(series.column(rows, "train_tokens_per_s"))),
         rollout_tokens_per_s=_known(series.mean(series.column(rows, "rollout_tokens_per_s"))),
-        forecast=_forecast(rows),
+        accuracy=_accuracy(rows),
         moves=_moves(run, rows, log, start),
         layouts=_layouts(rows, log),
         staleness_mean=_known(series.mean(series.column(rows, "staleness_mean"))),
@@ -213,18 +197,8 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
     return out
 
 
-def _forecast(rows: Sequence[series.Record]) -> ForecastSummary:
-    pairs = {}
-    for predicted, measured in (("predicted_s", "step_s"), ("predicted_start_s", "step_s"), ("predicted_train_s", "train_wall_s")):
-        pairs[predicted] = [(_known(series.number(row, predicted)), series.number(row, measured, 0.0)) for row in rows]
-    whole = pairs["predicted_s"]
-    known = sum(predicted is not None for predicted, _ in whole)
-    columns = [[series.number(row, key, 0.0) for key in ("wait_s", "trained_tokens", "replicas", "train_wall_s")] for row in rows]
-    timed = [(wait, tokens / replicas, seconds) for wait, tokens, replicas, seconds in columns if min(tokens, replicas, seconds) > 0.0]
-    smoothed = smoother_error(*zip(*timed, strict=True)) if timed else None
-    return ForecastSummary(
-        known, median_error(whole), median_error(pairs["predicted_start_s"]), smoothed, window_error(whole), median_error(pairs["predicted_train_s"])
-    )
+def _accuracy(rows: Sequence[series.Record]) -> StepAccuracy | None:
+    return step_accuracy([(_known(series.number(row, "expected_s")), series.number(row, "step_s", 0.0)) for row in rows])
 
 
 def _total(rows: Sequence[series.Record], key: str) -> int:
@@ -249,7 +223,8 @@ def render_summary(summary: Summary) -> RenderableType:
     facts.add_row("speed", f"train {_rate(summary.train_tokens_per_s)}   rollout {_rate(summary.rollout_tokens_per_s)}")
     stale = "-" if summary.staleness_mean is None else f"{summary.staleness_mean:.2f} mean, {summary.staleness_max} max (weight versions)"
     facts.add_row("staleness", stale)
-    facts.add_row("forecast", _said(summary.forecast))
+    if summary.accuracy is not None:
+        facts.add_row("step time", accuracy_line(summary.accuracy))
     trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
     if summary.failures:
@@ -274,17 +249,6 @@ def render_summary(summary: Summary) -> RenderableType:
             places.add_row(label, path)
     title = Text.assemble((summary.run, "bold"), " ", (summary.state, STATE_STYLES.get(summary.state, "")))
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
-
-
-def _said(forecast: ForecastSummary) -> str:
-    if forecast.error is None:
-        return "no step was predicted"
-    parts = [f"{forecast.start_error:.1%} off at a step's start"] if forecast.start_error is not None else []
-    parts += [f"scatter alone is {forecast.smoother_error:.1%}"] if forecast.smoother_error is not None else []
-    parts += [f"{forecast.error:.1%} off a step ahead"]
-    parts += [f"{forecast.window_error:.1%} over {WINDOW} steps in a row"] if forecast.window_error is not None else []
-    parts += [f"training alone {forecast.train_error:.1%}"] if forecast.train_error is not None else []
-    return f"{', '.join(parts)} (medians of {forecast.steps} steps)"
 
 
 def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:

@@ -17,9 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .accuracy import WINDOW
+from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
-from .status import DecisionStatus, ForecastStatus, NodeStatus, StageStatus, Status, because
+from .status import DecisionStatus, NodeStatus, StageStatus, Status, because
 from .summary import STATE_STYLES, duration
 
 WIDTH = 100
@@ -40,8 +40,6 @@ def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> Rend
     """Lay out a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step so far (for the sparkline)."""
     over = status.state in ("completed", "failed", "cancelled")
     parts: list[RenderableType] = [_progress(status, over=over, now=now), Text(), _learning(status, rewards), Text(), _side_by_side(status)]
-    if status.forecast is not None:
-        parts += [Text(), _forecast(status.forecast)]
     parts += [Text(), _nodes(status.nodes), Text(), *_footer(status, over=over, now=now)]
     job = f"job {status.job_id}" if status.job_id else "no job"
     title = Text.assemble((status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else ""))
@@ -111,22 +109,6 @@ def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
     return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
 
 
-def _forecast(forecast: ForecastStatus) -> Table:
-    """Predicted against measured seconds of the last steps, and how good the predictions have been."""
-    table = _table("step", *((str(step.step), "right") for step in forecast.steps), "median error")
-    together = "" if forecast.window_error is None else f", {forecast.window_error:.0%} of {WINDOW} in a row"
-    rows = (
-        ("ahead s", [step.predicted_s for step in forecast.steps], "" if forecast.error is None else f"{forecast.error:.0%} of a step{together}"),
-        ("at start s", [step.predicted_start_s for step in forecast.steps], "" if forecast.start_error is None else f"{forecast.start_error:.0%} of a step"),
-        ("measured s", [step.measured_s for step in forecast.steps], ""),
-        ("train pred.", [step.predicted_train_s for step in forecast.steps], "" if forecast.train_error is None else f"{forecast.train_error:.0%} of training"),
-        ("train meas.", [step.measured_train_s for step in forecast.steps], ""),
-    )
-    for name, values, said in rows:
-        table.add_row(name, *("-" if value is None else f"{value:.2f}" for value in values), Text(said, style="bold"))
-    return table
-
-
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     table = _table(("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right"))
     table.expand = True
@@ -153,6 +135,10 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
         grid.add_row(label, text)
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
+    if status.estimate is not None:
+        grid.add_row("estimate", estimate_line(status.estimate))
+    if status.accuracy is not None:
+        grid.add_row("step time", accuracy_line(status.accuracy))
     grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
     if status.laid_out:
         grid.add_row("laid out", Text(status.laid_out))

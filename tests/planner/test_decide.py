@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,6 +178,18 @@ def test_disabled_moving_and_empty_pools_hold_with_a_reason() -> None:
     assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: there is no hybrid node to move"
     plant.nodes = [plant.nodes[0], NodeFact(3, "hybrid", "train", 0.0)]
     assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: one of the stages has no node"
+
+
+def test_the_estimate_is_what_batches_take_and_there_is_none_before_they_are_measured() -> None:
+    plant, planner = Plant(ideal(1.0, 1.6)), Planner(SETTINGS)
+    planner.decide(plant.snapshot(500), 0.0)
+    assert planner.estimate is None
+    plant.run(100, planner)
+    assert planner.estimate is not None
+    assert planner.estimate.times.batch == pytest.approx(fmean(plant.batch_times[-50:]), rel=0.15)
+    plant.nodes[2] = NodeFact(3, "hybrid", "to_train", plant.now)
+    planner.decide(plant.snapshot(500), plant.now)
+    assert planner.estimate is None, "a split in change has no estimate"
 
 
 @settings(max_examples=25, deadline=None)

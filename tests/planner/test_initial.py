@@ -113,7 +113,6 @@ def test_the_record_says_what_was_asked_chosen_and_predicted() -> None:
     assert len(kept["best"]) == 5
     assert kept["best"][0] == kept["plan"]
     assert kept["predicted"]["batch_s"] == min(plan["seconds"] for plan in kept["best"])
-    assert kept["predicted"]["train_s_per_token"] * made.asked.batch.tokens / made.plan.nodes == pytest.approx(kept["predicted"]["train_s"])
     assert kept["inputs"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
     assert set(kept["factors"].values()) == {1.0}
     assert any("tables" in source for source in kept["sources"])

@@ -68,7 +68,7 @@ def test_steps_whose_lines_were_lost_with_the_coordinator_come_from_the_checkpoi
     reports = tuple(folders.StepRecord(step, 100.0 + step, {"loss": 0.25, "reward": None}) for step in (3, 4, 5, 6))
     save(run, 6, reports)
     # The coordinator was killed while it wrote step 5; the line of step 7 is of a step that is trained again.
-    written = [{"t": float(step), "step": step, "loss": 0.5, "predicted_s": 1.0} for step in (1, 2, 3, 4, 7)]
+    written = [{"t": float(step), "step": step, "loss": 0.5, "rollout_nodes": 1} for step in (1, 2, 3, 4, 7)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in written) + '{"t": 5.0, "step": 5, "lo')
     forget_steps_after(run, 6)
     lines = list(read_lines(run.metrics))

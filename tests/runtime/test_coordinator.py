@@ -12,10 +12,9 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.planner.model import Measured, Split, Times
 from libra_hpc.planner.snapshot import PlanDecision
-from libra_hpc.planner.trainlaw import Load
 from libra_hpc.protocol.mesh import (
-    BatchReady,
     EngineIsReady,
     Fatal,
     FormGeneration,
@@ -43,6 +42,7 @@ from libra_hpc.runtime.coordinator import Coordinator
 from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, silent_nodes
 from libra_hpc.runtime.screen import NodeFacts
+from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
 
@@ -122,6 +122,7 @@ class Proposes:
     def __init__(self) -> None:
         self.outcomes: list[Any] = []
         self.repartition_after = 0.0
+        self.estimate = None
 
     def decide(self, snapshot: Any, now: float) -> PlanDecision:
         return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
@@ -340,41 +341,29 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
     assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
 
 
-def test_every_step_is_written_with_its_prediction_and_the_status_shows_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(module.time, "time", lambda: now[0])
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 12}}))
+def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
     scene.hello()
-    scene.tell((1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
-    for step in range(1, 13):
-        # Batches are complete when the step before them ends; skipped ones (no advantage) are not trained.
-        scene.tell((3, BatchReady(step, 2000, 1000 + step % 3 * 500, 40)))
-        seconds = (1000 + step % 3 * 500) / 1000
-        now[0] += seconds
-        metrics = {"step_s": seconds, "wait_s": 0.0, "train_wall_s": seconds, "train_s": seconds, "replicas": 1.0, "trained_tokens": 1.0, "loss_tokens": 1.0}
-        scene.tell((1, StepReport(step, metrics)))
-    assert scene.coordinator._records._facts.flush(10.0)
-    rows = list(read_lines(scene.run.metrics))
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert rows[0]["predicted_s"] is None
-    assert [row["predicted_train_s"] for row in rows[5:]] == pytest.approx([row["train_wall_s"] for row in rows[5:]])
-    scene.tell((1, TrainingFinished(12)))
+    scene.tell(
+        (1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (2, EngineIsReady(2, "rollout", 1.0)),
+        (3, EngineIsReady(3, "rollout", 1.0)),
+    )  # fmt: skip
+    # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
+    for step in range(1, 7):
+        split = Split(1, 2) if step < 5 else Split(2, 1)
+        if step > 1:
+            scene.coordinator._planner.estimate = Measured(split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
+        scene.tell((1, StepReport(step, {"step_s": 2.5, "wait_s": 0.5, "replicas": 1.0})))
+        if step == 4:
+            scene.coordinator._write_status()
+            assert scene.coordinator._records._facts.flush(10.0)
+            shown = decode_status(scene.run.status.read_bytes())
+            assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
+            assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
+    scene.tell((1, TrainingFinished(6)))
     run_until_over(scene)
-    shown = decode_status(scene.run.status.read_bytes()).forecast
-    assert shown is not None
-    assert [step.step for step in shown.steps] == [7, 8, 9, 10, 11, 12]
-    assert shown.train_error == pytest.approx(0.0)
-    assert shown.factors["train"] == pytest.approx(1.0)
-
-
-def test_a_rehearsal_scales_what_its_plan_predicts(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.write_json(run.plan, {"predicted": {"train_s_per_token": 0.01, "latency_s": 50.0}})
-    scene = Scene(tmp_path)
-    assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(50.0)
-    scene.context.config = RunConfig.model_validate({"run": {"engine": "twin"}, "twin": {"speedup": 25.0}})
-    assert module.forecast(scene.context).latency.predict(1, 1.0) == pytest.approx(2.0)
-    assert module.forecast(scene.context).train.predict(1, Load(100.0)) == pytest.approx(0.04)
+    assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
+    assert decode_status(scene.run.status.read_bytes()).estimate is None
 
 
 def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import random
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.planner.calibrate import PredictedStep
+from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 from libra_hpc.telemetry.status import (
     BucketStatus,
     DecisionStatus,
-    ForecastStatus,
     NodeStatus,
     StageStatus,
     Status,
@@ -46,9 +45,7 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
                 "loss": 0.01, "grad_norm": 0.5, "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0), "rollout_s": 2.0 + rng.random() * 0.3,
                 "wait_s": 0.3, "generation": 2 if drifted else 1, "replicas": 2 if drifted else 1, "rollout_nodes": 1 if drifted else 2,
                 "staleness_mean": 0.5, "staleness_max": 1, "phase": "long" if drifted else "short", "train_tokens_per_s": 900.0,
-                "rollout_tokens_per_s": 350.0, "version": step, "step_s": STEP_S, "predicted_s": None if step < 4 else 1.1 * STEP_S,
-                "predicted_start_s": None if step < 4 else 0.97 * STEP_S, "trained_tokens": 1000 if step % 2 else 900,
-                "train_wall_s": 1.0, "predicted_train_s": 0.95,
+                "rollout_tokens_per_s": 350.0, "version": step, "step_s": STEP_S, "expected_s": None if step < 4 else 1.1 * STEP_S,
             }
         )  # fmt: skip
     metrics.close()
@@ -94,11 +91,6 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         rollout=StageStatus(2345.6, 0.97, 0.61, 2), open_trajectories=57, waiting_turns=3, tools_running=4, ready_groups=2, staleness_mean=0.48,
         staleness_max=1, resubmitted=8, trained_trajectories=2_624, buckets=[BucketStatus(1, 2, 31, 57, 0.42), BucketStatus(2, 1, 4, 6, 0.08)], nodes=nodes,
         decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
-        message="", forecast=forecast(step), failures=[FailedAttempts("raised", 12, "KeyError: 'x'"), FailedAttempts("timeout", 3, "late")],
+        message="", estimate=StageEstimate(3.2, 0.91, 3.2), accuracy=StepAccuracy(8, 3.31, 3.0, 0.103),
+        failures=[FailedAttempts("raised", 12, "KeyError: 'x'"), FailedAttempts("timeout", 3, "late")],
     )  # fmt: skip
-
-
-def forecast(step: int) -> ForecastStatus:
-    """What the screen shows of predictions; the first of them is not known."""
-    steps = [PredictedStep(n, None if n == step - 5 else 3.31, 3.09, STEP_S, 0.95, 1.0, 5.5) for n in range(step - 5, step + 1)]
-    return ForecastStatus(steps, 0.1, 0.03, 0.07, 0.05, 3.2, {"train": 1.02, "latency": 0.97})

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from libra_hpc.errors import UserError
-from libra_hpc.telemetry import plot, series, summary, view
+from libra_hpc.telemetry import estimate, plot, series, summary, view
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir
@@ -127,11 +127,8 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end in it, at 100 .. 109 s.
     assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (2, "train", 100.0, 9.5, 3, 500)
     assert (move.predicted_gain_s, move.realised_gain_s) == (0.42, 0.31)
-    assert got.forecast.steps == synthetic.STEPS - 3
-    assert (got.forecast.error, got.forecast.start_error, got.forecast.window_error, got.forecast.train_error) == pytest.approx((0.1, 0.03, 0.1, 0.05))
-    # Steps wait 0.3 s and train 1 s, with 900 and 1,000 tokens in turn, of which the smoother sees two each: it is off by 1/20 s and by 1/18 s.
-    assert got.forecast.smoother_error is not None
-    assert 1 / 20 / 1.3 < got.forecast.smoother_error < 1.001 / 18 / 1.3
+    assert got.accuracy is not None
+    assert (got.accuracy.steps, got.accuracy.error) == (synthetic.STEPS - 3, pytest.approx(0.1))
     assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
     assert [(found.kind, found.count, found.error) for found in got.failures] == [("raised", 12, "KeyError: 'x'"), ("timeout", 3, "late")]
     assert (got.pauses, got.given_up) == (1, 1)
@@ -156,8 +153,7 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     assert "0.42 s" in text
     assert "0.31 s" in text
     facts = " ".join(text.replace("│", " ").split())
-    assert "3.0% off at a step's start, scatter alone is 4.3%, 10.0% off a step ahead" in facts
-    assert "(medians of 57 steps)" in facts
+    assert "planner expected 3.30 s, measured 3.00 s (mean of 57 steps), error 10% (median of blocks of 8)" in facts
     assert "12 raised (KeyError: 'x'), 3 timeout; 1 pause of admission; 1 prompt given up" in facts
     assert "24 trajectories and 3 in mid-course with 2,400 generated tokens" in facts
     assert str(run.path) in text.replace("\n", "")
@@ -169,8 +165,10 @@ def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: st
     text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=[0.1, 0.2, 0.4]), width=200)
     assert max(len(line) for line in text.splitlines()) <= view.WIDTH
     assert "…" not in text
-    node, forecast = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2"), ("3.31", "10% of a step, 7% of 8", "3.09", "3% of a step")
-    for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *node, *forecast):
+    expects = "planner expects 3.20 s a step (train 3.20 s, rollout 0.91 s)"
+    expected = (expects, "planner expected 3.31 s, measured 3.00 s (mean of 8 steps), error 10%")
+    node = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2")
+    for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *expected, *node):
         assert fact in text, fact
 
 
@@ -202,15 +200,27 @@ def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:
     assert "no news" not in text_of(view.render(over, now=later))
 
 
-def test_a_status_written_before_latencies_were_in_it_is_read(run: RunDir) -> None:
+def test_a_status_of_an_older_version_is_read_without_what_is_no_longer_shown(run: RunDir) -> None:
     status = synthetic.make_status(run)
-    old = json.loads(encode_status(status))
-    for step in old["forecast"]["steps"]:
-        assert step.pop("latency_s") == 5.5
+    old = json.loads(encode_status(status)) | {"forecast": {"steps": [], "error": 0.1}}
+    del old["estimate"], old["accuracy"]
     read = decode_status(json.dumps(old).encode())
-    assert read.forecast is not None
-    assert [step.latency_s for step in read.forecast.steps] == [None] * 6
-    assert text_of(view.render(read, now=status.updated_at)) == text_of(view.render(status, now=status.updated_at))
+    assert read == msgspec.structs.replace(status, estimate=None, accuracy=None)
+    assert "planner expect" not in text_of(view.render(read, now=status.updated_at))
+
+
+def test_steps_are_compared_in_blocks_and_only_where_there_was_an_estimate() -> None:
+    assert estimate.step_accuracy([]) is None
+    assert estimate.step_accuracy([(None, 3.0), (2.0, 0.0)]) is None
+    two = estimate.StepAccuracy(2, 2.0, 2.5, pytest.approx(0.2))
+    assert estimate.step_accuracy([(None, 9.0), (2.0, 4.0), (2.0, 1.0)]) == two
+    # Bursts: every other step is long, the mean is as expected.
+    bursts = [(2.0, 3.5), (2.0, 0.5)] * 8
+    assert estimate.step_accuracy(bursts) == estimate.StepAccuracy(16, 2.0, 2.0, 0.0)
+    # Blocks end with the newest step: the oldest three are in none of the two.
+    got = estimate.step_accuracy([(9.0, 1.0)] * 3 + [(1.1, 1.0)] * 8 + [(1.3, 1.0)] * 8)
+    assert got is not None
+    assert (got.steps, got.error) == (19, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(("values", "expected"), [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")])
