@@ -64,11 +64,11 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.train import compat
     from libra_hpc.train.checkpoint import start
     from libra_hpc.train.device import choose, local_store
-    from libra_hpc.train.engine import TrainEngine, init_world
     from libra_hpc.train.grpo import token_logprobs
     from libra_hpc.train.mcore import get_forward_backward_func
     from libra_hpc.train.packing import Pack, decode, pack
     from libra_hpc.train.settings import OptimizerSettings
+    from libra_hpc.train.train_engine import TrainEngine, init_world
 
     device = choose("cpu", 0, config.train.threads)
     split = init_world(device, 1, 1, 0, local_store(), 60.0)

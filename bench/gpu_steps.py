@@ -23,8 +23,8 @@ from bench.harness import median, report
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.measured import StepPoint, fit_steps, load
 from libra_hpc.hardware.models import model_shape
-from libra_hpc.rollout.batch import quantile
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.group_state import quantile
 
 
 def kind(point: StepPoint) -> str:
@@ -43,7 +43,7 @@ def measure(model: Path, device: str, name: str, out: Path, max_model_len: int, 
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(msgspec.json.encode(config))
         file.flush()
-        argv = ["-m", "libra_hpc.rollout.calibrate", "--config", file.name, "--device", device, "--model", name, "--out", str(out)]
+        argv = ["-m", "libra_hpc.rollout.measure_steps", "--config", file.name, "--device", device, "--model", name, "--out", str(out)]
         subprocess.run([sys.executable, *argv], check=True)
 
 

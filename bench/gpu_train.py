@@ -32,10 +32,10 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
 from libra_hpc.train.device import choose, local_store
-from libra_hpc.train.engine import TrainEngine, init_world
+from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings
-from libra_hpc.train.trainer import GrpoTrainer
+from libra_hpc.train.train_engine import TrainEngine, init_world
 
 TRAJECTORIES = 48
 LENGTHS = (256, 4096)

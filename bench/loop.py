@@ -22,17 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import LocalMesh, Rates, engine_environment, median, policy, rate, report
 from libra_hpc.config.run import RunConfig
-from libra_hpc.process.folders import make_folders
+from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.rollout import Generate
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 def configuration(model: Path, batches: int) -> RunConfig:

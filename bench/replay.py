@@ -19,13 +19,13 @@ from bench.harness import LocalMesh
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.hardware.measured import StepPoint
-from libra_hpc.process.folders import make_folders
+from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.telemetry import series

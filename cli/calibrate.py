@@ -19,8 +19,8 @@ from rich.table import Table
 
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
-from libra_hpc.rollout.calibrate import earlier, merged
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.measure_steps import earlier, merged
 from libra_hpc.rollout.recorded import recorded
 from libra_hpc.rollout.together import together
 

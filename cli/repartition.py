@@ -1,7 +1,7 @@
 """`libra-hpc repartition`: order another layout of a running job, without giving up its nodes or its place in the queue.
 
 Everything that can be wrong is said here, before anything is written; rank 0 checks it once more, because meanwhile the run goes on.  The order is a file
-in the run directory (`libra_hpc.protocol.order`), its answer an event (`libra_hpc.runtime.orders`).
+in the run directory (`libra_hpc.protocol.layout_order`), its answer an event (`libra_hpc.runtime.orders`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra_hpc.config.load import load_resolved, parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.planner.relaid import describe, ranks, relaid
-from libra_hpc.protocol.order import LayoutOrder, encode_order, new_order
+from libra_hpc.protocol.layout_order import LayoutOrder, encode_order, new_order
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
 from libra_hpc.telemetry.status import Status
 

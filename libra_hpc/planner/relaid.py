@@ -38,7 +38,7 @@ class SameLayout(UserError):
         super().__init__(f"{asked}: the run has this layout already ({describe(config)}).")
 
 
-class RankLayout(msgspec.Struct, frozen=True):
+class RankRole(msgspec.Struct, frozen=True):
     """What one rank does."""
 
     rank: int
@@ -54,7 +54,7 @@ class RankLayout(msgspec.Struct, frozen=True):
         return f"{self.component} {' or '.join(filter(None, (train, rollout)))}"
 
 
-def ranks(config: RunConfig) -> list[RankLayout]:
+def ranks(config: RunConfig) -> list[RankRole]:
     """What every rank behind the planner's does, in rank order; ``config`` has passed its checks."""
     found, position = [], 0
     for rank, stage in enumerate(_stages(config), start=1):
@@ -65,7 +65,7 @@ def ranks(config: RunConfig) -> list[RankLayout]:
             tp, count = config.rollout.on_node(position)
             engines = count, tp
             position += 1
-        found.append(RankLayout(rank, stage, replica, engines))
+        found.append(RankRole(rank, stage, replica, engines))
     return found
 
 

@@ -14,7 +14,7 @@ generated twice.  It is far higher than a node's, so only a lasting shift pays; 
 
 `EVERY_S`: at most one in an hour, whatever it promises.  A new start costs minutes and, worse, what was measured: the engines' costs, the factors of the
 cost models and the test for drift begin anew, and the next verdict should rest on more than their first figures.  Where nodes can
-change places, a proposal also says what the run file would say (`libra_hpc.planner.initial.written`), and `libra_hpc.runtime.relayout` can carry it out.
+change places, a proposal also says what the run file would say (`libra_hpc.planner.initial.written`), and `libra_hpc.runtime.repartitioner` can carry it out.
 """
 
 from __future__ import annotations

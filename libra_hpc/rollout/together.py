@@ -1,6 +1,6 @@
 """Calibrate several engines of one machine at once: what each takes while the others work, which is what a run will see.
 
-Each engine is a process of its own (`libra_hpc.rollout.calibrate` with ``--together``).  They begin when all are up, and stay loaded until the last one has
+Each engine is a process of its own (`libra_hpc.rollout.measure_steps` with ``--together``).  They begin when all are up, and stay loaded until the last one has
 measured.  An engine alone is the case of one.
 """
 
@@ -20,8 +20,9 @@ import msgspec
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.hardware.measured import Calibration, load
 from libra_hpc.process.visible_devices import engine_environment
-from libra_hpc.rollout.calibrate import SAYS
 from libra_hpc.rollout.engine.settings import EngineConfig, check_config
+
+from .measure_steps import SAYS
 
 LEAVE_S = 30.0
 """For an engine to end when it was told to."""
@@ -42,7 +43,7 @@ class _Part:
         self._rest = b""
         path = folder / f"{number}.config.json"
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(config, seed=config.seed + number)))
-        command = [sys.executable, "-m", "libra_hpc.rollout.calibrate", "--config", str(path), "--device", device, "--model", model]
+        command = [sys.executable, "-m", "libra_hpc.rollout.measure_steps", "--config", str(path), "--device", device, "--model", model]
         environment = engine_environment(os.environ, config.device, number * config.tp, config.tp, config.threads)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

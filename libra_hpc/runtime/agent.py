@@ -28,22 +28,22 @@ import msgspec
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.process.child import Child
-from libra_hpc.process.folders import make_folders
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train import folders
-from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.train import state_folders as folders
+from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
+from .agent_context import AgentContext
 from .attempt import complete_checkpoint, remove_old, whole_start_state
-from .context import AgentContext
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
-from .layout import RankLayout, check_world
 from .mesh import Mesh
+from .rank_layout import RankLayout, check_world
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
 from .routes import Routes, add_engines, add_rollout_lead, add_train_leader

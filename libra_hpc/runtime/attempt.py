@@ -13,7 +13,7 @@ from typing import Any
 
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 
 
 def forget_steps_after(run: RunDir, step: int) -> None:

@@ -23,17 +23,17 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
 from libra_hpc.telemetry.estimate import StageEstimate
 
+from .agent_context import AgentContext
 from .attempt import copy_policy, forget_steps_after
-from .context import AgentContext
 from .decisions import DecisionLog, predicted_gain
 from .ending import Ending
+from .late_steps import late_step
 from .liveness import discount, read_gone
 from .nodes import NodePool, Role
 from .observations import Observations
-from .progress import late_step
 from .records import Records
 from .recovery import Recovery
-from .relayout import Repartition
+from .repartitioner import Repartitioner
 from .screen import compose_status
 
 GONE_HELLO_S = 10.0
@@ -68,7 +68,7 @@ class Coordinator:
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
-        self._relayout = Repartition(context, self._event, self._records.event_now)
+        self._relayout = Repartitioner(context, self._event, self._records.event_now)
         self._planner.repartition_after = self._relayout.not_before
         self._started_at = now
         self._step = context.start.step

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.train.folders import POLICY_DIR
+from libra_hpc.train.state_folders import POLICY_DIR
 from libra_hpc.weights.flow import WeightFile
 
-from .context import AgentContext
+from .agent_context import AgentContext
 
 
 def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile | None) -> EngineConfig:

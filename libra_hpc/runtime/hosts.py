@@ -24,8 +24,8 @@ from libra_hpc.process.deadlines import Deadlines
 from libra_hpc.protocol.env import EpisodeStepped, HostAlive, HostReady, ToHost, from_host, to_host
 from libra_hpc.tasks.settings import write_private
 
+from .agent_context import AgentContext
 from .commands import host_command, host_settings
-from .context import AgentContext
 
 RESTART_S = 0.5
 NO_START_S = 5.0

@@ -13,7 +13,7 @@ from typing import Literal
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
 
-from .context import AgentContext
+from .agent_context import AgentContext
 from .liveness import Silent, silent_nodes
 from .screen import NodeFacts
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from libra_hpc.protocol.order import LONGEST, LayoutOrder, decode_order
+from libra_hpc.protocol.layout_order import LONGEST, LayoutOrder, decode_order
 from libra_hpc.telemetry.rundir import RunDir
 
 REFUSED = "repartition_refused"

@@ -13,8 +13,8 @@ from libra_hpc.slurm.outcome import OUTPUT
 from libra_hpc.telemetry.facts import FactsWriter
 from libra_hpc.telemetry.status import Status, encode_status
 
-from .context import AgentContext
-from .progress import Notices
+from .agent_context import AgentContext
+from .late_steps import Notices
 
 CLOSE_S = 30.0
 """How long the last facts may take to reach the run directory.  Half: a slow file system loses them; double: Slurm kills the job first."""

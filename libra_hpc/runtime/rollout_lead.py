@@ -11,17 +11,17 @@ from libra_hpc.errors import said
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.kept import FinishedTrajectory, Recovered, TrainedPrompts
-from libra_hpc.rollout.leader import RolloutLeader
-from libra_hpc.rollout.record import Routed, TrajectoryEnd, decision_line, trace_line
+from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, TrainedPrompts
+from libra_hpc.rollout.recovery_log import RecoveryLog
+from libra_hpc.rollout.rollout_leader import RolloutLeader
+from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.settings import rollout_settings
-from libra_hpc.rollout.spool import RecoveryLog
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.telemetry.journal import Journal
 
+from .agent_context import AgentContext
 from .attempt import start_state
-from .context import AgentContext
 from .hosts import Hosts
 from .origin import digest
 from .storage import KEEP_LINES, Storage

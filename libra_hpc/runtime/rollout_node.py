@@ -57,8 +57,8 @@ from libra_hpc.protocol.rollout import (
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
+from .agent_context import AgentContext
 from .commands import engine_command
-from .context import AgentContext
 from .engine_start import engine_config
 from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 

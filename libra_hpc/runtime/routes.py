@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from libra_hpc.protocol import mesh as wire
-from libra_hpc.train.leader import TrainLeader
+from libra_hpc.train.train_leader import TrainLeader
 
 from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode

@@ -10,7 +10,7 @@ from libra_hpc.telemetry.estimate import StageEstimate, step_accuracy
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
 
-from .context import AgentContext
+from .agent_context import AgentContext
 from .observations import Observations
 
 FINAL = ("completed", "failed", "cancelled")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from libra_hpc.rollout.spool import RecoveryLog
+from libra_hpc.rollout.recovery_log import RecoveryLog
 from libra_hpc.telemetry.journal import Journal
 
 KEEP_LINES = 20_000

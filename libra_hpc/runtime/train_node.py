@@ -37,13 +37,13 @@ from libra_hpc.protocol.trainer import (
     from_worker,
     to_worker,
 )
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
 from libra_hpc.weights.relay import Publisher
 
+from .agent_context import AgentContext
 from .commands import trainer_command
-from .context import AgentContext
 from .replica_watch import ReplicaWatch
 
 KIND = "train"

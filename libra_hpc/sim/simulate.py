@@ -103,7 +103,7 @@ class Simulation:
     def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
         """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new ones, ``delay_s`` later.
 
-        What has ended counts, as live (`libra_hpc.rollout.leader`).  The caller holds the training meanwhile.
+        What has ended counts, as live (`libra_hpc.rollout.rollout_leader`).  The caller holds the training meanwhile.
         """
         self._agents.stop()
         self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())

@@ -16,7 +16,7 @@ import msgspec
 
 from libra_hpc.telemetry.rundir import RunDir
 
-from .job import JobRecord, read_job, start_attempt, write_job
+from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
 from .query import JobInfo, JobState
 from .site import clean_environment

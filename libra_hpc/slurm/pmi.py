@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from libra_hpc.process.folders import orphans, remove_orphans
+from libra_hpc.process.agent_folders import orphans, remove_orphans
 
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from libra_hpc.process.folders import remove_orphans
+from libra_hpc.process.agent_folders import remove_orphans
 from libra_hpc.telemetry.rundir import RunDir
 
 from .outcome import REASON, RECOVERIES, LauncherDecision, decide, finish, look

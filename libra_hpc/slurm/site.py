@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.slurm.devcluster.cluster import Cluster
 
 from .command import WAYS_OUT
-from .devcluster.cluster import Cluster
 
 PING_TIMEOUT_S = 15.0
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.slurm import local
 from libra_hpc.telemetry.rundir import RunDir, write_atomic
 
-from . import local
 from .command import SlurmRefused, call
 from .fit import check_fit
-from .job import JobRecord, read_job, start_attempt, write_job
+from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
 from .query import JobInfo, JobState, job, partitions
 from .writer import het_script

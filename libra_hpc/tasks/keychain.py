@@ -80,7 +80,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class World:
+class HiddenChain:
     """One prompt's hidden chain; keys and values are numbers."""
 
     hops: tuple[Hop, ...]
@@ -93,7 +93,7 @@ class World:
         return len(self.hops) + sum(flaky + dead for _, _, flaky, dead in self.hops) + 1
 
 
-def draw(rng: random.Random, mix: Mix) -> World:
+def draw(rng: random.Random, mix: Mix) -> HiddenChain:
     """Draw a chain."""
     length = 1
     while length < mix.max_hops and rng.random() < mix.p_more:
@@ -104,7 +104,7 @@ def draw(rng: random.Random, mix: Mix) -> World:
         dead = i > 0 and rng.random() < mix.dead
         hops.append((keys[2 * i], keys[2 * i + 1], not dead and rng.random() < mix.flaky, dead))
     notes = tuple((rng.randrange(KEYS), rng.randrange(KEYS)) for _ in range(mix.notes))
-    return World(tuple(hops), rng.randrange(VALUES), notes)
+    return HiddenChain(tuple(hops), rng.randrange(VALUES), notes)
 
 
 def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -> list[Any]:
@@ -122,7 +122,7 @@ def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -
 class Guide:
     """Follows an episode and knows its next right call."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: HiddenChain) -> None:
         self._hops = world.hops
         self._at = 0
         self._dead = False
@@ -159,7 +159,7 @@ class Words:
         self.key_of = {token: i for i, token in enumerate(self.keys)}
         self.value_of = {token: i for i, token in enumerate(self.values)}
 
-    def prompt(self, world: World) -> list[int]:
+    def prompt(self, world: HiddenChain) -> list[int]:
         """Token ids of the question."""
         lines = [token for a, b in world.notes for token in (self.note, self.keys[a], self.keys[b], self.newline)]
         return [self.bos, *lines, self.find, self.keys[world.hops[0][0]], self.newline]
@@ -176,7 +176,7 @@ class Words:
 class KeyChainEpisode(Episode):
     """One walk along a chain."""
 
-    def __init__(self, words: Words, world: World, prompt_id: str, after_drift: bool) -> None:
+    def __init__(self, words: Words, world: HiddenChain, prompt_id: str, after_drift: bool) -> None:
         self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = prompt_id, words.prompt(world), TURN_TOKENS, (words.newline,)
         self._words, self._world, self._after = words, world, after_drift
         self._guide = Guide(world)

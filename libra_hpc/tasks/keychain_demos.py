@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from .keychain import VALUES, Guide, Mix, Words, World, draw, look_up
+from .keychain import VALUES, Guide, Mix, Words, HiddenChain, draw, look_up
 
 HARD = Mix(p_more=0.8, dead=0.5)
 """Longer and more often dead than the default mix: more examples of what is hard."""
@@ -24,7 +24,7 @@ MAX_CALLS = 3 * HARD.max_hops
 """A flawed demonstration ends after this many calls."""
 
 
-def demonstrate(rng: random.Random, words: Words, world: World, flawed: bool) -> tuple[list[int], list[int]]:
+def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bool) -> tuple[list[int], list[int]]:
     """Token ids of one episode and the mask (1 on the policy's tokens), both of length n."""
     tokens = words.prompt(world)
     mask = [0] * len(tokens)

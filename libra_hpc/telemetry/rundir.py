@@ -171,7 +171,7 @@ class RunDir:
 
     @property
     def experience(self) -> Path:
-        """Folder of finished trajectories that no checkpoint contains yet (`libra_hpc.rollout.spool`)."""
+        """Folder of finished trajectories that no checkpoint contains yet (`libra_hpc.rollout.recovery_log`)."""
         return self.path / "experience"
 
     @property
@@ -181,7 +181,7 @@ class RunDir:
 
     @property
     def order(self) -> Path:
-        """An order for another layout (`libra_hpc.protocol.order`) that rank 0 has not answered yet."""
+        """An order for another layout (`libra_hpc.protocol.layout_order`) that rank 0 has not answered yet."""
         return self.path / "repartition.json"
 
     @property

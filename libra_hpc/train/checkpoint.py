@@ -1,6 +1,7 @@
 """Save and load a replica's state under Hugging Face names, readable at any tensor- and pipeline-parallel split.
 
-The layout is that of `libra_hpc.train.folders`.  Saving is collective over the replica (tensors are gathered to its rank 0, which alone writes); loading is
+The layout is that of `libra_hpc.train.state_folders`.  Saving is collective over the replica (tensors are
+gathered to its rank 0, which alone writes); loading is
 not (every rank reads what it needs).
 """
 
@@ -18,12 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import gather, gathered, hf_shapes, load
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
-from .engine import TrainEngine
+from .train_engine import TrainEngine
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")

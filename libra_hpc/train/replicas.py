@@ -25,7 +25,7 @@ import torch.distributed as dist
 from libra_hpc.protocol.trainer import Join
 
 from .device import Store, bare_group, file_store, wait
-from .engine import TrainEngine
+from .train_engine import TrainEngine
 
 BROADCAST_ELEMENTS = 1 << 24
 """Elements of one broadcast of the join (64 MiB of float32): enough to hide latency, little enough not to double the source's memory."""

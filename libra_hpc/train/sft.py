@@ -17,10 +17,10 @@ from libra_hpc.hardware.architecture import read_shape
 
 from .checkpoint import load_policy, weights, write_policy
 from .device import choose, local_store
-from .engine import TrainEngine, close_world, init_world
 from .grpo import token_logprobs
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
+from .train_engine import TrainEngine, close_world, init_world
 
 REPORT_EVERY = 100
 """Steps between two lines of progress on stderr, and steps averaged in each."""

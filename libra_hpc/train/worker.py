@@ -42,15 +42,16 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
     WorkerReady,
 )
-from libra_hpc.train import checkpoint, folders
+from libra_hpc.train import checkpoint
+from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import hf_shapes
 
 from .device import choose, file_store
-from .engine import TrainEngine, init_world
+from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
-from .trainer import BatchRejected, GrpoTrainer
+from .train_engine import TrainEngine, init_world
 
 SNAPSHOTS_KEPT = 1
 """Complete snapshots that stay: the newest.  The one being written is the second buffer."""

@@ -1,7 +1,7 @@
 """The twin trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a generation.
 
 Weight files are real safetensors files of one small tensor, so everything that carries, checks and keeps weights does its work; checkpoints have the
-layout of `libra_hpc.train.folders`.  Members of a generation meet in files beside the path that torch would use: each writes its step, and reads all.
+layout of `libra_hpc.train.state_folders`.  Members of a generation meet in files beside the path that torch would use: each writes its step, and reads all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from libra_hpc.protocol.codec import pack_f32
 from libra_hpc.protocol.trainer import Join
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 
 TENSOR = "twin.step"
 ELEMENTS = 4096

@@ -39,7 +39,7 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
     WorkerReady,
 )
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 from libra_hpc.train.link import COMPUTE, WAITING, Pulse, WorkerSocket
 from libra_hpc.train.settings import WorkerConfig, read_config
 

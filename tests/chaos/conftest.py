@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.slurm import local
-from libra_hpc.slurm.job import read_job
+from libra_hpc.slurm.job_record import read_job
 from libra_hpc.telemetry.rundir import RunDir
 from tests.cluster.conftest import policy
 

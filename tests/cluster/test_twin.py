@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry.rundir import read_lines
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 from tests.cluster.runs import Case, sampled_once, trained_once
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

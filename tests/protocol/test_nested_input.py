@@ -20,14 +20,14 @@ from libra_hpc.hardware.devices import _read as read_devices
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.tables import load_table
 from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.protocol.mesh import mesh
-from libra_hpc.protocol.order import decode_order
 from libra_hpc.protocol.rollout import to_engine
 from libra_hpc.rollout.engine.settings import read_config
 from libra_hpc.rollout.engine.steplog import read_steps
 from libra_hpc.sched.persist import records
 from libra_hpc.sim.traces.read import read_trace
-from libra_hpc.slurm.job import read_job
+from libra_hpc.slurm.job_record import read_job
 from libra_hpc.tasks.outcome import classify
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status

@@ -8,7 +8,7 @@ from pathlib import Path
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.mesh import StepReport, TrainingFinished
-from libra_hpc.rollout.batch import RESERVED, GroupState, batch_stats
+from libra_hpc.rollout.group_state import RESERVED, GroupState, batch_stats
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.telemetry.rundir import read_lines
 from tests.runtime.test_coordinator import Scene

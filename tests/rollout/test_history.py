@@ -12,7 +12,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.history import check_warm_start, history
-from libra_hpc.rollout.record import TrajectoryEnd, trace_line
+from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.persist import MAX_RECORDS
 from libra_hpc.sim.run import Run

@@ -14,15 +14,15 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
-from libra_hpc.rollout.kept import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
-from libra_hpc.rollout.leader import RolloutLeader
-from libra_hpc.rollout.record import TrajectoryEnd, decision_line, trace_line
+from libra_hpc.rollout.recovered import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
+from libra_hpc.rollout.rollout_leader import RolloutLeader
+from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.settings import RolloutSettings
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.train.leader import DataOrder
+from libra_hpc.train.train_leader import DataOrder
 
 STOP = 9
 TRAIN_LEADER = 1

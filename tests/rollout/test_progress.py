@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_hpc.protocol.mesh import OpenGroup
-from libra_hpc.rollout.progress import length_of, open_groups
+from libra_hpc.rollout.open_groups import length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory
 
 

@@ -19,10 +19,10 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.protocol.rollout import Generated
-from libra_hpc.rollout import spool as spools
-from libra_hpc.rollout.batch import GroupState, batch_stats
-from libra_hpc.rollout.kept import FinishedTrajectory, Recovered, Start, TrainedPrompts, verdict
-from libra_hpc.rollout.spool import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
+from libra_hpc.rollout import recovery_log as spools
+from libra_hpc.rollout.group_state import GroupState, batch_stats
+from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, Start, TrainedPrompts, verdict
+from libra_hpc.rollout.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 from libra_hpc.runtime.origin import digest
 

@@ -17,7 +17,7 @@ from libra_hpc.runtime.attempt import (
     whole_start_state,
 )
 from libra_hpc.telemetry.rundir import RunDir, read_lines
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 
 
 def save(run: RunDir, step: int, reports: tuple[folders.StepRecord, ...] = ()) -> Path:

@@ -14,6 +14,7 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.model import Measured, Split, Times
 from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.mesh import (
     EngineIsReady,
     Fatal,
@@ -33,14 +34,13 @@ from libra_hpc.protocol.mesh import (
     TrainingFinished,
     Welcome,
 )
-from libra_hpc.protocol.order import encode_order, new_order
 from libra_hpc.runtime import coordinator as module
 from libra_hpc.runtime import records as records_module
+from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.attempt import start_state
-from libra_hpc.runtime.context import AgentContext
 from libra_hpc.runtime.coordinator import Coordinator
-from libra_hpc.runtime.layout import RankLayout
 from libra_hpc.runtime.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, silent_nodes
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.screen import NodeFacts
 from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.rundir import RunDir, read_lines

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import Welcome
-from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.engine_start import engine_config
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.telemetry.rundir import RunDir
 
 

@@ -13,9 +13,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostAlive, HostReady
 from libra_hpc.protocol.mesh import Log, Welcome
 from libra_hpc.runtime import hosts as module
-from libra_hpc.runtime.context import AgentContext
+from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.hosts import Hosts
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.telemetry.rundir import RunDir
 
 

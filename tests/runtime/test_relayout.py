@@ -11,12 +11,12 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.mesh import Welcome
-from libra_hpc.protocol.order import LONGEST, encode_order, new_order
 from libra_hpc.runtime import orders
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
-from libra_hpc.runtime.relayout import Repartition
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
+from libra_hpc.runtime.repartitioner import Repartitioner
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
 
@@ -34,7 +34,7 @@ class Job:
         self.run.write_json(self.run.config, CONFIG.model_dump())
         self.clock = 1000.0
 
-    def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartition:
+    def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartitioner:
         self.run.logs(attempt).mkdir(parents=True, exist_ok=True)
         self.run.again(attempt).unlink(missing_ok=True)
         config = CONFIG.model_copy(update={"twin": CONFIG.twin.model_copy(update={"speedup": speedup})})
@@ -44,7 +44,7 @@ class Job:
         def event(kind: str, **fields: Any) -> None:
             log.write({"t": self.clock, "kind": kind, **fields})
 
-        return Repartition(context, event, event)
+        return Repartitioner(context, event, event)
 
     def config(self) -> RunConfig:
         return RunConfig.model_validate_json(self.run.config.read_bytes())

@@ -13,10 +13,10 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import Log, Welcome
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.kept import Recovered
+from libra_hpc.rollout.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.storage import Storage
 from libra_hpc.sim.traces.read import read_trace

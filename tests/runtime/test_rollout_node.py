@@ -23,8 +23,8 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.runtime import rollout_node
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.twin import tokens

@@ -13,7 +13,7 @@ from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.runtime.routes import Routes, add_engines, add_rollout_lead, add_train_leader
 from libra_hpc.runtime.train_node import TrainNode
-from libra_hpc.train.leader import TrainLeader
+from libra_hpc.train.train_leader import TrainLeader
 
 RANK = 1
 

@@ -19,11 +19,11 @@ from libra_hpc.process.child import Child
 from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Log, Welcome
 from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined
 from libra_hpc.runtime import train_node as module
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 
 PATIENCE_S = 30.0
 

@@ -15,12 +15,12 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.runtime.context import AgentContext
-from libra_hpc.runtime.layout import RankLayout
+from libra_hpc.runtime.agent_context import AgentContext
+from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train.leader import LeaderSettings, TrainLeader
-from libra_hpc.train.order import DataOrder
+from libra_hpc.train.data_order import DataOrder
+from libra_hpc.train.train_leader import LeaderSettings, TrainLeader
 
 PATIENCE_S = 40.0
 """Less than the minute after which a member stops waiting for one that does not appear."""

@@ -13,7 +13,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.slurm import local, submit
-from libra_hpc.slurm.job import read_job, write_job
+from libra_hpc.slurm.job_record import read_job, write_job
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.outcome import LauncherDecision, RanksEnded, decide
 from libra_hpc.slurm.query import JobState

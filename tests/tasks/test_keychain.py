@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.tasks.base import ToolResult, Turn
-from libra_hpc.tasks.keychain import Guide, KeyChain, KeyChainEpisode, Mix, Words, World, draw, look_up, vocabulary
+from libra_hpc.tasks.keychain import Guide, KeyChain, KeyChainEpisode, Mix, Words, HiddenChain, draw, look_up, vocabulary
 from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -36,7 +36,7 @@ class Here:
 class Player:
     """Speaks the task's words."""
 
-    def __init__(self, task: KeyChain, episode: KeyChainEpisode, world: World, tools: Here | None = None) -> None:
+    def __init__(self, task: KeyChain, episode: KeyChainEpisode, world: HiddenChain, tools: Here | None = None) -> None:
         self.words, self.episode, self.world, self.tools = Words(task.tokenizer), episode, world, tools or Here()
         self.guide = Guide(world)
         self.context = list(episode.prompt)
@@ -61,7 +61,7 @@ class Player:
         return self.answer(self.world.value)
 
 
-def world_of(episode: KeyChainEpisode) -> World:
+def world_of(episode: KeyChainEpisode) -> HiddenChain:
     return episode._world
 
 

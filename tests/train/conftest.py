@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from libra_hpc.train.device import choose, local_store
-from libra_hpc.train.engine import close_world, init_world
+from libra_hpc.train.train_engine import close_world, init_world
 from libra_hpc.weights.names import ReplicaPlace
 
 

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Alive, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StopWorker, TrainStep, WorkerReady, from_worker, to_worker
-from libra_hpc.train import checkpoint, folders
-from libra_hpc.train.engine import TrainEngine
+from libra_hpc.train import checkpoint
+from libra_hpc.train import state_folders as folders
+from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
-from libra_hpc.train.trainer import GrpoTrainer
+from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
 VOCAB = 64

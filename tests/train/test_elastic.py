@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol.trainer import Join, Joined, LoadCheckpoint, Loaded, SaveCheckpoint, Saved, Standby, StepFailed, TrainStep, WorkerError
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import WAIT_S, Replica, assert_same_state, fixed_run, join_all, make_model, step_all, train_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 
 
 def state(parent: Path, step: int) -> Path:

@@ -26,8 +26,9 @@ from libra_hpc.protocol.trainer import (
     TrainStep,
     WorkerError,
 )
-from libra_hpc.train import leader, members
-from libra_hpc.train.leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.train import members
+from libra_hpc.train import train_leader as leader
+from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader
 
 
 def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:

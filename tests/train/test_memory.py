@@ -15,9 +15,9 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train.checkpoint import load_policy
 from libra_hpc.train.device import local_store
-from libra_hpc.train.engine import TrainEngine, close_world, init_world
 from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
+from libra_hpc.train.train_engine import TrainEngine, close_world, init_world
 from tests.train.support import OPTIMIZER, make_model
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.architecture import check_parallel, read_shape
 from libra_hpc.protocol.codec import unpack_f32, unpack_i32
-from libra_hpc.train import checkpoint, folders
+from libra_hpc.train import checkpoint
+from libra_hpc.train import state_folders as folders
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.settings import OptimizerSettings
 from libra_hpc.weights.names import ReplicaPlace

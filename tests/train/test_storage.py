@@ -21,7 +21,7 @@ from libra_hpc.protocol.trainer import (
     StepDone,
     Warned,
 )
-from libra_hpc.train import folders
+from libra_hpc.train import state_folders as folders
 
 from .support import Replica, join_all, make_model, step_all, train_step
 

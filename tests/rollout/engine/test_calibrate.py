@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from libra_hpc.hardware.measured import Calibration, StepPoint, load, measured_times, save
-from libra_hpc.rollout.calibrate import CHUNK, DECODE_STEPS, FILL, REPEATS, plans, reach
+from libra_hpc.rollout.measure_steps import CHUNK, DECODE_STEPS, FILL, REPEATS, plans, reach
 from tests.rollout.engine.engine_harness import Model, engine_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -35,7 +35,7 @@ def run(folder: Path, model: Model, tp: int, out: Path, device: str = "this cpu"
     config = folder / f"tp{tp}.json"
     settings = msgspec.structs.replace(engine_config(model, tp=tp, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=4)
     config.write_bytes(msgspec.json.encode(settings))
-    command = [sys.executable, "-m", "libra_hpc.rollout.calibrate", "--config", str(config), "--device", device, "--model", "tiny", "--out", str(out)]
+    command = [sys.executable, "-m", "libra_hpc.rollout.measure_steps", "--config", str(config), "--device", device, "--model", "tiny", "--out", str(out)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.hardware.measured import measured_times
-from libra_hpc.rollout.calibrate import plans
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.measure_steps import plans
 from libra_hpc.rollout.together import together
 from tests.rollout.engine.engine_harness import Model, engine_config
 

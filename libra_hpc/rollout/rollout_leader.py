@@ -24,15 +24,15 @@ from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Policy, TurnView
 
 from .attempts import Attempts
-from .batch import batch_stats
+from .engine_registry import EngineRegistry
 from .environments import Environments
 from .failures import Failure, FailureBook
-from .fleet import EngineRegistry
-from .progress import length_of, open_groups
-from .record import Routed, TrajectoryEnd
+from .group_state import batch_stats
+from .open_groups import length_of, open_groups
+from .prompt_order import PromptOrder
+from .run_lines import Routed, TrajectoryEnd
 from .settings import RolloutSettings
 from .staleness import StalenessGate
-from .supply import PromptOrder
 from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3

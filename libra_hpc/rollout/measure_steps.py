@@ -8,7 +8,7 @@ into chunks, a batch that did not form) is left out.  Three kinds are measured, 
 * prefill: one prompt alone, after no cached context or a longer one;
 * both: a prompt that joins a running batch.
 
-``python -m libra_hpc.rollout.calibrate --config ENGINE.json --device NAME --model NAME --out FILE`` writes a calibration file
+``python -m libra_hpc.rollout.measure_steps --config ENGINE.json --device NAME --model NAME --out FILE`` writes a calibration file
 (`libra_hpc.hardware.measured`); steps of other degrees in an existing file of the same device and model are kept, so one file holds all degrees of a
 machine.
 
@@ -206,8 +206,8 @@ def merged(old: Calibration, new: Calibration) -> Calibration:
 
 
 def main() -> int:
-    """Entry point of ``python -m libra_hpc.rollout.calibrate``; exit codes as the command line's."""
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.calibrate")
+    """Entry point of ``python -m libra_hpc.rollout.measure_steps``; exit codes as the command line's."""
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.measure_steps")
     parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
     parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")
     parser.add_argument("--model", required=True, help="name of the model, likewise")

@@ -43,9 +43,9 @@ from libra_hpc.protocol.trainer import (
 )
 
 from .columns import train_columns
+from .data_order import DataOrder as DataOrder
 from .members import LeaderSettings as LeaderSettings
 from .members import Members
-from .order import DataOrder as DataOrder
 from .retry import Exports, Retry
 from .shards import loss_tokens_of, shard, tokens_of
 

@@ -29,9 +29,9 @@ from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.telemetry.rundir import read_lines
 
-from .context import AgentContext
-from .layout import RankLayout
+from .agent_context import AgentContext
 from .orders import REFUSED, Orders
+from .rank_layout import RankLayout
 
 EVENT = "laid_out"
 
@@ -45,7 +45,7 @@ class _Ordered(NamedTuple):
     """Id of an operator's order."""
 
 
-class Repartition:
+class Repartitioner:
     """What rank 0 knows of it; `propose` when the planner decides for one, `look` for an operator's order, `carry_out` once training has stopped.
 
     ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.

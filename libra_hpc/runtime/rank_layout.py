@@ -1,7 +1,7 @@
 """Who is who: component, leaders and peers of every MPI rank.
 
 Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout.  Inside a heterogeneous step Slurm does
-not tell a task its component; the run's configuration does, which also says how a repartition has laid the ranks out anew (`libra_hpc.runtime.relayout`).
+not tell a task its component; the run's configuration does, which also says how a repartition has laid the ranks out anew (`libra_hpc.runtime.repartitioner`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from .batch import GroupState
+from .group_state import GroupState
 from .staleness import StalenessGate
 from .trajectory import Trajectory
 
@@ -17,7 +17,8 @@ class PromptOrder:
 
     ``steps`` is the length of the whole run.  A prompt whose samples all fail is given up and the next one takes its place, so that every step has its batch;
     the last prompt of the run is therefore not known before.  Times are seconds of any monotonic clock.  ``kept``: trajectories of untrained prompts from
-    before this start (`libra_hpc.rollout.kept`).  They are admitted in their prompt's place, so that the order of the data stays what it was, and only the rest
+    before this start (`libra_hpc.rollout.recovered`).  They are admitted in their prompt's place, so that
+    the order of the data stays what it was, and only the rest
     of the group is run.
     """
 

@@ -12,7 +12,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
 from libra_hpc.telemetry.rundir import RunDir
 
-from .layout import RankLayout
+from .rank_layout import RankLayout
 
 Send = Callable[..., None]
 """``send(rank, message, blob=b"")``"""

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
-from .engine import TrainEngine
 from .grpo import entropy_sum, grpo_terms, token_logprobs
 from .packing import Pack, decode, pack
 from .replicas import PeerLost, Replicas
 from .settings import AlgorithmSettings
+from .train_engine import TrainEngine
 
 LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
 """Places in the vector of sums that travels beside the gradients."""

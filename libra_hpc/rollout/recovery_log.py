@@ -1,10 +1,10 @@
 """The spool: trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
 
 Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a thread, to the newest *segment*: frames
-of a length, a CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.kept.FinishedTrajectory` and
+of a length, a CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.recovered.FinishedTrajectory` and
 to nothing else.  A reader stops at the first frame that is
 torn or damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name
-begins with the number of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.kept`'s to say.
+begins with the number of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.recovered`'s to say.
 
 A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is trained now, but not there, is needed only
 if it would count there: its tokens are of versions up to that checkpoint's.  So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed,
@@ -35,7 +35,7 @@ from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.telemetry.rundir import write_atomic
 
-from .kept import DAMAGED, FinishedTrajectory, Recovered, Start, TrainedPrompts, gather, records, verdict
+from .recovered import DAMAGED, FinishedTrajectory, Recovered, Start, TrainedPrompts, gather, records, verdict
 from .trajectory import Trajectory
 
 SEGMENT_BYTES = 64 << 20

@@ -30,7 +30,7 @@ from .mcore import (
     get_standard_config_overrides,
     parallel_state,
 )
-from .model import build_model
+from .megatron_model import build_model
 from .packing import Pack, PackedLayout
 from .rotary import Rotary
 from .settings import OptimizerSettings
