@@ -1,4 +1,4 @@
-"""`libra-hpc config show`: the run file with every default filled in."""
+"""`libra-hpc config`: the run file with every default filled in, and the reference of all keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from libra_hpc.config.load import load_run_file
+from libra_hpc.config.reference import as_records, as_text, select, tables
 
-from .output import say_json
+from .output import say, say_json
+from .runs import JsonOption
 
 app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 
@@ -26,3 +28,16 @@ def config() -> None:
 def show(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
     """Print the resolved configuration as JSON; checks the schema only."""
     say_json(load_run_file(run_file, override).model_dump())
+
+
+@app.command("keys")
+def keys(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A section or a key, e.g. rollout or rollout.tp.")] = "",
+    json: JsonOption = False,
+) -> None:
+    """Print what the keys of a run file accept, their defaults and what they are for."""
+    found = select(key) if key else tables()
+    if json:
+        say_json(as_records(found))
+    else:
+        say(as_text(found).rstrip("\n"))

@@ -8,52 +8,59 @@ from pydantic import Field
 
 from libra_hpc.process.deadlines import DeadlineSettings
 
-from .base import Section
+from .base import Seconds, Section, Steps
 
 
 class RunSection(Section):
     """``[run]``: identity and length of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
-    """Name of the run; the run directory is ``<dir>/<name>-<number>``."""
+    """Name of the run. Its run directory is ``<dir>/<name>-<number>``."""
     dir: str = "runs"
     """Parent of run directories, on a file system all nodes share."""
     seed: int = Field(0, ge=0)
     """Seed of the data order and of sampling."""
-    steps: int = Field(100, ge=1)
+    steps: Steps = Field(100, ge=1)
     """Optimizer steps (global batches) to train."""
     share: Literal["private", "group", "all"] = "private"
-    """Who may read the run directory: its owner (mode 0700), the owner's group too (0750), or everybody (0755)."""
+    """Who may read the run directory: ``private`` its owner (mode 0700), ``group`` the owner's group (0750), ``all``
+    everybody (0755)."""
     engine: Literal["real", "twin"] = "real"
-    """``twin``: a rehearsal; every process above the engines is the real one, engines, trainers and tools are simulated as ``[twin]`` says."""
+    """``real``: GPUs or CPUs do the work. ``twin``: engines, trainers and tools are simulated as ``[twin]`` says;
+    every other process is real."""
 
 
 class SlurmSection(Section):
     """``[slurm]``: how the job is queued."""
 
     executor: Literal["auto", "slurm", "local"] = "auto"
-    """``slurm``: sbatch; ``local``: mpiexec on this machine; ``auto``: slurm when a controller answers, else an error that names both ways."""
+    """``slurm``: sbatch. ``local``: mpiexec on this machine. ``auto``: Slurm; when no controller answers, an error
+    names both ways."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Which wheels and collective backend the engines use."""
     time_limit: str = "01:00:00"
     """Slurm time limit, ``[days-]hours:minutes:seconds``."""
     account: str = ""
+    """Slurm account that is charged; empty: the user's default."""
     qos: str = ""
+    """Slurm quality of service; empty: the account's default."""
     mpi: str = "pmi2"
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
     python: str = ""
     """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``; empty: the one that submits."""
     interface: str = Field("", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15)
-    """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: what each of them chooses
+    """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: each chooses its own
     (docs/ports.md)."""
     restarts: int = Field(3, ge=0)
-    """How often all ranks restart inside the allocation from the newest checkpoint, after the planner or a leader died."""
+    """Most restarts of all ranks from the newest checkpoint, inside the allocation, after the planner or a leader
+    died."""
     extra: list[str] = []
-    """Further sbatch options, verbatim, for every component (``--constraint=nvlink``)."""
+    """Further sbatch options, verbatim, for every component, for instance ``--constraint=nvlink``."""
 
 
 class Component(Section):
-    """One component of the heterogeneous job."""
+    """One component of the heterogeneous job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout`` nodes
+    generate, ``hybrid`` nodes move between both."""
 
     nodes: int = Field(1, ge=0)
     """Nodes; 0 leaves the component out."""
@@ -62,19 +69,21 @@ class Component(Section):
     gpus: int = Field(0, ge=0)
     """GPUs per node."""
     gpu_type: str = ""
-    """GRES type, for instance ``a800``; empty: any."""
+    """GRES type of the GPUs, for instance ``a800``; empty: any."""
     cpus: int = Field(1, ge=1)
     """CPUs per node."""
     mem: str = Field("2G", pattern=r"^[0-9]+[KMGT]?$")
-    """Memory per node."""
+    """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node."""
     constraint: str = ""
+    """Node features that sbatch asks for (``--constraint``); empty: none."""
 
 
 class ComponentsSection(Section):
     """``[components.*]``: which nodes do what at the start."""
 
     split: Literal["explicit", "auto"] = "explicit"
-    """``auto``: the nodes of train, hybrid and rollout together are a pool, which `libra-hpc submit` divides by the planner's best plan."""
+    """``explicit``: the nodes given here. ``auto``: `libra-hpc submit` divides all nodes of train, hybrid and rollout
+    by the planner's best plan."""
     planner: Component = Component()
     train: Component = Component()
     hybrid: Component = Component()
@@ -82,19 +91,19 @@ class ComponentsSection(Section):
 
 
 class DeadlinesSection(Section):
-    """``[deadlines]``: how long a part of a run may make no progress before it is ended and started again (`libra_hpc.process.deadlines`)."""
+    """``[deadlines]``: how long a part of a run may make no progress before its process is ended and restarted."""
 
-    floor_s: float = Field(60.0, gt=0)
-    """No deadline is shorter, in seconds."""
-    first_s: float = Field(900.0, gt=0)
-    """The deadline of an operation that was not measured yet, in seconds: a first step compiles, a first start loads from a cold file system."""
+    floor_s: Seconds = Field(60.0, gt=0)
+    """Shortest deadline of any operation."""
+    first_s: Seconds = Field(900.0, gt=0)
+    """Deadline of an operation that was not measured yet: a first step compiles, a first start reads a cold file
+    system."""
     factor: float = Field(10.0, gt=1)
-    """A measured operation may take this many times the longest of its last durations."""
-
+    """Deadline of a measured operation, as a multiple of the longest of its last durations."""
     restarts: int = Field(5, ge=1)
-    """How often one engine, replica or environment host may be started again within five minutes; once more fails the run."""
-    storage_s: float = Field(900.0, gt=0)
-    """How long the run directory may take no writes, in seconds; then the run saves if it can, and stops."""
+    """Most restarts of one engine, replica or environment host within five minutes. One more fails the run."""
+    storage_s: Seconds = Field(900.0, gt=0)
+    """How long writes to the run directory may fail. Then the run saves if it can, and stops."""
 
     @property
     def settings(self) -> DeadlineSettings:

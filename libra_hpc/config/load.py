@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.telemetry.rundir import read_object
 
+from .base import Valid
 from .run import RunConfig
 
 _TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
@@ -173,8 +174,9 @@ def _unknown(names: Sequence[str], value: Any) -> UserError:
 
 def describe(field: FieldInfo) -> str:
     """What a field accepts, in words: ``an integer >= 0``."""
-    if field.description:
-        return field.description
+    for rule in field.metadata:
+        if isinstance(rule, Valid):
+            return rule.words
     kind = field.annotation
     origin = typing.get_origin(kind)
     if origin is Literal:

@@ -6,25 +6,29 @@ from typing import Literal
 
 from pydantic import Field
 
-from .base import Section
+from .base import Seconds, Section
 
 
 class TwinSection(Section):
-    """``[twin]``: read only when ``run.engine`` is ``twin``.  Seconds are simulated ones."""
+    """``[twin]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``twin``. Seconds are
+    simulated ones."""
 
     speedup: float = Field(10.0, gt=0)
-    """Simulated seconds that pass in one second of the wall clock.  What is real in a rehearsal (messages, scheduling) counts this many times, so the
+    """Simulated seconds per second of the wall clock. Real work (messages, scheduling) counts this many times, so the
     machine bounds it."""
     device: str = ""
-    """Accelerator of every node, a name of the device table; empty: ``planner.device``, else each component's ``gpu_type``."""
+    """Accelerator of every node, a name of the device table; empty: ``planner.device``, else each component's
+    ``gpu_type``."""
     devices: str = ""
     """TOML file with further devices; empty: ``planner.devices``."""
     model: str = ""
-    """A known model such as ``qwen3-14b``, or a Hugging Face folder, of which only ``config.json`` is read; empty: ``planner.model``, else ``model.path``."""
+    """Known model such as ``qwen3-14b``, or a Hugging Face folder, of which only ``config.json`` is read; empty:
+    ``planner.model``, else ``model.path``."""
     calibration: str = ""
-    """File of measured engine steps, used instead of tables."""
+    """File of measured engine steps, used instead of tables; empty: none."""
     source: Literal["auto", "tables", "roofline"] = "auto"
-    """Where step times come from without a calibration file."""
+    """Where step times come from without a calibration file. ``tables``: measured operators. ``roofline``: the
+    device's peaks. ``auto``: tables where there are some."""
     trace: str = ""
     """Trace file to replay; empty: generate trajectories."""
     presets: list[str] = Field(["r2e"], min_length=1)
@@ -34,14 +38,14 @@ class TwinSection(Section):
     outcome: float = Field(0.2, ge=0, le=1)
     """Correlation of a tool's outcome with the work that remains."""
     drift: float = Field(1.0, gt=0)
-    """Typical length at the end of each preset's share, over that at its beginning."""
+    """Typical length at the end of each preset's share, as a multiple of that at its beginning."""
     mfu: float = Field(0.4, gt=0, le=1)
     """Share of the devices' peak that a training step reaches."""
-    step_s: float = Field(1.0, ge=0)
-    """Part of a training step that does not depend on its tokens."""
-    start_s: float = Field(60.0, ge=0)
-    """From the start of an engine or a training process until it is ready."""
-    wake_s: float = Field(5.0, ge=0)
-    """What waking an engine from standby adds to its next weight update."""
-    sync_s: float = Field(2.0, ge=0)
+    step_s: Seconds = Field(1.0, ge=0)
+    """Part of a training step's time that does not depend on its tokens."""
+    start_s: Seconds = Field(60.0, ge=0)
+    """Time from the start of an engine or a training process until it is ready."""
+    wake_s: Seconds = Field(5.0, ge=0)
+    """Time that waking an engine from standby adds to its next weight update."""
+    sync_s: Seconds = Field(2.0, ge=0)
     """Pause of an engine for a weight update."""

@@ -351,7 +351,8 @@ def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
 
 
 VERBS = [
-    *("submit", "status", "logs", "cancel", "repartition", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy", "config show"),
+    *("submit", "status", "logs", "cancel", "repartition", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy"),
+    *("config show", "config keys"),
     *("cluster up", "cluster env", "cluster down", "cluster status", "trace inspect", "trace convert", "trace generate"),
 ]
 
@@ -363,6 +364,14 @@ def test_the_help_of_a_verb_names_its_arguments_plainly(verb: str, cli: Cli) -> 
     assert f"Usage: libra-hpc {verb}" in outcome.out
     assert "[[" not in outcome.out
     assert "<int" not in outcome.out
+
+
+def test_config_keys_prints_the_reference_as_text_and_as_json(cli: Cli) -> None:
+    text = cli("config", "keys", "rollout.block_size").out
+    assert "- `block_size`: an integer >= 8, in tokens; default `32`." in text
+    printed = json.loads(cli("config", "keys", "--json").out)
+    assert {"rollout.block_size", "components.hybrid.nodes"} <= {record["key"] for record in printed}
+    assert cli("config", "keys", "rollout.block").code == 2
 
 
 def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

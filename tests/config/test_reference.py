@@ -1,0 +1,62 @@
+"""The reference of keys: complete, short sentences, and the page in docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config import reference
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+COMMAND = "python -m libra_hpc.config.reference > docs/configuration.md"
+LONGEST = 25
+"""Words of a sentence."""
+RECORDS = reference.as_records(reference.tables())
+
+
+def test_the_page_in_docs_is_the_one_the_schema_makes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference.page(), f"the schema has changed; run: {COMMAND}"
+
+
+def test_every_key_of_a_run_is_in_the_reference_with_its_default() -> None:
+    defaults = {record["key"]: record["default"] for record in RECORDS}
+    for section, table in RunConfig().model_dump().items():
+        for key, value in table.items():
+            if isinstance(value, dict) and section == "components":
+                assert {name: defaults.pop(f"{section}.{key}.{name}") for name in value} == value
+            else:
+                assert defaults.pop(f"{section}.{key}") == value
+    assert defaults == {}
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["key"])
+def test_every_key_is_described_in_sentences_of_at_most_25_words(record: dict[str, str]) -> None:
+    assert record["description"].endswith(".")
+    for sentence in re.split(r"[.;:] ", record["description"]):
+        assert len(sentence.split()) <= LONGEST, sentence
+
+
+def test_the_page_is_readable_in_a_terminal() -> None:
+    assert max(len(line) for line in reference.page().splitlines()) <= reference.WIDTH
+
+
+def test_a_section_or_one_key_can_be_selected() -> None:
+    assert {record["key"].split(".")[0] for record in reference.as_records(reference.select("algorithm"))} == {"algorithm"}
+    assert len(reference.select("components")) == 2
+    (record,) = reference.as_records(reference.select("components.train.nodes"))
+    assert record == {
+        "key": "components.train.nodes",
+        "valid": "an integer >= 0",
+        "unit": "",
+        "default": 1,
+        "description": "Nodes; 0 leaves the component out.",
+    }
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match=r"KEY = 'rolout\.tp': no such section or key \(did you mean 'rollout\.tp'\?\)\."):
+        reference.select("rolout.tp")
