@@ -13,7 +13,7 @@ from libra_hpc_cli import app, jobs
 
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import Partition
-from tests.config.test_check import MODEL
+from tests.preflight.test_checks import MODEL
 
 PARTITIONS = [
     Partition("a800", True, "up", 4, 4, 64, 1_000_000, {"a800": 8}, 86400),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.check import problems
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
@@ -18,6 +17,7 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planner.initial import Initial, initial_plan, record
 from libra_hpc.planner.layouts import Cost, assign
 from libra_hpc.planner.rollout import ReplicaCost
+from libra_hpc.preflight.checks import problems
 
 NODE = {"gpus": 8, "gpu_type": "a800"}
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.check import problems
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.decide import Planner
 from libra_hpc.planner.live import Faster, live_planner
 from libra_hpc.planner.model import Split
+from libra_hpc.preflight.checks import problems
 from tests.planner.plant_costs import FakeSteps
 from tests.planner.test_repartition import measured, snapshot
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from libra_hpc.config.check import check_run
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.runtime.commands import engine_command, host_command, host_settings, trainer_command
 from libra_hpc.sim.traces.read import write_trace

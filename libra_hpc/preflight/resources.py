@@ -17,6 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.config.job import Component
+from libra_hpc.config.rollout import of_node
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.capacity import kv_capacity
 from libra_hpc.hardware.devices import Device, device
@@ -25,10 +28,6 @@ from libra_hpc.planner.memory import USABLE, TrainLayout, TrainMemory, memory_li
 from libra_hpc.sim.settings import blocks_of
 from libra_hpc.slurm.fit import memory_mb
 from libra_hpc.twin.rehearsal import pace
-
-from .job import Component
-from .rollout import of_node
-from .run import RunConfig
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BYTES = 2

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.config.job import Component
+from libra_hpc.config.rollout import of_node
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid, nearest, said
 from libra_hpc.hardware.models import ModelShape, shape_from_config
 from libra_hpc.hardware.supported import refusals
@@ -24,10 +27,7 @@ from libra_hpc.slurm.query import slurm_seconds
 from libra_hpc.tasks.registry import BUILTIN
 from libra_hpc.twin.rehearsal import check_twin
 
-from .job import Component
 from .resources import check_memory, check_nodes
-from .rollout import of_node
-from .run import RunConfig
 
 TIME_FORMATS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
 MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model"], "safetensors": ["*.safetensors"]}

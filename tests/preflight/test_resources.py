@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.load import validate
-from libra_hpc.config.resources import check_memory, check_nodes
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.planner.initial import initial_plan
 from libra_hpc.planner.memory import USABLE, TrainLayout, train_memory
+from libra_hpc.preflight.resources import check_memory, check_nodes
 
 NODE = {"gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 

@@ -11,8 +11,8 @@ import pytest
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.planner.relaid import KEYS, SameLayout, describe, ranks, relaid
-from tests.config.test_check import MODEL
+from libra_hpc.preflight.rank_layout import KEYS, SameLayout, describe, ranks, relaid
+from tests.preflight.test_checks import MODEL
 
 A800 = {"partition": "a800", "gpus": 8, "gpu_type": "a800", "mem": "4G"}
 

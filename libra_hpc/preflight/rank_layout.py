@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.check import check_engines
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-
-from .initial import KIND, SHARE, interchangeable
+from libra_hpc.planner.initial import KIND, SHARE, interchangeable
+from libra_hpc.preflight.checks import check_engines
 
 STAGES = ("train", "hybrid", "rollout")
 """Components that a layout is made of, in rank order behind the planner's rank 0."""

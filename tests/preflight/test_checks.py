@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config import check
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.preflight import checks
 from libra_hpc.tasks.registry import BUILTIN, task_class
 
 MODEL = {
@@ -28,7 +28,7 @@ def configured(**sections: Any) -> RunConfig:
 
 
 def messages(config: RunConfig, model: dict[str, Any] | None = MODEL) -> list[str]:
-    return [str(error) for error in check.problems(config, model)]
+    return [str(error) for error in checks.problems(config, model)]
 
 
 def test_the_default_configuration_has_no_problem() -> None:
@@ -88,7 +88,7 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_its_parallelism(change: dict[str, Any], sentence: str) -> None:
-    assert str(next(check.problems(configured(train={"tp": 3}), {**MODEL, **change}))) == sentence
+    assert str(next(checks.problems(configured(train={"tp": 3}), {**MODEL, **change}))) == sentence
 
 
 def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:
@@ -112,50 +112,50 @@ def model_folder(tmp_path: Path, without: str = "") -> str:
 
 
 def test_a_complete_model_folder(tmp_path: Path) -> None:
-    assert check.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
+    assert checks.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
 
 
 @pytest.mark.parametrize("without", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
     with pytest.raises(UserError, match=r"model\.path = .*the folder has no "):
-        check.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
+        checks.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
 
 
 def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text("raise SystemExit('imported')\nclass Mine: pass\n")
-    check.check_task(f"{task}:Mine")
+    checks.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
-        check.check_task(f"{task}:Mien")
+        checks.check_task(f"{task}:Mien")
     task.write_text("class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self, tokenizer, **options): pass\n")
-    check.check_task(f"{task}:Mine", ["turns", "seed"])
-    check.check_task(f"{task}:Any", ["whatever"])
+    checks.check_task(f"{task}:Mine", ["turns", "seed"])
+    checks.check_task(f"{task}:Any", ["whatever"])
     with pytest.raises(UserError, match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"):
-        check.check_task(f"{task}:Mine", ["trns"])
+        checks.check_task(f"{task}:Mine", ["trns"])
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
-        check.check_task(f"{task}:Mine")
+        checks.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
-        check.check_task("keychian")
+        checks.check_task("keychian")
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
     taken = list(inspect.signature(task_class(name)).parameters)[1:]
-    check.check_task(name, taken)
+    checks.check_task(name, taken)
     with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
-        check.check_task(name, ["chess"])
+        checks.check_task(name, ["chess"])
 
 
 def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:
-    check.check_run_dir(configured(run={"dir": str(tmp_path / "a" / "b")}))
+    checks.check_run_dir(configured(run={"dir": str(tmp_path / "a" / "b")}))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.dir = .*file is not a folder"):
-        check.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))
+        checks.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))
 
 
 def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = configured(run={"dir": str(tmp_path)}, rollout={"warm_start": str(tmp_path / "absent")}, model={"path": model_folder(tmp_path)})
     with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
-        check.check_run(config)
+        checks.check_run(config)
