@@ -6,8 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from libra_hpc.process.deadlines import DeadlineSettings
-
 from .base import Seconds, Section, Steps
 
 
@@ -104,8 +102,3 @@ class DeadlinesSection(Section):
     """Most restarts of one engine, replica or environment host within five minutes. One more fails the run."""
     storage_s: Seconds = Field(900.0, gt=0)
     """How long writes to the run directory may fail. Then the run saves if it can, and stops."""
-
-    @property
-    def settings(self) -> DeadlineSettings:
-        """As the runtime takes them."""
-        return DeadlineSettings(self.floor_s, self.first_s, self.factor)

@@ -22,7 +22,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from libra_hpc.errors import UserError, invalid, nearest
-from libra_hpc.telemetry.rundir import read_object
 
 from .base import Valid
 from .run import RunConfig
@@ -43,15 +42,6 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         apply_override(data, override)
     return validate(data)
-
-
-def load_resolved(path: Path) -> RunConfig:
-    """The configuration of a run (`RunDir.config`); raises `UserError` naming the file when it is none."""
-    data = read_object(path, "the configuration of the run")
-    try:
-        return validate(data)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class RolloutSettings(msgspec.Struct, frozen=True):
 
 def rollout_settings(config: RunConfig, rank: int) -> RolloutSettings:
     """Those of a run, for the leader at ``rank``."""
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm, rollout, deadlines = config.algorithm, config.rollout, config.deadlines
     whole = (algorithm.eta + 1) * algorithm.prompts_per_step
     return RolloutSettings(
         task=config.task.name,
@@ -46,5 +46,5 @@ def rollout_settings(config: RunConfig, rank: int) -> RolloutSettings:
         max_failed_share=config.task.max_failed_share,
         failed_patience_s=config.task.failed_patience_s,
         rank=rank,
-        deadlines=config.deadlines.settings,
+        deadlines=DeadlineSettings(deadlines.floor_s, deadlines.first_s, deadlines.factor),
     )

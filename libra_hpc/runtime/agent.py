@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.process.agent_folders import make_folders
@@ -33,6 +32,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader

@@ -48,9 +48,9 @@ class Hosts:
         count = context.config.task.hosts
         self._children: list[Child | None] = [None] * count
         self._budgets = [RestartBudget(context.config.deadlines.restarts) for _ in range(count)]
-        self._deadlines = Deadlines(context.config.deadlines.settings)
+        self._deadlines = Deadlines(context.deadlines)
         self._slow: set[int] = set()
-        self._first_s = context.config.deadlines.settings.first_s
+        self._first_s = context.config.deadlines.first_s
         self._busy_s = [self._first_s] * count
         """Longest pause between signs of life that is no fault, whatever was measured."""
         self._declared_s = [0.0] * count

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.config.load import load_resolved, load_run_file, validate
+from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 
@@ -108,25 +108,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):
         load_run_file(binary)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ('{"run": {"na', "the configuration of the run cannot be read: Unterminated string starting at"),
-        ("", "the configuration of the run cannot be read: Expecting value"),
-        ("[" * 100_000, "the configuration of the run cannot be read: it is nested too deeply."),
-        ("[]", "the configuration of the run is not a JSON object."),
-        ('{"run": {"nmae": "x"}}', "run.nmae = 'x': unknown key in [run]"),
-        ("\udcff", "the configuration of the run cannot be read: "),
-    ],
-)
-def test_a_damaged_configuration_is_named_with_its_reason(content: str, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(UserError) as caught:
-        load_resolved(path)
-    assert str(caught.value).startswith(f"{path}: {reason}")
 
 
 def test_deep_nesting_is_a_sentence_and_no_traceback(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cli.runs import read_status
-from libra_hpc.config.load import load_resolved, load_run_file, parse_override
+from libra_hpc.config.load import load_run_file, parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.hardware import measured
@@ -29,6 +29,7 @@ from libra_hpc.sched.persist import records
 from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.slurm.job_record import read_job
 from libra_hpc.tasks.outcome import classify
+from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
 
