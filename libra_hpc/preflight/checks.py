@@ -1,46 +1,47 @@
 """What the schema alone cannot see: fields that contradict each other, the model folder, the task file.
 
-Each check is a small function from facts to the mistakes it finds; `problems` runs them in the order a user would fix them, and `check_run` adds the
-files.  Only functions named ``read_*`` and ``check_*`` touch files.  Whether the job fits the cluster is `libra_hpc.slurm.fit`'s question.
+* Each check is a small function from facts to the mistakes it finds.
+* `problems` runs them in the order a user would fix them; `check_run` adds the files (`libra_hpc.preflight.files`) and
+  the memory (`libra_hpc.preflight.resources`).
+* Whether the job fits the cluster is the question of `libra_hpc.slurm.fit`.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid, nearest, said
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.models import ModelShape, shape_from_config
 from libra_hpc.hardware.supported import refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
 from libra_hpc.slurm.query import slurm_seconds
-from libra_hpc.tasks.registry import BUILTIN
 from libra_hpc.twin.rehearsal import check_twin
 
+from .files import check_run_dir, check_task, read_model_config
 from .resources import check_memory, check_nodes
 
 TIME_FORMATS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
-MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model"], "safetensors": ["*.safetensors"]}
-"""What a policy folder holds, and file patterns of which at least one must match."""
 
 
 def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Iterator[UserError]:
-    """Every mistake found from facts alone; ``model`` is the parsed config.json of the policy, or None to leave its checks out."""
+    """Every mistake found from facts alone; ``model`` is the policy's config.json, or None to leave its checks out."""
     for check in CONFIG_CHECKS:
         yield from check(config)
     if model is not None:
-        for model_check in MODEL_CHECKS:
-            yield from model_check(config, model)
+        yield from model_problems(config, model)
+
+
+def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Every mistake of a configuration with the policy's config.json."""
+    for check in MODEL_CHECKS:
+        yield from check(config, model)
 
 
 def check_run(config: RunConfig) -> list[str]:
@@ -48,39 +49,42 @@ def check_run(config: RunConfig) -> list[str]:
 
     Returns what could not be checked, a sentence each.
     """
-    for error in problems(config):
-        raise error
+    _raise_first(problems(config))
     check_run_dir(config)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
-    if config.run.engine == "real":
-        check_task(config.task.name, config.task.options)
-        warnings = check_engines(config)
-        check_nodes(config, _shape(config, read_model_config(config)))
-        return warnings
-    check_engines(config)
-    return check_memory(config, None)
+    if config.run.engine == "twin":
+        check_twin(config)
+        return check_memory(config, None)
+    check_task(config.task.name, config.task.options)
+    shape = _policy_shape(config)
+    warnings = check_memory(config, shape)
+    check_nodes(config, shape)
+    return warnings
 
 
 def check_engines(config: RunConfig) -> list[str]:
     """Raise the first mistake that would keep the engines of a configuration from starting.
 
-    Reads the policy's config.json, or what a rehearsal simulates.  Returns what could not be checked, a sentence each.
+    Reads the policy's config.json, or what a dry run simulates.  Returns what could not be checked, a sentence each.
     """
+    _raise_first(problems(config))
     if config.run.engine == "twin":
-        for error in problems(config):
-            raise error
         check_twin(config)
         return []
+    return check_memory(config, _policy_shape(config))
+
+
+def _policy_shape(config: RunConfig) -> ModelShape:
+    """Shape of the policy, under its folder's name; raises the first mistake of its folder and its config.json."""
     model = read_model_config(config)
-    for error in problems(config, model):
-        raise error
-    return check_memory(config, _shape(config, model))
-
-
-def _shape(config: RunConfig, model: dict[str, Any]) -> ModelShape:
-    """Shape of the policy, under its folder's name."""
+    _raise_first(model_problems(config, model))
     return shape_from_config(model, Path(config.model.path).name)
+
+
+def _raise_first(found: Iterator[UserError]) -> None:
+    for error in found:
+        raise error
 
 
 def component_counts(config: RunConfig) -> Iterator[UserError]:
@@ -225,73 +229,3 @@ MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]
 
 def _divisors(width: int) -> str:
     return ", ".join(str(n) for n in (1, 2, 3, 4, 5, 6, 8, 16, 32) if width % n == 0)
-
-
-def read_model_config(config: RunConfig) -> dict[str, Any]:
-    """Parse the policy's config.json; raises `UserError` when the folder is not a complete Hugging Face model."""
-    path, folder = config.model.path, Path(config.model.path)
-    if not path:
-        raise invalid("model.path", path, "not given", "a Hugging Face folder with config.json, safetensors and a tokenizer")
-    if not folder.is_dir():
-        raise invalid("model.path", path, "no such folder", "a Hugging Face folder with config.json, safetensors and a tokenizer")
-    for what, patterns in MODEL_FILES.items():
-        if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise invalid("model.path", path, f"the folder has no {what}", f"a folder with {' or '.join(patterns)}")
-    try:
-        model = json.loads((folder / "config.json").read_bytes())
-    except RecursionError as error:
-        raise invalid("model.path", path, "its config.json is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise invalid("model.path", path, f"its config.json is not valid JSON ({said(error)})") from error
-    if not isinstance(model, dict):
-        raise invalid("model.path", path, "its config.json is not a JSON object")
-    return model
-
-
-def check_run_dir(config: RunConfig) -> None:
-    """Raise `UserError` when run directories cannot be made below ``run.dir``; makes nothing itself."""
-    parent = Path(config.run.dir).absolute()
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise invalid("run.dir", config.run.dir, f"{parent} is not a folder", "a writable folder on a file system all nodes share")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise invalid("run.dir", config.run.dir, f"{parent} is not writable", "a writable folder on a file system all nodes share")
-
-
-def check_task(name: str, options: Iterable[str] = ()) -> None:
-    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class, with a constructor that takes ``options``.
-
-    The file is parsed, never run: what it imports need not be installed where runs are submitted.
-    """
-    path, separator, wanted = name.rpartition(":")
-    if not separator:
-        if name not in BUILTIN:
-            raise invalid("task.name", name, "unknown task", [*BUILTIN, "path/to/file.py:ClassName"])
-        module, wanted = BUILTIN[name]
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
-        path = spec.origin
-    try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
-    except OSError as error:
-        raise invalid("task.name", name, f"{path} cannot be read ({error.strerror})", "path/to/file.py:ClassName") from error
-    except (SyntaxError, ValueError) as error:
-        raise invalid("task.name", name, f"{path} is not valid Python ({error})", "path/to/file.py:ClassName") from error
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if wanted not in classes:
-        known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"
-        raise UserError(f"task.name = {name!r}: {path} defines no class {wanted!r}; {known}.")
-    taken = _constructor_options(classes[wanted])
-    for option in options:
-        if taken is not None and option not in taken:
-            raise invalid("task.options", option, f"{wanted} has no such option", taken)
-
-
-def _constructor_options(task: ast.ClassDef) -> list[str] | None:
-    """Names of what a task's constructor takes behind the tokenizer; None where the class text does not tell."""
-    for node in task.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwarg is None:
-            return [argument.arg for argument in (*node.args.args[2:], *node.args.kwonlyargs)]
-    return None

@@ -1,18 +1,13 @@
-"""Cross-field checks as pure functions of configuration and model shape, and the checks of files."""
+"""Cross-field checks as pure functions of configuration and model shape."""
 
 from __future__ import annotations
 
-import inspect
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError
 from libra_hpc.preflight import checks
-from libra_hpc.tasks.registry import BUILTIN, task_class
 
 MODEL = {
     "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96,
@@ -100,62 +95,3 @@ def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:
 
 def test_more_processes_than_cpus_is_no_problem() -> None:
     assert messages(configured(train={"tp": 4}, components={"train": {"cpus": 1}})) == []
-
-
-def model_folder(tmp_path: Path, without: str = "") -> str:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, text in {"config.json": json.dumps(MODEL), "tokenizer.json": "{}", "model.safetensors": ""}.items():
-        if name != without:
-            (folder / name).write_text(text)
-    return str(folder)
-
-
-def test_a_complete_model_folder(tmp_path: Path) -> None:
-    assert checks.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
-
-
-@pytest.mark.parametrize("without", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
-    with pytest.raises(UserError, match=r"model\.path = .*the folder has no "):
-        checks.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
-
-
-def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
-    task = tmp_path / "task.py"
-    task.write_text("raise SystemExit('imported')\nclass Mine: pass\n")
-    checks.check_task(f"{task}:Mine")
-    with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
-        checks.check_task(f"{task}:Mien")
-    task.write_text("class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self, tokenizer, **options): pass\n")
-    checks.check_task(f"{task}:Mine", ["turns", "seed"])
-    checks.check_task(f"{task}:Any", ["whatever"])
-    with pytest.raises(UserError, match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"):
-        checks.check_task(f"{task}:Mine", ["trns"])
-    task.write_text("class Mine(:\n")
-    with pytest.raises(UserError, match="is not valid Python"):
-        checks.check_task(f"{task}:Mine")
-    with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
-        checks.check_task("keychian")
-
-
-@pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
-    taken = list(inspect.signature(task_class(name)).parameters)[1:]
-    checks.check_task(name, taken)
-    with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
-        checks.check_task(name, ["chess"])
-
-
-def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:
-    checks.check_run_dir(configured(run={"dir": str(tmp_path / "a" / "b")}))
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"run\.dir = .*file is not a folder"):
-        checks.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))
-
-
-def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
-    config = configured(run={"dir": str(tmp_path)}, rollout={"warm_start": str(tmp_path / "absent")}, model={"path": model_folder(tmp_path)})
-    with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
-        checks.check_run(config)

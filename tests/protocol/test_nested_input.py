@@ -18,7 +18,7 @@ from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.devices import _read as read_devices
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.tables import load_table
-from libra_hpc.preflight.checks import read_model_config
+from libra_hpc.preflight.files import read_model_config
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.protocol.mesh import mesh

@@ -1,0 +1,88 @@
+"""The files that a run file names: the policy's folder, the run directory, the task."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError, invalid, nearest, said
+from libra_hpc.tasks.registry import BUILTIN
+
+MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model"], "safetensors": ["*.safetensors"]}
+"""What a policy folder holds, and file patterns of which at least one must match."""
+
+
+def read_model_config(config: RunConfig) -> dict[str, Any]:
+    """Parse the policy's config.json; raises `UserError` when the folder is not a complete Hugging Face model."""
+    path, folder = config.model.path, Path(config.model.path)
+    if not path:
+        raise invalid("model.path", path, "not given", "a Hugging Face folder with config.json, safetensors and a tokenizer")
+    if not folder.is_dir():
+        raise invalid("model.path", path, "no such folder", "a Hugging Face folder with config.json, safetensors and a tokenizer")
+    for what, patterns in MODEL_FILES.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise invalid("model.path", path, f"the folder has no {what}", f"a folder with {' or '.join(patterns)}")
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+    except RecursionError as error:
+        raise invalid("model.path", path, "its config.json is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise invalid("model.path", path, f"its config.json is not valid JSON ({said(error)})") from error
+    if not isinstance(model, dict):
+        raise invalid("model.path", path, "its config.json is not a JSON object")
+    return model
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Raise `UserError` when run directories cannot be made below ``run.dir``; makes nothing itself."""
+    parent = Path(config.run.dir).absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise invalid("run.dir", config.run.dir, f"{parent} is not a folder", "a writable folder on a file system all nodes share")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise invalid("run.dir", config.run.dir, f"{parent} is not writable", "a writable folder on a file system all nodes share")
+
+
+def check_task(name: str, options: Iterable[str] = ()) -> None:
+    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class, with a constructor that takes ``options``.
+
+    The file is parsed, never run: what it imports need not be installed where runs are submitted.
+    """
+    path, separator, wanted = name.rpartition(":")
+    if not separator:
+        if name not in BUILTIN:
+            raise invalid("task.name", name, "unknown task", [*BUILTIN, "path/to/file.py:ClassName"])
+        module, wanted = BUILTIN[name]
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        path = spec.origin
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise invalid("task.name", name, f"{path} cannot be read ({error.strerror})", "path/to/file.py:ClassName") from error
+    except (SyntaxError, ValueError) as error:
+        raise invalid("task.name", name, f"{path} is not valid Python ({error})", "path/to/file.py:ClassName") from error
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if wanted not in classes:
+        known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"
+        raise UserError(f"task.name = {name!r}: {path} defines no class {wanted!r}; {known}.")
+    taken = _constructor_options(classes[wanted])
+    for option in options:
+        if taken is not None and option not in taken:
+            raise invalid("task.options", option, f"{wanted} has no such option", taken)
+
+
+def _constructor_options(task: ast.ClassDef) -> list[str] | None:
+    """Names of what a task's constructor takes behind the tokenizer; None where the class text does not tell."""
+    for node in task.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwarg is None:
+            return [argument.arg for argument in (*node.args.args[2:], *node.args.kwonlyargs)]
+    return None
