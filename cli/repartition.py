@@ -18,7 +18,7 @@ from rich.text import Text
 from libra_hpc.config.load import parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
-from libra_hpc.preflight.rank_layout import describe, ranks, relaid
+from libra_hpc.preflight.rank_layout import describe, ranks, repartitioned
 from libra_hpc.protocol.layout_order import LayoutOrder, encode_order, new_order
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
@@ -43,7 +43,7 @@ def repartition(
     check_running(found)
     values = dict(parse_override(change, example="train.tp=2") for change in changes)
     before = load_resolved(found.config)
-    after = relaid(before, values)
+    after = repartitioned(before, values)
     facts: dict[str, Any] = {"run": found.name, "changes": values, "layout": describe(after), "ranks": _ranks(before, after)}
     order = None if dry_run else send(found, values)
     if order is None:

@@ -78,7 +78,7 @@ def describe(config: RunConfig) -> str:
     return f"{nodes}{middle}, {len(rollout)} roll{'' if len(rollout) > 1 else 's'} out with {engines}"
 
 
-def relaid(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def repartitioned(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """``config`` in another layout.  A component that had no nodes takes over the kind of those it is given.
 
     Raises `UserError` for a key that no layout is made of, another number of nodes, nodes that cannot change places, a configuration that its own checks

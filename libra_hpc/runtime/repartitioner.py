@@ -25,7 +25,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.rank_layout import SameLayout, describe, relaid
+from libra_hpc.preflight.rank_layout import SameLayout, describe, repartitioned
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import read_lines
 
@@ -143,7 +143,7 @@ class Repartitioner:
             raise problem
         if RankLayout.of(config) != self._layout:
             raise UserError(f"{self._run.config.name} has another layout than the ranks that run.")
-        return relaid(config, values)
+        return repartitioned(config, values)
 
     def _say(self, step: int, done: _Ordered) -> None:
         fields = {"step": step, "by": done.by, "layout": describe(done.config), "changes": done.changes, "predicted_s": done.predicted_s}

@@ -11,7 +11,7 @@ import pytest
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.preflight.rank_layout import KEYS, SameLayout, describe, ranks, relaid
+from libra_hpc.preflight.rank_layout import KEYS, SameLayout, describe, ranks, repartitioned
 from tests.preflight.test_checks import MODEL
 
 A800 = {"partition": "a800", "gpus": 8, "gpu_type": "a800", "mem": "4G"}
@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def test_every_rank_gets_its_place_replica_and_engines(config: RunConfig) -> None:
-    changed = relaid(config, {"components.train.nodes": 2, "components.rollout.nodes": 1, "train.tp": 4, "train.pp": 2, "rollout.tp": [2, 4]})
+    changed = repartitioned(config, {"components.train.nodes": 2, "components.rollout.nodes": 1, "train.tp": 4, "train.pp": 2, "rollout.tp": [2, 4]})
     assert [str(rank) for rank in ranks(changed)] == ["train TP4 PP2", "train TP4 PP2", "hybrid TP4 PP2 or 1xTP2", "rollout 1xTP4"]
     assert describe(changed) == "2 nodes train with TP4 PP2, 1 hybrid, 1 rolls out with 1xTP2, 1xTP4"
     assert with_values(changed, {key: _value(config, key) for key in KEYS}) == with_values(config, {}), "nothing else has changed"
@@ -59,33 +59,33 @@ def _value(config: RunConfig, key: str) -> Any:
 )
 def test_what_is_none_is_refused_in_words(config: RunConfig, values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
-        relaid(config, values)
+        repartitioned(config, values)
     assert sentence in str(refused.value)
 
 
 @pytest.mark.parametrize("values", [{}, {"train.tp": 1}, {"rollout.tp": [1, 1, 1]}])
 def test_the_layout_that_runs_is_no_other_one(config: RunConfig, values: dict[str, Any]) -> None:
     with pytest.raises(SameLayout, match="the run has this layout already"):
-        relaid(config, values)
+        repartitioned(config, values)
 
 
 def test_without_hybrid_nodes_their_start_is_nobodys(config: RunConfig) -> None:
     config = with_values(config, {"components.hybrid.nodes": 0})
     with pytest.raises(SameLayout):
-        relaid(config, {"planner.hybrid_start": "train"})
+        repartitioned(config, {"planner.hybrid_start": "train"})
 
 
 def test_a_rank_that_changes_component_finds_there_what_it_has(config: RunConfig) -> None:
     config = with_values(config, {"components.rollout.mem": "8G"})
-    assert relaid(config, {"components.train.nodes": 2, "components.hybrid.nodes": 0}).components.train.nodes == 2, "both are alike"
+    assert repartitioned(config, {"components.train.nodes": 2, "components.hybrid.nodes": 0}).components.train.nodes == 2, "both are alike"
     with pytest.raises(UserError) as refused:
-        relaid(config, {"components.train.nodes": 2, "components.rollout.nodes": 1})
+        repartitioned(config, {"components.train.nodes": 2, "components.rollout.nodes": 1})
     assert "components.hybrid.nodes = 1: rank 3 would go from rollout to hybrid, but mem is '8G' there and '4G' here" in str(refused.value)
 
 
 def test_a_component_without_nodes_becomes_what_it_is_given(config: RunConfig) -> None:
     config = with_values(config, {"components.hybrid": {"nodes": 0}})
-    changed = relaid(config, {"components.hybrid.nodes": 1, "components.rollout.nodes": 1})
+    changed = repartitioned(config, {"components.hybrid.nodes": 1, "components.rollout.nodes": 1})
     assert changed.components.hybrid == changed.components.rollout
-    back = relaid(changed, {"components.hybrid.nodes": 0, "components.rollout.nodes": 2})
+    back = repartitioned(changed, {"components.hybrid.nodes": 0, "components.rollout.nodes": 2})
     assert back.components.rollout == config.components.rollout
