@@ -30,3 +30,10 @@ class RunConfig(Section):
     def speedup(self) -> float:
         """Seconds that pass in a second of the wall clock: more than 1 in a rehearsal, 1 in a real run."""
         return self.twin.speedup if self.run.engine == "twin" else 1.0
+
+    @property
+    def max_open_groups(self) -> int:
+        """Most prompts that are admitted and not trained yet: the staleness bound, or fewer for ``rollout.max_trajectories``."""
+        if self.rollout.max_trajectories:
+            return max(1, self.rollout.max_trajectories // self.algorithm.group_size)
+        return (self.algorithm.eta + 1) * self.algorithm.prompts_per_step

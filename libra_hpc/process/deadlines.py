@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 WINDOW = 32
 """Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after one."""
@@ -33,8 +33,24 @@ def stall_of(slept_s: float, planned_s: float) -> float:
     return stall if stall > STALL_S else 0.0
 
 
+class DeadlineLimits(Protocol):
+    """The three numbers of the module docstring; ``[deadlines]`` of a run file has them."""
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds."""
+
+    @property
+    def first_s(self) -> float:
+        """Seconds."""
+
+    @property
+    def factor(self) -> float:
+        """A multiple of measured durations."""
+
+
 class DeadlineSettings(NamedTuple):
-    """The three numbers of the module docstring."""
+    """Limits that are no run file's."""
 
     floor_s: float = 60.0
     first_s: float = 900.0
@@ -67,7 +83,7 @@ class _Begun(NamedTuple):
 class Deadlines:
     """Operations in flight by key.  A key that begins again starts from zero."""
 
-    def __init__(self, settings: DeadlineSettings = DeadlineSettings()) -> None:  # noqa: B008 (an immutable tuple)
+    def __init__(self, settings: DeadlineLimits = DeadlineSettings()) -> None:  # noqa: B008 (an immutable tuple)
         self._settings = settings
         self._began: dict[Hashable, _Begun] = {}
         self._exceeded: dict[str, int] = {}

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from libra_hpc.process.deadlines import DeadlineSettings
+from libra_hpc.process.deadlines import DeadlineLimits
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
@@ -50,7 +50,7 @@ class EngineEntry:
 class EngineRegistry:
     """All engines that accept turns, by name."""
 
-    def __init__(self, board: Board, deadlines: DeadlineSettings = DeadlineSettings(), clock: Callable[[], float] = time.monotonic) -> None:  # noqa: B008
+    def __init__(self, board: Board, deadlines: DeadlineLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._board, self._clock = board, clock
         self.turns = TurnWatch(deadlines)
         self.engines: dict[str, EngineEntry] = {}

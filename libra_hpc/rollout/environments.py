@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
 
@@ -46,7 +45,8 @@ class Environments:
         restart: Callable[[Trajectory, str], None],
         failed: Callable[[Trajectory, str, str], None],
         clock: Callable[[], float] = time.monotonic,
-        step_limit_s: float = DeadlineSettings().first_s,
+        *,
+        step_limit_s: float,
     ) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Of every trajectory in play."""

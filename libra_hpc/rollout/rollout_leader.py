@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.env import HostReady, ToHost
 from libra_hpc.protocol.mesh import Batch, EngineUp, Fatal, Length, MeshMessage, RolloutReport, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
@@ -31,7 +32,6 @@ from .group_state import batch_stats
 from .open_groups import length_of, open_groups
 from .prompt_order import PromptOrder
 from .run_lines import Routed, TrajectoryEnd
-from .settings import RolloutSettings
 from .staleness import StalenessGate
 from .trajectory import Trajectory, unusable
 
@@ -47,29 +47,39 @@ class RolloutLeader:
 
     def __init__(
         self,
-        settings: RolloutSettings,
+        config: RunConfig,
+        rank: int,
         policy: Policy,
         send: Callable[[int, MeshMessage], None],
         train_leader: int,
-        hosts: int,
         to_host: Callable[[int, ToHost], None],
         ended: Callable[[TrajectoryEnd], None],
         routed: Callable[[Routed], None],
         log: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings, self._clock = settings, clock
+        self._config, self._clock = config, clock
         self._send, self._train_leader, self._log = send, train_leader, log
         self._ended, self._routed = ended, routed
-        self._board = Board(settings.max_inflight)
-        self._fleet = EngineRegistry(self._board, settings.deadlines, clock)
+        self._board = Board(config.rollout.max_inflight)
+        self._fleet = EngineRegistry(self._board, config.deadlines, clock)
         self._queue = Dispatcher(policy, self._board)
         self._supply: PromptOrder | None = None
         self._environments = Environments(
-            hosts, settings.group_size, settings.max_model_len, to_host, self._progress, self._answered, self._finish, self._restart, self._failed, clock,
-            settings.deadlines.first_s,
-        )  # fmt: skip
-        self._attempts = Attempts(FailureBook(settings.max_failed_share, settings.failed_patience_s), log, lambda why: send(0, Fatal(settings.rank, why)))
+            config.task.hosts,
+            config.algorithm.group_size,
+            config.rollout.max_model_len,
+            to_host,
+            self._progress,
+            self._answered,
+            self._finish,
+            self._restart,
+            self._failed,
+            clock,
+            step_limit_s=config.deadlines.first_s,
+        )
+        book = FailureBook(config.task.max_failed_share, config.task.failed_patience_s)
+        self._attempts = Attempts(book, log, lambda why: send(0, Fatal(rank, why)))
         self._draining: set[int] = set()
         self._scheduled = False
         self._rid = self.resubmitted = 0
@@ -79,9 +89,13 @@ class RolloutLeader:
 
     def on_position(self, step: int, low: int, extra: tuple[int, ...], kept: Mapping[int, Sequence[Trajectory]] | None = None) -> None:
         """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
-        settings = self.settings
-        gate = StalenessGate(settings.eta, settings.prompts_per_step, settings.max_open_groups, step, settings.in_order)
-        self._supply = PromptOrder(gate, step, low, extra, settings.steps, settings.group_size, kept or {}, self._log)
+        algorithm, in_order = self._config.algorithm, self._config.algorithm.batch_order == "data"
+        gate = StalenessGate(
+            algorithm.eta, algorithm.prompts_per_step, self._config.max_open_groups, step, in_order
+        )
+        self._supply = PromptOrder(
+            gate, step, low, extra, self._config.run.steps, algorithm.group_size, kept or {}, self._log
+        )
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
@@ -141,7 +155,7 @@ class RolloutLeader:
         self._kick()
 
     def _view(self, trajectory: Trajectory) -> TurnView:
-        return trajectory.view(self.settings.task, self.settings.max_model_len)
+        return trajectory.view(self._config.task.name, self._config.rollout.max_model_len)
 
     def _kick(self) -> None:
         if not self._scheduled:
@@ -163,8 +177,16 @@ class RolloutLeader:
             trajectory, name = self._environments.episodes[turn.trajectory], decision.engine
             self._rid += 1
             rid = f"{trajectory.episode}:{self._rid}"
-            room = trajectory.room(self.settings.max_model_len)
-            request = Generate(rid, trajectory.context.tobytes(), room, self.settings.temperature, trajectory.stop_ids, decision.priority, decision.keep_s)
+            room = trajectory.room(self._config.rollout.max_model_len)
+            request = Generate(
+                rid,
+                trajectory.context.tobytes(),
+                room,
+                self._config.rollout.temperature,
+                trajectory.stop_ids,
+                decision.priority,
+                decision.keep_s,
+            )
             outbox.setdefault(self._fleet.engines[name].rank, []).append((name, request))
             self._fleet.send(name, rid, trajectory)
             trajectory.engine, trajectory.place, trajectory.sent_at = name, "engine", now
@@ -207,7 +229,7 @@ class RolloutLeader:
             self._failed(trajectory, "logprobs", error)
             return
         trajectory.add_generated(generated, engine)
-        if generated.finish == "abort" and trajectory.room(self.settings.max_model_len) > 0:
+        if generated.finish == "abort" and trajectory.room(self._config.rollout.max_model_len) > 0:
             if overdue:
                 self._resubmit(trajectory, OVERDUE)
             else:
@@ -254,7 +276,7 @@ class RolloutLeader:
         self._environments.close(trajectory)
         self._drop(trajectory, now)
         prompt = trajectory.prompt_id or f"number {index} of the data order"
-        if self._attempts.failed(trajectory, Failure(kind, self.settings.task, prompt, error), now):
+        if self._attempts.failed(trajectory, Failure(kind, self._config.task.name, prompt, error), now):
             supply.groups[index].retried += 1
         elif not supply.close(index, failed=True):
             self._attempts.book.settled(index)
@@ -270,7 +292,7 @@ class RolloutLeader:
         trajectory.place = "done"
         now = self._clock()
         self._attempts.book.succeeded((trajectory.index, trajectory.sample), trajectory.stepped_at)
-        self._queue.finished(trajectory.finished(self.settings.task), now)
+        self._queue.finished(trajectory.finished(self._config.task.name), now)
         self._lengths.append(length_of(trajectory))
         self._ended(TrajectoryEnd(trajectory, time.time(), now - trajectory.started_at))
         assert self._supply is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from libra_hpc.process.deadlines import Deadlines, DeadlineSettings, Pending
+from libra_hpc.process.deadlines import DeadlineLimits, Deadlines, Pending
 
 Turn = tuple[str, str]
 """(engine, id of the request)"""
@@ -29,7 +29,7 @@ class LateTurn(NamedTuple):
 class TurnWatch:
     """See the module docstring."""
 
-    def __init__(self, settings: DeadlineSettings) -> None:
+    def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines, self._answer_s = Deadlines(settings), settings.floor_s
         self._slow: set[Turn] = set()
         self._aborted: dict[Turn, float] = {}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
 from libra_hpc.telemetry.rundir import RunDir
 
@@ -46,12 +45,6 @@ class AgentContext:
     def logs(self) -> Path:
         """Log folder of this attempt."""
         return self.run.logs(self.attempt)
-
-    @property
-    def deadlines(self) -> DeadlineSettings:
-        """Limits on progress, from ``[deadlines]``."""
-        section = self.config.deadlines
-        return DeadlineSettings(section.floor_s, section.first_s, section.factor)
 
     def log(self, kind: str, **fields: Any) -> None:
         """Send one record to the event log."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from libra_hpc.process.deadlines import Deadlines, DeadlineSettings
+from libra_hpc.process.deadlines import DeadlineLimits, Deadlines
 
 Operation = Literal[
     "start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"
@@ -37,7 +37,7 @@ class LateEngine(NamedTuple):
 class EngineWatch:
     """See the module docstring."""
 
-    def __init__(self, settings: DeadlineSettings) -> None:
+    def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines = Deadlines(settings)
         self._in_flight: dict[str, set[Operation]] = {}
         self._late: set[tuple[str, Operation]] = set()

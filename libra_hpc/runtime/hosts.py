@@ -48,7 +48,7 @@ class Hosts:
         count = context.config.task.hosts
         self._children: list[Child | None] = [None] * count
         self._budgets = [RestartBudget(context.config.deadlines.restarts) for _ in range(count)]
-        self._deadlines = Deadlines(context.deadlines)
+        self._deadlines = Deadlines(context.config.deadlines)
         self._slow: set[int] = set()
         self._first_s = context.config.deadlines.first_s
         self._busy_s = [self._first_s] * count

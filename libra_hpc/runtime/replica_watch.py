@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-from libra_hpc.process.deadlines import Deadlines, DeadlineSettings, Pending
+from libra_hpc.process.deadlines import DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -61,7 +61,7 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
 class ReplicaWatch:
     """See the module docstring."""
 
-    def __init__(self, settings: DeadlineSettings) -> None:
+    def __init__(self, settings: DeadlineLimits) -> None:
         self._silent_s = settings.floor_s
         self._deadlines = Deadlines(settings)
         self._orders: deque[tuple[str, Hashable]] = deque()

@@ -15,7 +15,6 @@ from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, TrainedPr
 from libra_hpc.rollout.recovery_log import RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
-from libra_hpc.rollout.settings import rollout_settings
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.telemetry.journal import Journal
@@ -58,11 +57,11 @@ class RolloutLead:
         self._stopping = False
         self._policy = make_policy(config.rollout.policy, config.run.seed)
         self.leader = RolloutLeader(
-            rollout_settings(config, context.rank),
+            config,
+            context.rank,
             self._policy,
             context.send,
             context.layout.train_leader,
-            config.task.hosts,
             lambda host, message: self._hosts.send(host, message),
             self._on_ended,
             self._decisions.add,

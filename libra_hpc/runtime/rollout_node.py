@@ -100,7 +100,7 @@ class RolloutNode:
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
         self._restarts = context.config.deadlines.restarts
         self._engines = {name: _Engine(name, self._restarts) for name in (f"r{context.rank}.{i}" for i in range(count))}
-        self._watch = EngineWatch(context.deadlines)
+        self._watch = EngineWatch(context.config.deadlines)
         self._changing = asyncio.Lock()
         """Held while processes are started or all of them ended."""
         self._receiver = Receiver(
@@ -109,7 +109,7 @@ class RolloutNode:
             complete=self._weights_complete,
             request=lambda have: context.send(context.layout.train_leader, WeightsWanted(context.rank, have)),
             log=functools.partial(context.log, rank=context.rank),
-            deadlines=context.deadlines,
+            deadlines=context.config.deadlines,
         )
         self._wanted = False
         self._ordered_at = 0.0

@@ -71,7 +71,7 @@ class TrainNode:
         self._starts = self._failed_starts = 0
         self._spawning = asyncio.Lock()
         self._budget = RestartBudget(context.config.deadlines.restarts)
-        self._watch = ReplicaWatch(context.deadlines)
+        self._watch = ReplicaWatch(context.config.deadlines)
         self._ordered_at = 0.0
         self._warned_at = float("-inf")
         self._killed_at: float | None = None

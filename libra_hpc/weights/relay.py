@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from libra_hpc.process.deadlines import Deadlines, DeadlineSettings
+from libra_hpc.process.deadlines import DeadlineLimits, Deadlines, DeadlineSettings
 from libra_hpc.protocol.mesh import WeightsChunk
 
 from .flow import Flow, Send, WeightFile, halves
@@ -73,11 +73,11 @@ class Receiver:
         complete: Callable[[WeightFile], None],
         request: Callable[[int], None],
         log: Callable[..., None],
-        deadlines: DeadlineSettings = DeadlineSettings(),  # noqa: B008 (an immutable tuple)
+        deadlines: DeadlineLimits = DeadlineSettings(),  # noqa: B008 (an immutable tuple)
     ) -> None:
         self._folder, self._complete, self._request, self._log = folder, complete, request, log
         # A chunk compiles nothing: there is no reason for a longer first limit.
-        self._deadlines = Deadlines(deadlines._replace(first_s=deadlines.floor_s))
+        self._deadlines = Deadlines(DeadlineSettings(deadlines.floor_s, deadlines.floor_s, deadlines.factor))
         self._flow = Flow(send)
         self._forwarded: set[int] = set()
         """Children that the present version was started for."""

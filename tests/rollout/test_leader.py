@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
@@ -17,7 +18,6 @@ from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate
 from libra_hpc.rollout.recovered import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
-from libra_hpc.rollout.settings import RolloutSettings
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.midturn import Move, Running
@@ -94,6 +94,14 @@ class Moving(Emptiest):
         return self.moved[-1:] if far else []
 
 
+def configured(**sections: dict[str, Any]) -> RunConfig:
+    """Not validated: some plants are smaller than a run file may ask for."""
+    config = RunConfig()
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
 
@@ -117,9 +125,19 @@ class Plant:
         self.turns, self.version, self.tool = turns, 0, 5
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
-        settings = RolloutSettings("toy", prompts, group, eta, steps, 1.0, max_model_len, 4, (eta + 1) * prompts, in_order, rank=5)
+        config = configured(
+            run={"steps": steps},
+            task={"name": "toy"},
+            algorithm={
+                "prompts_per_step": prompts,
+                "group_size": group,
+                "eta": eta,
+                "batch_order": "data" if in_order else "finish",
+            },
+            rollout={"max_model_len": max_model_len, "max_inflight": 4},
+        )
         self.leader = RolloutLeader(
-            settings, policy or Emptiest(), self.send, TRAIN_LEADER, 1, lambda _, m: self.host.append(m),
+            config, 5, policy or Emptiest(), self.send, TRAIN_LEADER, lambda _, m: self.host.append(m),
             self.on_ended, lambda routed: self.decisions.append(decision_line(routed)),
             lambda kind, **fields: self.events.append((kind, fields)), lambda: self.now,
         )  # fmt: skip
