@@ -58,13 +58,16 @@ def submit(
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
     overrides = [*override, *([f"slurm.executor={executor}"] if executor else []), *([f"run.engine={engine}"] if engine else [])]
+    run: RunDir | None = None
+    before: RunConfig | None = None
     if resume is not None:
-        run: RunDir | None = find_run(resume, Path(RUNS))
+        run = find_run(resume, Path(RUNS))
         assert run is not None
-        config = resumed(run, overrides)
+        before = load_resolved(run.config)
+        config = resumed(run, before, overrides)
     else:
         assert run_file is not None
-        run, config = None, load(run_file, overrides)
+        config = load(run_file, overrides)
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     config, made = resolve(config)
@@ -78,12 +81,12 @@ def submit(
     if dry_run:
         say(jobs.script(Launch(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number)).rstrip("\n"))
         return
-    if run is None:
+    if run is None or before is None:
         assert run_file is not None
         run = create(config, run_file)
     else:
         refuse_if_active(run)
-        share(run, config)
+        share(run, before, config)
     queued = queue(Launch(config, run, number), environment, made)
     if parsable:
         say(queued)
@@ -120,10 +123,9 @@ def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial |
         raise
 
 
-def resumed(run: RunDir, overrides: list[str]) -> RunConfig:
+def resumed(run: RunDir, before: RunConfig, overrides: list[str]) -> RunConfig:
     """The configuration of an earlier attempt with overrides; its identity stays."""
-    load_resolved(run.config)
-    data = run.resolved()
+    data = before.model_dump()
     for override in overrides:
         apply_override(data, override)
     config = validate(data)
@@ -132,9 +134,9 @@ def resumed(run: RunDir, overrides: list[str]) -> RunConfig:
     return config
 
 
-def share(run: RunDir, config: RunConfig) -> None:
+def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
     """Give a resumed run's directory the mode that an override asks for; without one it keeps what it has."""
-    if load_resolved(run.config).run.share == config.run.share:
+    if before.run.share == config.run.share:
         return
     try:
         run.path.chmod(MODES[config.run.share])

@@ -115,7 +115,7 @@ def _same_nodes(config: RunConfig, changed: RunConfig) -> RunConfig:
         f"components.{stage}.{key}": getattr(kinds[stage], key)
         for stage in kinds if not getattr(config.components, stage).nodes for key in (*KIND, *SHARE)
     }  # fmt: skip
-    return with_values(changed, taken)
+    return with_values(changed, taken) if taken else changed
 
 
 def _stages(config: RunConfig) -> list[str]:

@@ -26,6 +26,7 @@ from libra_hpc.protocol.rollout import Generate, Generated
 from libra_hpc.rollout.engine.offline import OfflineEngine
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.tasks.settings import host_command, host_settings, write_private
+from libra_hpc.telemetry.run_config import load_resolved
 
 FIRST_INDEX = 1 << 40
 """No run trains this many prompts."""
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=12345, help="of the engine's sampling")
     arguments = parser.parse_args()
-    config = RunConfig.model_validate_json(Path(arguments.config).read_bytes())
+    config = load_resolved(Path(arguments.config))
     evaluation = Evaluation(arguments.policy, config, arguments.episodes, arguments.progress, arguments.temperature, arguments.seed)
     print(json.dumps(asyncio.run(evaluation.run())), flush=True)
     evaluation.close()

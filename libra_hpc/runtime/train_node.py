@@ -197,7 +197,7 @@ class TrainNode:
 
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
-        train, algorithm, optimizer = config.train, config.algorithm, config.optimizer
+        train, algorithm = config.train, config.algorithm
         snapshots = context.shared_memory / "snapshots"
         snapshots.mkdir(exist_ok=True)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
@@ -219,10 +219,7 @@ class TrainNode:
                 tp=train.tp,
                 pp=train.pp,
                 local_rank=local_rank,
-                optimizer=OptimizerSettings(
-                    lr=optimizer.lr, beta1=optimizer.beta1, beta2=optimizer.beta2, eps=optimizer.eps,
-                    weight_decay=optimizer.weight_decay, grad_clip=optimizer.grad_clip, warmup_steps=optimizer.warmup_steps,
-                ),
+                optimizer=OptimizerSettings(**config.optimizer.model_dump()),
                 algorithm=AlgorithmSettings(
                     clip=algorithm.clip, is_truncation=algorithm.is_truncation, kl_coef=algorithm.kl_coef, temperature=config.rollout.temperature
                 ),
