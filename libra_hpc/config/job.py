@@ -57,8 +57,8 @@ class SlurmSection(Section):
 
 
 class Component(Section):
-    """One component of the heterogeneous job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout`` nodes
-    generate, ``hybrid`` nodes move between both."""
+    """One component of the heterogeneous job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout``
+    nodes generate, ``hybrid`` nodes move between both."""
 
     nodes: int = Field(1, ge=0)
     """Nodes; 0 leaves the component out."""

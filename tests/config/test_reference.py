@@ -45,7 +45,8 @@ def test_the_page_is_readable_in_a_terminal() -> None:
 
 
 def test_a_section_or_one_key_can_be_selected() -> None:
-    assert {record["key"].split(".")[0] for record in reference.as_records(reference.select("algorithm"))} == {"algorithm"}
+    records = reference.as_records(reference.select("algorithm"))
+    assert {record["key"].split(".")[0] for record in records} == {"algorithm"}
     assert len(reference.select("components")) == 2
     (record,) = reference.as_records(reference.select("components.train.nodes"))
     assert record == {
@@ -58,5 +59,6 @@ def test_a_section_or_one_key_can_be_selected() -> None:
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
-    with pytest.raises(UserError, match=r"KEY = 'rolout\.tp': no such section or key \(did you mean 'rollout\.tp'\?\)\."):
+    sentence = r"KEY = 'rolout\.tp': no such section or key \(did you mean 'rollout\.tp'\?\)\."
+    with pytest.raises(UserError, match=sentence):
         reference.select("rolout.tp")
