@@ -32,7 +32,7 @@ from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.train.train_leader import DataOrder, TrainLeader
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 def configuration(model: Path, batches: int) -> RunConfig:
@@ -44,6 +44,7 @@ def configuration(model: Path, batches: int) -> RunConfig:
             "task": {"name": "keychain"},
             "algorithm": {"eta": batches, "prompts_per_step": 8, "group_size": 8},
             "optimizer": {"lr": 3e-4},
+            "checkpoint": {"every": 0},
             "rollout": {"max_model_len": 640, "kv_cache_mb": 64, "max_trajectories": 128, "max_inflight": 96, "max_num_seqs": 64},
         }
     )
@@ -111,13 +112,14 @@ class TrainRun:
         self.node = TrainNode(context)
         folder = run.path / "rendezvous"
         folder.mkdir()
-        settings = LeaderSettings(config.run.steps, 1, True, 0, str(folder), str(run.checkpoints), config.train.snapshot_every + 2)
         run.checkpoints.mkdir()
 
         async def saved(*checkpoint: Any) -> None:
             pass
 
-        self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), saved)
+        self.leader = TrainLeader(
+            config, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), saved, rendezvous=folder, checkpoints=run.checkpoints
+        )
         self.points: Rates = []
         self.done = asyncio.Event()
         self.mesh.handlers = {0: self._coordinator, 1: self._agent}

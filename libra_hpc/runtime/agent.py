@@ -35,7 +35,7 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.train.train_leader import DataOrder, TrainLeader
 from libra_hpc.twin.rehearsal import in_wall_time
 
 from .agent_context import AgentContext
@@ -149,16 +149,6 @@ class Agent:
         self._rendezvous = rendezvous = self.run_dir.rendezvous / f"attempt-{self.attempt}-{os.getpid()}"
         rendezvous.mkdir(parents=True)
         self.run_dir.checkpoints.mkdir(exist_ok=True)
-        settings = LeaderSettings(
-            steps=config.run.steps,
-            minibatches=config.algorithm.minibatches,
-            skip_zero_advantage=config.algorithm.skip_zero_advantage and config.algorithm.kl_coef == 0.0,
-            checkpoint_every=config.checkpoint.every,
-            rendezvous=str(rendezvous),
-            checkpoints=str(self.run_dir.checkpoints),
-            retain=config.train.snapshot_every + 2,
-            storage_s=config.deadlines.storage_s,
-        )
 
         async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
             records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
@@ -170,7 +160,18 @@ class Agent:
 
         order = DataOrder(start.low, start.extra)
         leader = self.layout.rollout_leader
-        return TrainLeader(settings, self.rank, start.step, order, self.mesh.send, leader, lambda: context.receivers, saved)
+        return TrainLeader(
+            config,
+            self.rank,
+            start.step,
+            order,
+            self.mesh.send,
+            leader,
+            lambda: context.receivers,
+            saved,
+            rendezvous=rendezvous,
+            checkpoints=self.run_dir.checkpoints,
+        )
 
     async def _leave(self) -> None:
         """End the engines, then the tasks; the folders of this agent go with it."""

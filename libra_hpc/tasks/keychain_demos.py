@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from .keychain import VALUES, Guide, Mix, Words, HiddenChain, draw, look_up
+from .keychain import VALUES, Guide, HiddenChain, Mix, Words, draw, look_up
 
 HARD = Mix(p_more=0.8, dead=0.5)
 """Longer and more often dead than the default mix: more examples of what is hard."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from libra_hpc.protocol.mesh import Fatal, Log, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import Alive, Join, Joined
@@ -29,28 +28,13 @@ BUSY_S = 5.0
 """Signs of life come every second: a member that was writing its state so long ago still is."""
 
 
-class LeaderSettings(msgspec.Struct, frozen=True):
-    """What the leader needs of the run file."""
-
-    steps: int
-    minibatches: int
-    skip_zero_advantage: bool
-    checkpoint_every: int
-    rendezvous: str
-    checkpoints: str
-    retain: int
-    """Committed batches kept for replay: at least the steps between two snapshots."""
-    storage_s: float = 900.0
-    """How long the last checkpoint is tried, and how long the data position of one may take."""
-
-
 class Members:
     """The base of the train leader: orders, members, and their answers to what was asked last."""
 
     def __init__(
-        self, settings: LeaderSettings, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
+        self, rendezvous: Path, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
     ) -> None:
-        self.settings, self._send, self._clock = settings, send, clock
+        self._rendezvous, self._send, self._clock = rendezvous, send, clock
         self.generation = 0
         self.members: tuple[int, ...] = ()
         self.exporter = rank
@@ -137,7 +121,7 @@ class Members:
         self._joining, self._broken = wanted, True
         self._ask_anew()
         self._joins += 1
-        path = f"{self.settings.rendezvous}/generation-{self.generation:06d}.{self._joins}"
+        path = f"{self._rendezvous}/generation-{self.generation:06d}.{self._joins}"
         for position, rank in enumerate(wanted):
             self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path, self._joins)))
 

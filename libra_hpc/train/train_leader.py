@@ -5,7 +5,7 @@ from the member with the highest step).  Then one step: the batch is sharded ove
 weights are exported and published, and the batch's prompts are reported as trained.
 
 A step is committed when any surviving member committed it: the group's all-reduce either reached that member, and then its state is the truth that the
-next generation takes over, or it reached nobody and the step is done again on the same batch.  The last `LeaderSettings.retain` batches are kept, so
+next generation takes over, or it reached nobody and the step is done again on the same batch.  The last `TrainLeader.retain` batches are kept, so
 that a replica rebuilt from a snapshot a few steps old can be brought to the committed step by replay.
 """
 
@@ -15,7 +15,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import (
     Batch,
     Committed,
@@ -44,7 +46,6 @@ from libra_hpc.protocol.trainer import (
 
 from .columns import train_columns
 from .data_order import DataOrder as DataOrder
-from .members import LeaderSettings as LeaderSettings
 from .members import Members
 from .retry import Exports, Retry
 from .shards import loss_tokens_of, shard, tokens_of
@@ -63,7 +64,7 @@ class TrainLeader(Members):
 
     def __init__(
         self,
-        settings: LeaderSettings,
+        config: RunConfig,
         rank: int,
         step: int,
         order: DataOrder,
@@ -72,8 +73,16 @@ class TrainLeader(Members):
         receivers: Callable[[], tuple[int, ...]],
         saved: Callable[[int, DataOrder, Sequence[StepReport]], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        rendezvous: Path,
+        checkpoints: Path,
     ) -> None:
-        super().__init__(settings, rank, send, clock)
+        super().__init__(rendezvous, rank, send, clock)
+        self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
+        self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
+        self._checkpoints = checkpoints
+        self.retain = config.train.snapshot_every + 2
+        """Committed batches kept for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
         self._rollout_leader, self._receivers, self._saved = rollout_leader, receivers, saved
         self._state_step = self._saved_step = step
@@ -159,7 +168,7 @@ class TrainLeader(Members):
 
     async def run(self) -> None:
         """Train to the last step; returns after the final checkpoint."""
-        while self.step < self.settings.steps and not self._stop_reason:
+        while self.step < self._steps and not self._stop_reason:
             if not await self._membership():
                 return
             if self._state_step < self.step:
@@ -237,7 +246,10 @@ class TrainLeader(Members):
 
     async def _ask(self, batch: Batch) -> bool:
         """Run one step on every member; False when it failed, and the membership is then due."""
-        shards, totals = shard(batch.groups, len(self.members), self.settings.minibatches, self.settings.skip_zero_advantage)
+        algorithm = self._algorithm
+        # Under a KL term a group without an advantage has a gradient too.
+        skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
+        shards, totals = shard(batch.groups, len(self.members), algorithm.minibatches, skip)
         self._totals = [total for total in totals if total]
         self._ask_anew()
         for rank, minibatches in zip(self.members, shards, strict=True):
@@ -251,12 +263,12 @@ class TrainLeader(Members):
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
-        every = self.settings.checkpoint_every
-        if every and self.step % every == 0 and self.step < self.settings.steps:
+        every = self._checkpoint_every
+        if every and self.step % every == 0 and self.step < self._steps:
             self._save_due = True
         indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
-        for old in [s for s in self._batches if s <= self.step - self.settings.retain]:
+        for old in [s for s in self._batches if s <= self.step - self.retain]:
             del self._batches[old]
         self._send(self._rollout_leader, Committed(self.step, indices))
         now = self._clock()
@@ -293,7 +305,7 @@ class TrainLeader(Members):
                 continue
             self._ask_anew()
             asked = self._saving = self.members[0]
-            folder = f"{self.settings.checkpoints}/step-{self.step:06d}"
+            folder = f"{self._checkpoints}/step-{self.step:06d}"
             self._send(asked, ToReplica(SaveCheckpoint(folder, self.step)))
             await self._until(functools.partial(self._saved_or_failed, asked))
             if self._failed:
@@ -310,10 +322,10 @@ class TrainLeader(Members):
         reason = reply.reason if isinstance(reply, SaveFailed) else ""
         if not reason:
             try:
-                await asyncio.wait_for(self._saved(self.step, self.order, self._reports), self.settings.storage_s)
+                await asyncio.wait_for(self._saved(self.step, self.order, self._reports), self._storage_s)
             except OSError as error:
                 # That of `wait_for` has no text.
-                reason = str(error) or f"the data position was not written within {self.settings.storage_s:.0f} s"
+                reason = str(error) or f"the data position was not written within {self._storage_s:.0f} s"
         if reason:
             self._saves.failed(self._clock())
             self._log("checkpoint_failed", step=self.step, reason=reason)
@@ -329,7 +341,7 @@ class TrainLeader(Members):
         """
         began, left = self._clock(), LAST_RETRIES
         while reason := await self._save():
-            if not self._stop_reason and self._clock() - began < self.settings.storage_s:
+            if not self._stop_reason and self._clock() - began < self._storage_s:
                 await self._until(lambda: bool(self._stop_reason), self._saves.wait_s(self._clock()))
             elif self._stop_reason and left:
                 left -= 1

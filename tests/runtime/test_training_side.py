@@ -20,7 +20,7 @@ from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.data_order import DataOrder
-from libra_hpc.train.train_leader import LeaderSettings, TrainLeader
+from libra_hpc.train.train_leader import TrainLeader
 
 PATIENCE_S = 40.0
 """Less than the minute after which a member stops waiting for one that does not appear."""
@@ -33,7 +33,8 @@ class Side:
 
     def __init__(self, folder: Path, engine: str) -> None:
         config = RunConfig.model_validate({
-            "run": {"engine": engine, "steps": STEPS}, "train": {"snapshot_every": 1}, "model": {"path": str(folder / "model")},
+            "run": {"engine": engine, "steps": STEPS}, "train": {"snapshot_every": 1}, "checkpoint": {"every": 0},
+            "algorithm": {"skip_zero_advantage": False}, "model": {"path": str(folder / "model")},
             "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 100.0, "start_s": 0.0, "step_s": 20.0},
             "components": {"train": {"nodes": 3, "gpus": 8}, "hybrid": {"nodes": 0}, "rollout": {"gpus": 8}},
         })  # fmt: skip
@@ -49,8 +50,10 @@ class Side:
             private.mkdir(), shm.mkdir()
             start = wire.Welcome(0, "", 0, ())
             self.nodes[rank] = TrainNode(AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm))
-        settings = LeaderSettings(STEPS, 1, False, 0, str(folder), str(folder / "checkpoints"), 3)
-        self.leader = TrainLeader(settings, 1, 0, DataOrder(), self.send, 4, lambda: (), self.saved)
+        self.leader = TrainLeader(
+            config, 1, 0, DataOrder(), self.send, 4, lambda: (), self.saved,
+            rendezvous=folder, checkpoints=folder / "checkpoints",
+        )  # fmt: skip
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def saved(self, step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:

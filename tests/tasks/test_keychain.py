@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.tasks.base import ToolResult, Turn
-from libra_hpc.tasks.keychain import Guide, KeyChain, KeyChainEpisode, Mix, Words, HiddenChain, draw, look_up, vocabulary
+from libra_hpc.tasks.keychain import Guide, HiddenChain, KeyChain, KeyChainEpisode, Mix, Words, draw, look_up, vocabulary
 from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, Log, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
 from libra_hpc.protocol.trainer import (
@@ -28,7 +30,7 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train import members
 from libra_hpc.train import train_leader as leader
-from libra_hpc.train.train_leader import DataOrder, LeaderSettings, TrainLeader
+from libra_hpc.train.train_leader import DataOrder, TrainLeader
 
 
 def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
@@ -76,7 +78,7 @@ class Replica:
 
 class World:
     def __init__(
-        self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, retain: int = 3, storage_s: float = 900.0
+        self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, storage_s: float = 900.0
     ) -> None:
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
@@ -88,7 +90,14 @@ class World:
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
-        settings = LeaderSettings(steps, 1, True, checkpoint_every, "/rendezvous", "/checkpoints", retain, storage_s)
+        config = RunConfig.model_validate(
+            {
+                "run": {"steps": steps},
+                "train": {"snapshot_every": 1},
+                "checkpoint": {"every": checkpoint_every},
+                "deadlines": {"storage_s": storage_s},
+            }
+        )
 
         async def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
             self.carried.append([(report.step, report.metrics["reward"]) for report in reports])
@@ -98,7 +107,10 @@ class World:
                 raise OSError("no room for the position")
             self.saved.append((at, order.low, sorted(order.extra)))
 
-        self.leader = TrainLeader(settings, 1, step, DataOrder(2 * step), self.send, 3, lambda: (3,), saved, lambda: self.now)
+        self.leader = TrainLeader(
+            config, 1, step, DataOrder(2 * step), self.send, 3, lambda: (3,), saved, lambda: self.now,
+            rendezvous=Path("/rendezvous"), checkpoints=Path("/checkpoints"),
+        )  # fmt: skip
 
     def send(self, rank: int, message: Any) -> None:
         self.sent.append((rank, message))
