@@ -48,7 +48,7 @@ This page is written by `python -m libra_hpc.config.reference`.
 {tables}"""
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """One key of a table."""
 
     name: str
@@ -59,17 +59,17 @@ class Key(NamedTuple):
     text: str
 
 
-class Table(NamedTuple):
+class KeyTable(NamedTuple):
     """A section of the run file, or several that have the same keys."""
 
     names: tuple[str, ...]
     text: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
 
-def tables() -> list[Table]:
+def tables() -> list[KeyTable]:
     """Every section in the order of the schema; neighbours with the same keys and defaults are one entry."""
-    found: list[Table] = []
+    found: list[KeyTable] = []
     for table in _walk(RunConfig(), ""):
         if found and found[-1][1:] == table[1:]:
             found[-1] = found[-1]._replace(names=found[-1].names + table.names)
@@ -78,7 +78,7 @@ def tables() -> list[Table]:
     return found
 
 
-def select(wanted: str) -> list[Table]:
+def select(wanted: str) -> list[KeyTable]:
     """The tables of a section, or the one table of a key with this key only; raises `UserError` for any other name."""
     everything = tables()
     found = [table for table in everything if any(f"{name}.".startswith(f"{wanted}.") for name in table.names)]
@@ -88,13 +88,13 @@ def select(wanted: str) -> list[Table]:
     for table in everything:
         keys = tuple(one for one in table.keys if one.name == key)
         if section in table.names and keys:
-            return [Table((section,), table.text, keys)]
+            return [KeyTable((section,), table.text, keys)]
     known = [name for table in everything for name in table.names]
     known += [f"{name}.{key.name}" for table in everything for name in table.names for key in table.keys]
     raise UserError(f"KEY = {wanted!r}: no such section or key{nearest(wanted, known)}.")
 
 
-def as_text(found: Sequence[Table]) -> str:
+def as_text(found: Sequence[KeyTable]) -> str:
     """Markdown of at most `WIDTH` columns, which a terminal shows as well."""
     parts = []
     for table in found:
@@ -104,7 +104,7 @@ def as_text(found: Sequence[Table]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_records(found: Sequence[Table]) -> list[dict[str, Any]]:
+def as_records(found: Sequence[KeyTable]) -> list[dict[str, Any]]:
     """One record for each key of each section, for programs."""
     return [
         {
@@ -125,22 +125,22 @@ def page() -> str:
     return _PAGE.format(name=EXAMPLE, example=as_text(select(EXAMPLE)).rstrip(), tables=as_text(tables()))
 
 
-def _walk(section: BaseModel, name: str) -> Iterator[Table]:
+def _walk(section: BaseModel, name: str) -> Iterator[KeyTable]:
     """The section's own keys as a table, then the tables below it."""
     values = {key: getattr(section, key) for key in type(section).model_fields}
     fields = {key: field for key, field in type(section).model_fields.items() if not isinstance(values[key], BaseModel)}
     if fields:
         text = re.sub(r"^``\[.*?\]``: ", "", " ".join((type(section).__doc__ or "").split()))
         keys = tuple(_key(key, field, values[key]) for key, field in fields.items())
-        yield Table((name,), _markdown(text[:1].upper() + text[1:]), keys)
+        yield KeyTable((name,), _markdown(text[:1].upper() + text[1:]), keys)
     for key, value in values.items():
         if isinstance(value, BaseModel):
             yield from _walk(value, f"{name}.{key}" if name else key)
 
 
-def _key(name: str, field: FieldInfo, default: Any) -> Key:
+def _key(name: str, field: FieldInfo, default: Any) -> ConfigKey:
     unit = next((rule.name for rule in field.metadata if isinstance(rule, Unit)), "")
-    return Key(name, describe(field), unit, default, _markdown(field.description or ""))
+    return ConfigKey(name, describe(field), unit, default, _markdown(field.description or ""))
 
 
 def _markdown(text: str) -> str:
@@ -153,7 +153,7 @@ def _together(names: Sequence[str]) -> str:
     return "|".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
-def _entry(key: Key) -> str:
+def _entry(key: ConfigKey) -> str:
     """What a key accepts, and on the next line what it is for."""
     valid = re.sub(r"matching (\S+)", r"matching `\1`", key.valid)
     unit = f", in {key.unit}" if key.unit else ""
