@@ -25,8 +25,8 @@ from libra_hpc.sched.registry import policy_names
 from libra_hpc.sim.compare import compare, parse_policies
 from libra_hpc.sim.fleet import build_fleet
 from libra_hpc.sim.settings import SimSettings
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import read_trace
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import read_trace
 
 GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
 MAX_CONTEXT = Dials().max_context

@@ -9,8 +9,8 @@ import pytest
 from libra_hpc_cli.app import run
 
 from libra_hpc.sched.registry import policy_names
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import write_trace
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import write_trace
 
 FLEET = ["--buckets", "2xTP1,1xTP2", "--model", "qwen3-8b", "--device", "a800"]
 

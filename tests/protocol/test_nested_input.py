@@ -26,11 +26,11 @@ from libra_hpc.protocol.rollout import to_engine
 from libra_hpc.rollout.engine.settings import read_config
 from libra_hpc.rollout.engine.steplog import read_steps
 from libra_hpc.sched.persist import records
-from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.slurm.job import read_job
 from libra_hpc.tasks.outcome import classify
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
+from libra_hpc.traces.read import read_trace
 
 DEPTHS = (1000, 100_000)
 """Just beyond the interpreter's limit, and far beyond it."""

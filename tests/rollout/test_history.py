@@ -16,8 +16,8 @@ from libra_hpc.rollout.record import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.persist import MAX_RECORDS
 from libra_hpc.sim.run import Run
-from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.telemetry.events import LineLog
+from libra_hpc.traces.read import read_trace
 
 
 def played(turns: int) -> Trajectory:

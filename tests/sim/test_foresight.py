@@ -10,7 +10,7 @@ from libra_hpc.sched.registry import make_policy, policy_names
 from libra_hpc.sim.foresight import foresight_of
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate
-from libra_hpc.sim.traces.generate import Dials, generate
+from libra_hpc.traces.generate import Dials, generate
 from tests.sched.boards import Linear
 
 
