@@ -18,9 +18,10 @@ from rich.text import Text
 from libra_hpc.config.load import load_resolved, parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.files import write_once
 from libra_hpc.planner.relaid import describe, ranks, relaid
 from libra_hpc.protocol.order import LayoutOrder, encode_order, new_order
-from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
+from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import Status
 
 from . import jobs

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from libra_hpc.errors import UserError, invalid, nearest
-from libra_hpc.telemetry.rundir import read_object
+from libra_hpc.files import read_object
 
 from .run import RunConfig
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.files import write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 
 from . import local
 from .command import SlurmRefused, call
