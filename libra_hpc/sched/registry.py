@@ -9,9 +9,10 @@ from libra_hpc.errors import invalid
 from libra_hpc.sched.protocol import Policy
 
 if TYPE_CHECKING:
-    from libra_hpc.sched.baselines.oracle import Foresight
+    from libra_hpc.sim.baselines.oracle import Foresight
 
 _BASELINES = "libra_hpc.sched.baselines"
+_SIMULATED = "libra_hpc.sim.baselines"
 _POLICIES: dict[str, tuple[str, str]] = {
     "autellix": (f"{_BASELINES}.autellix", "Autellix"),
     "cmlfq": ("libra_hpc.sched.cmlfq", "CausalMlfq"),
@@ -20,11 +21,11 @@ _POLICIES: dict[str, tuple[str, str]] = {
     "least_requests": (f"{_BASELINES}.least_loaded", "LeastRequests"),
     "length_aware": (f"{_BASELINES}.length_aware", "LengthAware"),
     "libra": (f"{_BASELINES}.libra", "Libra"),
-    "oracle": (f"{_BASELINES}.oracle", "Oracle"),
+    "oracle": (f"{_SIMULATED}.oracle", "Oracle"),
     "round_robin": (f"{_BASELINES}.round_robin", "RoundRobin"),
     "seer": (f"{_BASELINES}.seer", "Seer"),
     "sticky": (f"{_BASELINES}.least_loaded", "Sticky"),
-    "tail_batching": (f"{_BASELINES}.tail_batching", "TailBatching"),
+    "tail_batching": (f"{_SIMULATED}.tail_batching", "TailBatching"),
 }
 
 SIMULATOR_ONLY = {"oracle": "it knows the future", "tail_batching": "it aborts what a live run has started"}

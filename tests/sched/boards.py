@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.baselines.oracle import Foresight, Work
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Finished, Policy, TurnView
+from libra_hpc.sim.baselines.oracle import Foresight, Work
 
 OK, ERROR = Signal("run", "ok", 50, 1.0), Signal("run", "error", 50, 1.0)
 

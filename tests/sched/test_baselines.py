@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
-from libra_hpc.sched.abandon import Abandons, OpenTrajectory
 from libra_hpc.sched.baselines.autellix import BETA, DECODE_S, Autellix, border_s
 from libra_hpc.sched.baselines.common import eligible
 from libra_hpc.sched.baselines.least_loaded import LeastLoaded, LeastRequests, Sticky
 from libra_hpc.sched.baselines.length_aware import LengthAware
 from libra_hpc.sched.baselines.round_robin import RoundRobin
-from libra_hpc.sched.baselines.tail_batching import TailBatching
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.registry import check_policy, make_policy, policy_names
+from libra_hpc.sim.abandon import Abandons, OpenTrajectory
+from libra_hpc.sim.baselines.tail_batching import TailBatching
 from tests.sched.boards import board_of, drive, ended, foresight, random_lengths, turn_of
 
 ALL = [name for name in policy_names(live=False) if name != "cmlfq"]

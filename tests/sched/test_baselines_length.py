@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.baselines.drain import Load, drain_s, prefill_s
 from libra_hpc.sched.baselines.la_mlfq import FOLLOW_S, LaMlfq
 from libra_hpc.sched.baselines.length_buckets import LengthBuckets
 from libra_hpc.sched.baselines.libra import Libra
-from libra_hpc.sched.baselines.oracle import Foresight, Oracle, Work
 from libra_hpc.sched.baselines.prefix_tree import RING, Node, PrefixTree, symbol
 from libra_hpc.sched.baselines.seer import Seer
 from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sim.baselines.drain import Load, drain_s, prefill_s
+from libra_hpc.sim.baselines.oracle import Foresight, Oracle, Work
 from tests.sched.boards import ERROR, OK, Linear, board_of, ended, turn_of
 
 MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.baselines.oracle import Work
 from libra_hpc.sched.registry import make_policy, policy_names
+from libra_hpc.sim.baselines.oracle import Work
 from libra_hpc.sim.foresight import foresight_of
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate

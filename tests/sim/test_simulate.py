@@ -9,11 +9,11 @@ import pytest
 
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.abandon import OpenTrajectory
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, TurnView
+from libra_hpc.sim.abandon import OpenTrajectory
 from libra_hpc.sim.run import Run
 from libra_hpc.sim.settings import RoleMove, SimSettings, trajectory_ids
 from libra_hpc.sim.simulate import Simulation, simulate
