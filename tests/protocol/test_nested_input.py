@@ -25,7 +25,7 @@ from libra_hpc.protocol.order import decode_order
 from libra_hpc.protocol.rollout import to_engine
 from libra_hpc.rollout.engine.settings import read_config
 from libra_hpc.rollout.engine.steplog import read_steps
-from libra_hpc.sched.persist import records
+from libra_hpc.rollout.history import records
 from libra_hpc.slurm.job import read_job
 from libra_hpc.tasks.outcome import classify
 from libra_hpc.telemetry.rundir import RunDir, read_lines
