@@ -33,7 +33,8 @@ def policy_names() -> tuple[str, ...]:
 def check_policy(name: str) -> None:
     """Raise `UserError` for a name in a run file that is unknown, or that needs the simulator."""
     if name in SIMULATOR_ONLY:
-        raise invalid("rollout.policy", name, f"this policy runs in the simulator only: {SIMULATOR_ONLY[name]}", policy_names())
+        why = f"this policy runs in the simulator only: {SIMULATOR_ONLY[name]}"
+        raise invalid("rollout.policy", name, why, policy_names())
     if name not in _POLICIES:
         raise invalid("rollout.policy", name, "unknown policy", policy_names())
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.capacity import blocks_of
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord
 
@@ -77,14 +78,6 @@ def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
         count = seen[name] = seen.get(name, 0) + 1
         names.append(name if count == 1 else f"{name}#{count}")
     return names
-
-
-def blocks_of(tokens: int, block_size: int) -> int:
-    """Blocks a replica must have to run a trajectory of ``tokens`` context tokens to its end.
-
-    One more than they fill: a prompt whose last block is cached computes that block again, into another.
-    """
-    return -(-tokens // block_size) + 1
 
 
 def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> None:

@@ -1,4 +1,4 @@
-"""What a simulation can play: every name makes its policy, and those that need the simulator keep what every policy owes."""
+"""The policies of a simulation: every name makes its policy; those of the simulator alone keep the policies' promises."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ def crowd(arrivals: list[Arrival], kv: float, max_stretch: int) -> tuple[list[tu
         return a.at / 16, lambda now: e.submit(turn, now)
 
     done = play(e, *(arrive(i, a) for i, a in enumerate(arrivals)), (1.25, lambda now: e.swap(1, 0.5, now)))
-    return done, [getattr(e.counters, name) for name in e.counters.__slots__], e.snapshot(done[-1][0] if done else 0.0).kv_use
+    held = e.snapshot(done[-1][0] if done else 0.0).kv_use
+    return done, [getattr(e.counters, name) for name in e.counters.__slots__], held
 
 
 @settings(max_examples=150, deadline=None)

@@ -85,7 +85,7 @@ class Restless(Spread):
 
 
 class Exchange:
-    """A controller that lets ``leave`` go when it is first called; ``delay_s`` after its last turn ended, ``join`` accepts turns."""
+    """A controller: at its first call ``leave`` is drained, and ``delay_s`` after its last turn ``join`` accepts turns."""
 
     def __init__(self, leave: str, join: EngineSpec, delay_s: float) -> None:
         self._leave, self._join, self._delay_s = leave, join, delay_s

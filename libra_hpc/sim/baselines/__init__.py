@@ -1,1 +1,1 @@
-"""Scheduling policies that no live run can use: the clairvoyant oracle, and tail batching, which aborts running trajectories."""
+"""Policies that no run file may name: the clairvoyant oracle, and tail batching, which aborts running trajectories."""
