@@ -21,12 +21,12 @@ from typing import Any
 
 from bench.harness import by_work, report
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.registry import policy_names
-from libra_hpc.sim.compare import compare, parse_policies
+from libra_hpc.sim.compare import compare
 from libra_hpc.sim.fleet import build_fleet
+from libra_hpc.sim.policies import parse_policies, simulated_policy_names
 from libra_hpc.sim.settings import SimSettings
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import read_trace
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import read_trace
 
 GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
 MAX_CONTEXT = Dials().max_context
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trajectories", type=int, default=512)
     parser.add_argument("--work", default="|".join(WORK), help="names separated by |, or '' for traces alone")
-    parser.add_argument("--policy", default=",".join(policy_names(live=False)))
+    parser.add_argument("--policy", default=",".join(simulated_policy_names()))
     parser.add_argument("--trace", action="append", default=[])
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from bench.harness import report
 from bench.replan import Job, means, options_of, play_all, statics
-from libra_hpc.sim.replan import SETTINGS, Live, Played, Rule, play
-from libra_hpc.sim.replan_pool import Site
-from libra_hpc.sim.replan_tiers import Tiers
-from libra_hpc.sim.replan_work import LAWS, drifting, steady
+from bench.replan_pool import Site
+from bench.replan_rules import SETTINGS, Live, Played, Rule, play
+from bench.replan_tiers import Tiers
+from bench.replan_work import LAWS, drifting, steady
 
 FEW = Site(core=(5, 5), model="qwen3-8b", token_s=16 * 0.5e-4)
 """``token_s``: 8.2e9 weights, 6 FLOPs each at half the peak of 4 A800, for the 60 % of the groups that train; sixteen tokens."""

@@ -1,6 +1,6 @@
 """Planning against the simulator: drifting workloads on 48 A800, the live planner beside static splits, verl's rule and a clairvoyant.
 
-Three workloads (`libra_hpc.sim.replan_work`), five seeds; every rule plays the same trajectories and pays for its moves.  The planner starts from an even split
+Three workloads (`bench.replan_work`), five seeds; every rule plays the same trajectories and pays for its moves.  The planner starts from an even split
 and sees what a live run would show it.  ``x static``: against the best static split *in hindsight* of all that come near; ``x verl``: against verl's rule at
 the better of two numbers of training nodes, that split and one more; ``x clairvoyant``: against the better of two played schedules made from the static
 runs.  The last line is the case without drift.
@@ -17,10 +17,10 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from bench.harness import by_work, report
-from libra_hpc.sim.replan import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
-from libra_hpc.sim.replan_pool import Site
-from libra_hpc.sim.replan_verl import VerlLike
-from libra_hpc.sim.replan_work import LAWS, drifting, steady
+from bench.replan_pool import Site
+from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
+from bench.replan_verl import VerlLike
+from bench.replan_work import LAWS, drifting, steady
 
 SITE = Site()
 WORSE = 1.25

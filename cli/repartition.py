@@ -18,10 +18,11 @@ from rich.text import Text
 from libra_hpc.config.load import parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.files import write_once
 from libra_hpc.preflight.rank_roles import describe, ranks, repartitioned
 from libra_hpc.protocol.layout_order import LayoutOrder, encode_order, new_order
 from libra_hpc.telemetry.run_config import load_resolved
-from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
+from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import Status
 
 from . import jobs

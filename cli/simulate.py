@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.sched.registry import policy_names
-from libra_hpc.sim.compare import ORACLE, Compared, compare, parse_policies
+from libra_hpc.sim.compare import Compared, compare
 from libra_hpc.sim.fleet import build_fleet
+from libra_hpc.sim.policies import ORACLE, parse_policies, simulated_policy_names
 from libra_hpc.sim.settings import SimSettings
 
 from .output import busy, note, say, say_json, show
@@ -35,7 +35,7 @@ def simulate(
     device: Annotated[str, typer.Option(metavar="NAME", help="GPU, e.g. a800, h200.")] = "a800",
     model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder with config.json.")] = "qwen3-14b",
     buckets: Annotated[str, typer.Option(metavar="LIST", help="Engines by TP degree.")] = "4xTP1,2xTP2,2xTP4",
-    policy: Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(policy_names(live=False))}.")] = "cmlfq,least_loaded,libra",
+    policy: Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(simulated_policy_names())}.")] = "cmlfq,least_loaded,libra",
     batch_groups: Annotated[int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")] = 0,
     eta: Annotated[int, typer.Option(min=0, metavar="N", help="Staleness bound, with --batch-groups.")] = 0,
     train_s: Annotated[float, typer.Option("--train-s", min=0, metavar="S", help="Seconds of a training step.")] = 0.0,

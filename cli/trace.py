@@ -10,11 +10,11 @@ import typer
 from rich import box
 from rich.table import Table
 
-from libra_hpc.sim.traces import profiles, read
-from libra_hpc.sim.traces.describe import TAIL, Description, describe
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.predict import Prediction, Residual, predict
-from libra_hpc.sim.traces.stats import Spread
+from libra_hpc.traces import profiles, read
+from libra_hpc.traces.describe import TAIL, Description, describe
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.predict import Prediction, Residual, predict
+from libra_hpc.traces.stats import Spread
 
 from .output import busy, note, say, say_json, show
 from .runs import JsonOption

@@ -1,4 +1,4 @@
-"""How many tokens of KV cache a replica holds.
+"""How many tokens of KV cache a replica holds, and how many blocks a trajectory needs.
 
 A replica of ``tp`` devices shares the weights evenly (Megatron-style sharding splits every large matrix). Each device keeps ``memory * util - weights
 / tp - workspace`` bytes for keys and values, and every token takes `ModelShape.kv_bytes_per_device` of them: with more devices than KV heads the
@@ -24,3 +24,11 @@ def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float =
     shape.check_tp(tp)
     free = device.memory_bytes * memory_util - shape.weight_bytes / tp - device.workspace_bytes
     return max(0, int(free // shape.kv_bytes_per_device(tp)))
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """Blocks a replica must have to run a trajectory of ``tokens`` context tokens to its end.
+
+    One more than they fill: a prompt whose last block is cached computes that block again, into another.
+    """
+    return -(-tokens // block_size) + 1

@@ -22,7 +22,7 @@ from statistics import median
 import msgspec
 
 from libra_hpc.errors import invalid, said
-from libra_hpc.telemetry.rundir import write_atomic
+from libra_hpc.files import write_atomic
 
 from .curves import Curve
 from .fitting import robust_fit

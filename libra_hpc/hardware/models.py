@@ -82,19 +82,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.layers * (self.shared_params + self.experts * self.expert_params) + embeddings + self.hidden
 
     @property
-    def active_params(self) -> int:
-        """Weights that one token passes; all of them for a dense model."""
-        return self.params - self.layers * (self.experts - self.experts_per_token) * self.expert_params
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.params * self.dtype_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, all layers, unsharded."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     def kv_bytes_per_device(self, tp: int) -> int:
         """Bytes of one token's keys and values on each of ``tp`` devices: a head is never split, so it is replicated when ``tp > kv_heads``."""
@@ -114,11 +104,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def attention_flops_per_pair(self) -> int:
         """FLOPs of scores and weighted sum for one (query, key) pair of positions, all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
-
-    def prefill_flops(self, new: int, context: int = 0) -> int:
-        """FLOPs of ``new`` prompt tokens after ``context`` cached ones, with causal attention and one output position."""
-        pairs = new * context + new * (new + 1) // 2
-        return new * self.layer_flops_per_token + pairs * self.attention_flops_per_pair + self.head_flops_per_token
 
     def divides(self, tp: int) -> bool:
         """Whether tensor parallelism of degree ``tp`` can shard the heads: query heads evenly, KV heads evenly or by replication."""

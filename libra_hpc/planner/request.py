@@ -16,8 +16,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
-from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.traces.read import read_trace
 
 from .lengths import Lengths, Observed, lognormal, observe, sketch
 from .parallel import TrainSpace

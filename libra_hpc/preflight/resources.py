@@ -21,11 +21,10 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.capacity import kv_capacity
+from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.planner.memory import USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
-from libra_hpc.sim.settings import blocks_of
 from libra_hpc.slurm.fit import memory_mb
 from libra_hpc.twin.rehearsal import pace
 

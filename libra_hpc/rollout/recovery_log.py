@@ -31,9 +31,9 @@ from typing import BinaryIO
 import msgspec
 
 from libra_hpc.errors import said
+from libra_hpc.files import write_atomic
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
-from libra_hpc.telemetry.rundir import write_atomic
 
 from .recovered import DAMAGED, FinishedTrajectory, Recovered, Start, TrainedPrompts, gather, records, verdict
 from .trajectory import Trajectory

@@ -11,8 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.files import write_atomic
 from libra_hpc.protocol.mesh import Welcome
-from libra_hpc.telemetry.rundir import RunDir, read_lines, write_atomic
+from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import state_folders as folders
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from libra_hpc.files import write_atomic
 from libra_hpc.slurm.outcome import REASON, RECOVER, RECOVERIES
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 
 SAVE_S = 60.0
 """How long the train leader may take to save before the ranks restart from an older checkpoint."""

@@ -55,7 +55,7 @@ class RolloutLead:
         self._new: list[Trajectory | FinishedTrajectory | wire.Committed] = []
         """For the spool's next write."""
         self._stopping = False
-        self._policy = make_policy(config.rollout.policy, config.run.seed)
+        self._policy = make_policy(config.rollout.policy)
         self.leader = RolloutLeader(
             config,
             context.rank,

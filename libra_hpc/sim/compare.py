@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from libra_hpc.errors import invalid
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.registry import check_policy, make_policy
 from libra_hpc.sim.foresight import foresight_of
+from libra_hpc.sim.policies import ORACLE, make_simulated_policy
 from libra_hpc.sim.result import SimResult
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate
-
-ORACLE = "oracle"
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -24,16 +21,6 @@ class Compared(msgspec.Struct, frozen=True):
     result: SimResult
     computed_s: float
     """Seconds the simulation itself took."""
-
-
-def parse_policies(text: str, field: str = "--policy") -> list[str]:
-    """Names of a comma-separated list, each once, in the order given; raises `UserError` for one that is unknown."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise invalid(field, text, "no policy is named", "one or more policies, separated by commas")
-    for name in names:
-        check_policy(name, live=False, field=field)
-    return list(dict.fromkeys(names))
 
 
 def compare(
@@ -50,10 +37,10 @@ def compare(
     simulated.
     """
     done: dict[str, Compared] = {}
+    foresight = foresight_of(work, engines, settings)
     for name in policies:
         started(name)
-        foresight = foresight_of(work, engines, settings) if name == ORACLE else None
-        policy = make_policy(name, settings.seed, live=False, foresight=foresight)
+        policy = make_simulated_policy(name, foresight)
         for earlier in before if name != ORACLE else ():
             simulate(earlier, engines, policy, settings)
         begin = time.perf_counter()

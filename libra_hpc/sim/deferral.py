@@ -1,10 +1,10 @@
-"""Trajectories that a policy gave up for now, and when they start again: the long round of `libra_hpc.sched.abandon`."""
+"""Trajectories that a policy gave up for now, and when they start again: the long round of `libra_hpc.sim.abandon`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.sched.abandon import Abandons, OpenTrajectory
+from libra_hpc.sim.abandon import Abandons, OpenTrajectory
 from libra_hpc.sim.run import Run
 
 

@@ -56,11 +56,6 @@ class Engine:
         return self._cache.total
 
     @property
-    def held_blocks(self) -> int:
-        """KV blocks that requests hold."""
-        return self._cache.held
-
-    @property
     def busy(self) -> bool:
         """Whether it has requests."""
         return bool(self._batch.running or self._batch.waiting)
@@ -278,9 +273,8 @@ class Engine:
         assert self._swap is not None
         self._pausing, seconds = self._swap
         self._swap = None
-        if self._limits.sync_clears:
-            self.counters.recomputed += self._batch.put_all_back(now, "swap")
-            self._cache.clear()
+        self.counters.recomputed += self._batch.put_all_back(now, "swap")
+        self._cache.clear()
         self._pause_at = now
         self.next_at = now + seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.baselines.oracle import Foresight, Work
+from libra_hpc.sim.baselines.oracle import Foresight, Work
 from libra_hpc.sim.settings import EngineSpec, SimSettings, trajectory_ids
 
 

@@ -114,10 +114,6 @@ class SimResult(msgspec.Struct, frozen=True):
     engines: list[EngineResult]
     sampled: list[SampledDecision]
 
-    def to_json(self) -> bytes:
-        """UTF-8 JSON of all fields."""
-        return msgspec.json.encode(self)
-
 
 class Recorder:
     """Collects during a run what `result` returns."""

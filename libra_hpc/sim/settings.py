@@ -1,4 +1,4 @@
-"""What a simulation is given beside the work and the policy: engines, limits, training, moves; and the checks of all of it."""
+"""What a simulation is given beside the work and the policy: engines, limits, training; and the checks of all of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.capacity import blocks_of
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord
 
@@ -20,18 +21,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
     name: str
     tp: int
     steps: StepTimes
-
-
-class RoleMove(msgspec.Struct, frozen=True, kw_only=True):
-    """At ``at_s`` the engine ``leave`` gets no more turns and goes when its last one ended; then, ``delay_s`` later, ``join`` accepts turns.
-
-    Either may be left out; without ``leave`` the delay counts from ``at_s``.
-    """
-
-    at_s: float
-    leave: str = ""
-    join: EngineSpec | None = None
-    delay_s: float = 0.0
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +48,6 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Groups per training step; 0: everything starts at once and nothing is trained."""
     eta: int = 0
     """Staleness bound in weight versions."""
-    in_order: bool = False
-    """Train groups in the order of admission."""
     max_open_groups: int = 0
     """Most groups sampled at once; 0: no bound of its own."""
     train_s: float = 0.0
@@ -68,10 +55,10 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     train_nodes: int = 1
     """Handed to the training function."""
     sync_s: float = 0.0
-    """Pause of an engine for a weight update, between two steps."""
-    sync_clears: bool = True
-    """Whether a weight update drops all KV: running requests are then recomputed and nothing is cached (as live)."""
-    moves: tuple[RoleMove, ...] = ()
+    """Pause of an engine for a weight update, between two steps.
+
+    The update drops all KV, as live: running requests are computed again and nothing is cached.
+    """
     task: str = "sim"
     """Task name that policies see."""
     seed: int = 0
@@ -93,14 +80,6 @@ def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
     return names
 
 
-def blocks_of(tokens: int, block_size: int) -> int:
-    """Blocks a replica must have to run a trajectory of ``tokens`` context tokens to its end.
-
-    One more than they fill: a prompt whose last block is cached computes that block again, into another.
-    """
-    return -(-tokens // block_size) + 1
-
-
 def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> None:
     """Raise `UserError` for what cannot be simulated."""
     if not work:
@@ -109,7 +88,7 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
         raise UserError("There is no engine to simulate.")
     _check_settings(settings)
     names: set[str] = set()
-    for engine in [*engines, *(move.join for move in settings.moves if move.join is not None)]:
+    for engine in engines:
         if engine.tp < 1:
             raise invalid(f"engine {engine.name}: tp", engine.tp, "too small", "an integer >= 1")
         if engine.steps.kv_capacity < 2 * settings.block_size:
@@ -117,9 +96,6 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
         if engine.name in names:
             raise invalid("engine", engine.name, "two engines have this name", "one name per engine")
         names.add(engine.name)
-    for move in settings.moves:
-        if move.leave and move.leave not in names:
-            raise invalid("leave", move.leave, "no such engine", sorted(names))
     room = max(engine.steps.kv_capacity // settings.block_size for engine in engines)
     for name, spec in zip(trajectory_ids(work), work, strict=True):
         _check_trajectory(name, spec)
@@ -154,6 +130,3 @@ def _check_settings(settings: SimSettings) -> None:
             raise invalid(field, getattr(settings, field), "too small", "a number > 0")
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise invalid("max_num_batched_tokens", settings.max_num_batched_tokens, "smaller than max_num_seqs", f"an integer >= {settings.max_num_seqs}")
-    for move in settings.moves:
-        if move.at_s < 0.0 or move.delay_s < 0.0:
-            raise invalid("moves: at_s, delay_s", (move.at_s, move.delay_s), "negative", "numbers >= 0")

@@ -24,7 +24,7 @@ from libra_hpc.sim.events import ROUTING, Events
 from libra_hpc.sim.request import Request
 from libra_hpc.sim.result import Recorder, SimResult
 from libra_hpc.sim.run import Run, Sent, grouped
-from libra_hpc.sim.settings import EngineSpec, RoleMove, SimSettings, Training, check
+from libra_hpc.sim.settings import EngineSpec, SimSettings, Training, check
 from libra_hpc.sim.training import TrainingStage
 
 STALLED_S = 3600.0
@@ -68,8 +68,6 @@ class Simulation:
         self._controller, self._controller_s = controller, controller_s
         for spec in engines:
             self._agents.up(spec, self.training.version)
-        for move in settings.moves:
-            self._at(move.at_s, self._move, move)
         if controller is not None:
             self._at(controller_s, self._control, None)
         self._at(0.0, self._admit, None)
@@ -120,11 +118,6 @@ class Simulation:
         self.training.held = held
         if not held:
             self._train()
-
-    @property
-    def event_count(self) -> int:
-        """Events so far."""
-        return self._events.count
 
     @property
     def waiting(self) -> int:
@@ -326,16 +319,6 @@ class Simulation:
         for each in waiting:
             self._ready(each)
         self._spread()
-
-    def _move(self, move: RoleMove) -> None:
-        def arrive() -> None:
-            if move.join is not None:
-                self.join(move.join, move.delay_s)
-
-        if move.leave:
-            self.drain(move.leave, arrive)
-        else:
-            arrive()
 
     # --- stalls -----------------------------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class TrainingStage:
         self._max_open = settings.max_open_groups or len(groups)
         self._training = training or (lambda tokens, nodes: settings.train_s)
         size = settings.batch_groups
-        self._gate = StalenessGate(settings.eta, size, self._max_open, in_order=settings.in_order) if size else None
+        self._gate = StalenessGate(settings.eta, size, self._max_open) if size else None
         self._unfinished = len(groups)
         self._waiting: list[StepRecord] = []
         self._busy = False

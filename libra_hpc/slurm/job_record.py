@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.files import write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 
 
 class JobRecord(msgspec.Struct, frozen=True):

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.files import write_atomic
 from libra_hpc.slurm import local
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 
 from .command import SlurmRefused, call
 from .fit import check_fit

@@ -16,8 +16,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.files import write_atomic
+
 from .events import LineLog
-from .rundir import RunDir, write_atomic
+from .rundir import RunDir
 
 RETRY_S, RETRY_MOST_S = 1.0, 10.0
 MOST_EVENTS = 20_000

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from libra_hpc.errors import UserError
-
-from .rundir import write_atomic
+from libra_hpc.files import write_atomic
 
 GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY = "#1a7f37", "#2a8fbd", "#b4478c", "#e6b84c", "#6e40c9", "#d1242f", "#8b949e"
 TRAIN, ROLLOUT = PINK, BLUE

@@ -7,8 +7,7 @@ from pathlib import Path
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-
-from .rundir import read_object
+from libra_hpc.files import read_object
 
 
 def load_resolved(path: Path) -> RunConfig:

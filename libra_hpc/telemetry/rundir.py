@@ -20,46 +20,19 @@ Files that are replaced are written beside and renamed; logs of facts are append
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError, said
+from libra_hpc.errors import UserError
+from libra_hpc.files import read_object, write_atomic
 
 _STEP = re.compile(r"^step-(\d+)$")
 PRIVATE = 0o700
 """Mode of a run directory that only its owner reads: it holds prompts, answers of tools and the whole run file."""
 MODES = {"private": PRIVATE, "group": 0o750, "all": 0o755}
 """Mode of a run directory by ``run.share``."""
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_once(path: Path, data: bytes) -> bool:
-    """As `write_atomic`, but False, and nothing is changed, when ``path`` exists: of several writers one wins."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write_atomic(temporary, data)
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -74,19 +47,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object; raises `UserError` naming the file, ``what`` it is and why it cannot be had."""
-    try:
-        value = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise UserError(f"{path}: {what} cannot be read: it is nested too deeply.") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {what} cannot be read: {said(error).rstrip('.')}.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: {what} is not a JSON object.")
-    return value
 
 
 class RunDir:

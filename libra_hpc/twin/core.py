@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
+from libra_hpc.hardware.capacity import blocks_of
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import Abort, EngineError, EngineReady, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
 from libra_hpc.rollout.engine.rehearsal import lengths
@@ -22,7 +23,7 @@ from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
 from libra_hpc.sim.engine import IDLE, Engine
 from libra_hpc.sim.request import Request
-from libra_hpc.sim.settings import SimSettings, blocks_of
+from libra_hpc.sim.settings import SimSettings
 
 from . import tokens
 from .settings import Pace

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import read_trace
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import read_trace
 
 from .settings import Play
 

@@ -12,8 +12,8 @@ from libra_hpc_cli.app import run
 
 from libra_hpc.hardware.measured import MAX_POINTS, load
 from libra_hpc.rollout.engine.steplog import StepLogHeader
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import write_trace
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import write_trace
 
 BASE, SEQUENCE, KV, PREFILL = 4e-3, 2e-4, 3e-8, 5e-5
 

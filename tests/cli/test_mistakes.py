@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli import jobs
 
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.files import write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import encode_status
 from tests.telemetry import synthetic
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli.app import run
 
-from libra_hpc.sched.registry import policy_names
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import write_trace
+from libra_hpc.sim.policies import simulated_policy_names
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import write_trace
 
 FLEET = ["--buckets", "2xTP1,1xTP2", "--model", "qwen3-8b", "--device", "a800"]
 
@@ -56,11 +56,11 @@ def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: 
 
 def test_every_policys_row_is_whole_and_no_line_is_too_long(trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trace.parent)
-    assert simulate(trace.name, *FLEET, "--policy", ",".join(policy_names(live=False))) == 0
+    assert simulate(trace.name, *FLEET, "--policy", ",".join(simulated_policy_names())) == 0
     out = capsys.readouterr().out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 100
-    for name in policy_names(live=False):
+    for name in simulated_policy_names():
         assert any(len(line.split()) == 10 and line.split()[0] == name for line in out.splitlines()), name
 
 

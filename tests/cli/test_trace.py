@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.read import read_trace, write_trace
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import read_trace, write_trace
 
 from .conftest import Outcome
 

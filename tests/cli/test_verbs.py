@@ -15,9 +15,10 @@ from libra_hpc_cli import follow, jobs, submit
 
 from libra_hpc import compiled
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.files import write_atomic
 from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import encode_status
 from tests.telemetry import synthetic
 

@@ -48,8 +48,10 @@ def test_k_steps_of_a_batch_take_k_times_the_step_at_its_mean(batch: int, kv: in
 def test_no_step_beats_the_peaks() -> None:
     a100, shape = device("a100"), model_shape("qwen3-8b")
     streamed = (shape.params - shape.head_params) * shape.dtype_bytes
-    assert times("qwen3-8b", 1).step_s(1, 1000) > (streamed + 1000 * shape.kv_bytes_per_token) / a100.hbm_bytes_s
-    assert times("qwen3-8b", 1).step_s(0, 0, 8192, 8192) > shape.prefill_flops(8192, 8192) / a100.peak_flops
+    assert times("qwen3-8b", 1).step_s(1, 1000) > (streamed + 1000 * shape.kv_bytes_per_device(1)) / a100.hbm_bytes_s
+    pairs = 8192 * 8192 + 8192 * 8193 // 2
+    flops = 8192 * shape.layer_flops_per_token + pairs * shape.attention_flops_per_pair + shape.head_flops_per_token
+    assert times("qwen3-8b", 1).step_s(0, 0, 8192, 8192) > flops / a100.peak_flops
 
 
 def test_a_mixture_reads_more_experts_with_more_tokens_until_all_are_touched() -> None:
@@ -84,7 +86,7 @@ def test_host_work_comes_on_top() -> None:
 def test_capacity_is_what_weights_and_workspace_leave() -> None:
     a100, shape = device("a100"), model_shape("qwen3-14b")
     free = 4 * (0.9 * a100.memory_bytes - a100.workspace_bytes) - shape.weight_bytes
-    assert kv_capacity(a100, shape, 4) == pytest.approx(free / shape.kv_bytes_per_token, rel=1e-3)
+    assert kv_capacity(a100, shape, 4) == pytest.approx(free / shape.kv_bytes_per_device(1), rel=1e-3)
     assert kv_capacity(a100, model_shape("llama-3.1-70b"), 1) == 0
 
 

@@ -25,13 +25,13 @@ from libra_hpc.protocol.mesh import mesh
 from libra_hpc.protocol.rollout import to_engine
 from libra_hpc.rollout.engine.settings import read_config
 from libra_hpc.rollout.engine.steplog import read_steps
-from libra_hpc.sched.persist import records
-from libra_hpc.sim.traces.read import read_trace
+from libra_hpc.rollout.history import records
 from libra_hpc.slurm.job_record import read_job
 from libra_hpc.tasks.outcome import classify
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
+from libra_hpc.traces.read import read_trace
 
 DEPTHS = (1000, 100_000)
 """Just beyond the interpreter's limit, and far beyond it."""

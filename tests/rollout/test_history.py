@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -11,13 +12,12 @@ from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated
-from libra_hpc.rollout.history import check_warm_start, history
+from libra_hpc.rollout.history import MAX_RECORDS, check_warm_start, history, records
 from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.sched.persist import MAX_RECORDS
 from libra_hpc.sim.run import Run
-from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.telemetry.events import LineLog
+from libra_hpc.traces.read import read_trace
 
 
 def played(turns: int) -> Trajectory:
@@ -82,3 +82,32 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing\n")
     with pytest.raises(UserError, match=r"rollout\.warm_start = .*no line of .*notes\.txt is a trajectory with prompt_id"):
         check_warm_start(str(tmp_path / "notes.txt"))
+
+
+def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: Path) -> None:
+    turns = [
+        {"new_tokens": 0, "gen_tokens": 30, "tool": "run", "outcome": "error", "tool_s": 2.0, "exit_code": 1},
+        {"new_tokens": 7, "gen_tokens": 20, "tool": None, "outcome": None, "tool_s": 0.0},
+    ]
+    line = {"prompt_id": "p", "sample": 3, "prompt_tokens": 11, "turns": turns, "reward": 1.0, "versions": [[4, 30], [5, 20]]}
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(b"\xff\xfe\n" + json.dumps(line).encode() + b"\n[1]\n{\n")
+    (record,) = records(path, task="t")
+    assert (record.generated_tokens, record.turns, record.version, record.context_tokens, record.task) == (50, 2, 5, 68, "t")
+    assert record.at_signal == (30,)
+    assert (record.signals[0].outcome, record.signals[0].exit_code, record.signals[0].payload_tokens) == ("error", 1, 7)
+    assert record.signals[0].seconds == pytest.approx(2.0)
+
+
+def test_a_file_is_readable_after_a_kill_at_any_byte(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    LineLog(path).write_all(trace_line(TrajectoryEnd(played(turns), 100.0, 5.0)) for turns in (1, 2, 3))
+    whole = path.read_bytes()
+    complete = list(records(path))
+    assert [record.turns for record in complete] == [1, 2, 3]
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        ended = whole[:cut].count(b"\n")
+        found = list(records(path))
+        assert found[:ended] == complete[:ended]
+        assert len(found) <= ended + 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.files import write_once
 from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
@@ -18,7 +19,7 @@ from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.repartitioner import Repartitioner
 from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir, read_lines, write_once
+from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 CONFIG = RunConfig.model_validate({
     "run": {"engine": "twin"}, "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},

@@ -19,11 +19,11 @@ from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.storage import Storage
-from libra_hpc.sim.traces.read import read_trace
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.journal import Journal
 from libra_hpc.telemetry.rundir import RunDir, read_lines
+from libra_hpc.traces.read import read_trace
 
 
 def test_a_full_disk_costs_decisions_and_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

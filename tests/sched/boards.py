@@ -1,11 +1,10 @@
-"""Boards and turns for tests of the baselines, and the plainest possible driver."""
+"""Boards and turns for tests of the policies, and the plainest possible driver."""
 
 from __future__ import annotations
 
 import random
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.baselines.oracle import Foresight, Work
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Finished, Policy, TurnView
@@ -31,36 +30,6 @@ def turn_of(
 def ended(name: str, prompt: str, total: int, *, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), version: int = 0) -> Finished:
     """A completed trajectory."""
     return Finished(name, prompt, 0, "task", total, len(signals) + 1, at, signals, version)
-
-
-class Linear:
-    """Step times: a base, and a slope per sequence, per cached token and per prefilled token."""
-
-    source = "made up"
-
-    def __init__(self, tp: int, kv_capacity: int = 100_000) -> None:
-        self.tp, self.kv_capacity = tp, kv_capacity
-        self._base = 0.02 / float(tp**0.65)
-
-    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """See `StepTimes`."""
-        return self._base * (1.0 + decodes / 64 + kv_tokens / 200_000 + prefill / 250)
-
-
-class Truth:
-    """Remaining work of the trajectories of `drive`."""
-
-    def __init__(self, lengths: dict[str, list[int]]) -> None:
-        self._lengths = lengths
-
-    def __call__(self, trajectory: str, turns: int) -> Work:
-        left = self._lengths[trajectory][turns:]
-        return Work(sum(left), 50 if turns else 500, 50 * (len(left) - 1), 1.0 * (len(left) - 1))
-
-
-def foresight(lengths: dict[str, list[int]]) -> Foresight:
-    """What the oracle is told in `drive`."""
-    return Foresight(Truth(lengths), {tp: Linear(tp) for tp in (1, 2, 4, 8)}, 64)
 
 
 def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
@@ -120,3 +89,10 @@ def drive(policy: Policy, board: Board, lengths: dict[str, list[int]], rng: rand
     assert board.free == sum(e.free for e in board.engines.values())
     assert len(dispatcher) == 0
     return order
+
+
+def assert_nothing_is_kept(policy: Policy) -> None:
+    """Every trajectory ended: the policy holds nothing of any."""
+    per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_homes"]
+    held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
+    assert all(len(value) == 0 for value in held.values()), held

@@ -9,18 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
-from libra_hpc.sched.abandon import Abandons, OpenTrajectory
 from libra_hpc.sched.baselines.autellix import BETA, DECODE_S, Autellix, border_s
 from libra_hpc.sched.baselines.common import eligible
 from libra_hpc.sched.baselines.least_loaded import LeastLoaded, LeastRequests, Sticky
 from libra_hpc.sched.baselines.length_aware import LengthAware
 from libra_hpc.sched.baselines.round_robin import RoundRobin
-from libra_hpc.sched.baselines.tail_batching import TailBatching
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.registry import check_policy, make_policy, policy_names
-from tests.sched.boards import board_of, drive, ended, foresight, random_lengths, turn_of
+from libra_hpc.sched.registry import SIMULATOR_ONLY, check_policy, make_policy, policy_names
+from tests.sched.boards import assert_nothing_is_kept, board_of, drive, random_lengths, turn_of
 
-ALL = [name for name in policy_names(live=False) if name != "cmlfq"]
+ALL = [name for name in policy_names() if name != "cmlfq"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -30,7 +28,7 @@ def test_everything_is_served_and_only_open_engines_with_a_slot_are_chosen(name:
     rng = random.Random(seed)
     lengths = random_lengths(rng, groups=rng.randint(1, 12))
     board = board_of(("a", 1), ("b", 1), ("c", 2), ("d", 4), cap=2)
-    order = drive(make_policy(name, live=False, foresight=foresight(lengths)), board, lengths, rng)
+    order = drive(make_policy(name), board, lengths, rng)
     assert sorted(order) == sorted(lengths)
 
 
@@ -38,11 +36,9 @@ def test_everything_is_served_and_only_open_engines_with_a_slot_are_chosen(name:
 def test_what_ended_is_forgotten(name: str) -> None:
     rng = random.Random(1)
     lengths = random_lengths(rng, groups=6)
-    policy = make_policy(name, live=False, foresight=foresight(lengths))
+    policy = make_policy(name)
     drive(policy, board_of(("a", 1), ("b", 4)), lengths, rng)
-    per_trajectory = ("_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_homes")
-    live = {key: value for key, value in vars(policy).items() if key in per_trajectory}
-    assert all(len(value) == 0 for value in live.values()), live
+    assert_nothing_is_kept(policy)
 
 
 def test_too_small_engines_are_not_eligible_unless_all_are() -> None:
@@ -136,21 +132,6 @@ def test_autellix_sends_long_contexts_to_their_programs_engine() -> None:
     assert policy.route(turn_of("t", context=6_000, at="b", turns=3), board, 3.0).engine == "b", "it keeps the new one"
 
 
-def test_tail_batching_aborts_the_tail_once() -> None:
-    policy = TailBatching()
-    assert isinstance(policy, Abandons)
-    assert not isinstance(Sticky(), Abandons)
-    tail = [OpenTrajectory(f"t{i}", f"p{i}", 0, 100 * i, 0) for i in range(2)]
-    assert policy.abandon(tail, 7, 10, 5.0) == ()
-    assert policy.abandon(tail, 8, 10, 6.0) == ["t0", "t1"], "8 of 10 are enough: 10 = 1.25 * 8"
-    for t in tail:
-        policy.forget(t.trajectory)
-    later = OpenTrajectory("t2", "p2", 0, 0, 1)
-    assert policy.abandon([*tail, later], 8, 10, 9.0) == ["t2"], "the long round runs to its end"
-    policy.finished(ended("t0", "p0", 500), 20.0)
-    assert policy.abandon([tail[0]], 8, 10, 30.0) == ["t0"]
-
-
 def test_waiting_turns_go_first_come_first_served() -> None:
     for name in ("round_robin", "least_loaded", "least_requests", "sticky", "length_aware", "libra"):
         board = board_of(("a", 1), cap=1)
@@ -165,12 +146,10 @@ def test_waiting_turns_go_first_come_first_served() -> None:
 
 
 def test_names_and_mistakes() -> None:
-    assert set(policy_names(live=False)) - set(policy_names()) == {"oracle", "tail_batching"}
+    assert not set(SIMULATOR_ONLY) & set(policy_names())
     for name in ALL:
-        assert make_policy(name, live=False, foresight=foresight({})).name == name
+        assert make_policy(name).name == name
     with pytest.raises(UserError, match=r"^rollout\.policy = 'least_load': unknown policy; valid: .*least_loaded.* \(did you mean 'least_loaded'\?\)\.$"):
         make_policy("least_load")
     with pytest.raises(UserError, match=r"^rollout\.policy = 'oracle': this policy runs in the simulator only: it knows the future; valid: autellix"):
-        make_policy("oracle", foresight=foresight({}))
-    with pytest.raises(UserError, match=r"^--policy = 'tail-batching': unknown policy; .*\(did you mean 'tail_batching'\?\)\.$"):
-        check_policy("tail-batching", live=False, field="--policy")
+        check_policy("oracle")

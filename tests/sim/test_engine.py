@@ -177,13 +177,6 @@ def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     assert e.counters.cached == 0
 
 
-def test_an_update_may_leave_the_cache_alone() -> None:
-    e = engine(Linear(400), sync_clears=False)
-    done = play(e, (0.0, lambda now: e.submit(request("a", 8, 6), now)), (2.5, lambda now: e.swap(1, 2.0, now)))
-    assert done == [(8.0, "a")]
-    assert (e.counters.recomputed, e.counters.again) == (0, {})
-
-
 def test_an_aborted_request_ends_at_the_next_border_with_what_it_has() -> None:
     e = engine(Linear(400), max_num_seqs=1)
     running, waiting = request("a", 8, 50), request("b", 8, 50)

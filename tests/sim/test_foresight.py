@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.baselines.oracle import Work
-from libra_hpc.sched.registry import make_policy, policy_names
+from libra_hpc.sim.baselines.oracle import Work
 from libra_hpc.sim.foresight import foresight_of
+from libra_hpc.sim.policies import make_simulated_policy, simulated_policy_names
 from libra_hpc.sim.settings import EngineSpec, SimSettings
 from libra_hpc.sim.simulate import simulate
-from libra_hpc.sim.traces.generate import Dials, generate
-from tests.sched.boards import Linear
+from libra_hpc.traces.generate import Dials, generate
+
+from .futures import Linear
 
 
 def test_the_future_of_each_turn() -> None:
@@ -33,9 +34,9 @@ def test_no_baseline_ends_sooner_than_the_oracle(preset: str) -> None:
     settings = SimSettings(max_num_seqs=16, max_inflight=24)
     told = foresight_of(work, engines, settings)
     ends = {}
-    for name in policy_names(live=False):
+    for name in simulated_policy_names():
         if name != "cmlfq":
-            result = simulate(work, engines, make_policy(name, live=False, foresight=told), settings)
+            result = simulate(work, engines, make_simulated_policy(name, told), settings)
             assert result.trajectories == 64
             ends[name] = result.makespan_s
     assert min(ends, key=ends.__getitem__) == "oracle", ends

@@ -12,6 +12,7 @@ from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.sim.engine import IDLE, Engine
 from libra_hpc.sim.request import Request
 from libra_hpc.sim.settings import EngineSpec, SimSettings
+from libra_hpc.sim.simulate import Simulation
 
 
 class Linear:
@@ -81,6 +82,19 @@ class Restless(Spread):
             self._avoid[run.turn.trajectory] = run.turn.engine
             found.append(Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}))
         return found
+
+
+class Exchange:
+    """A controller: at its first call ``leave`` is drained, and ``delay_s`` after its last turn ``join`` accepts turns."""
+
+    def __init__(self, leave: str, join: EngineSpec, delay_s: float) -> None:
+        self._leave, self._join, self._delay_s = leave, join, delay_s
+        self._ordered = False
+
+    def __call__(self, sim: Simulation, now: float) -> None:
+        if not self._ordered:
+            self._ordered = True
+            sim.drain(self._leave, lambda: sim.join(self._join, self._delay_s))
 
 
 def engine(steps: StepTimes, **settings: object) -> Engine:

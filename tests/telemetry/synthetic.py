@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.files import write_atomic
 from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.failed import FailedAttempts
-from libra_hpc.telemetry.rundir import RunDir, write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import (
     BucketStatus,
     DecisionStatus,

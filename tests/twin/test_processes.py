@@ -13,7 +13,7 @@ from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.sim.traces.read import write_trace
+from libra_hpc.traces.read import write_trace
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.settings import WorkerConfig, write_config
 from libra_hpc.twin import tokens

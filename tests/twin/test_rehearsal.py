@@ -14,8 +14,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.runtime.commands import engine_command, host_command, host_settings, trainer_command
-from libra_hpc.sim.traces.read import write_trace
 from libra_hpc.tasks.settings import HostConfig, host_config
+from libra_hpc.traces.read import write_trace
 from libra_hpc.twin.rehearsal import in_wall_time, pace, play
 from libra_hpc.twin.settings import Pace, Play
 from libra_hpc.twin.workload import groups

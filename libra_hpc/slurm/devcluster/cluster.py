@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import OperationError, invalid
-from libra_hpc.telemetry.rundir import write_atomic
+from libra_hpc.files import write_atomic
 
 from . import conf as files
 from .daemons import Daemon, job_processes, last_line, send, step_daemons, stop

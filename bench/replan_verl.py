@@ -14,8 +14,8 @@ return a switch is the 10 s its authors take for granted (memory is swapped in p
 
 from __future__ import annotations
 
-from libra_hpc.sim.replan_pool import ReplanPool
-from libra_hpc.sim.replan_view import View
+from bench.replan_pool import ReplanPool
+from bench.replan_view import View
 from libra_hpc.sim.simulate import Simulation
 
 RATIO = 0.3

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sim.traces.describe import describe, tail_share
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.predict import FEW, predict
-from libra_hpc.sim.traces.stats import centred, one_way, pearson, quantile, spread
+from libra_hpc.traces.describe import describe, tail_share
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.predict import FEW, predict
+from libra_hpc.traces.stats import centred, one_way, pearson, quantile, spread
 
 
 def flat(prompt: str, sample: int, *turns: int, outcome: str | None = None) -> TrajectoryRecord:

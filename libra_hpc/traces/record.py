@@ -1,7 +1,7 @@
 """What every reader promises about a trajectory, checked in one place, whatever the format it came from.
 
 At least one turn; the first turn adds nothing (its context is the prompt); every turn generates at least one token; no negative number; the last
-turn calls no tool.  A violation is a `ValueError` whose text is a fragment of a sentence; `libra_hpc.sim.traces.read` adds the file and the line.
+turn calls no tool.  A violation is a `ValueError` whose text is a fragment of a sentence; `libra_hpc.traces.read` adds the file and the line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generate a workload with known structure: what a scheduler can learn from it, and how much, are dials.
 
-Distributions, for a profile of `libra_hpc.sim.traces.profiles` (N: standard normal, independent unless said):
+Distributions, for a profile of `libra_hpc.traces.profiles` (N: standard normal, independent unless said):
 
 * Length: log generated tokens of a trajectory = log median + sigma * x, with x = sqrt(sibling) * D + sqrt(1 - sibling) * N.  D is the prompt's
   difficulty, shared by its group, so ``sibling`` is the share of the variance of the log length that the prompt explains (its intraclass

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.sim.traces.describe import describe, tail_share
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.predict import predict
-from libra_hpc.sim.traces.profiles import PROFILES, R2E
-from libra_hpc.sim.traces.record import trajectory
+from libra_hpc.traces.describe import describe, tail_share
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.predict import predict
+from libra_hpc.traces.profiles import PROFILES, R2E
+from libra_hpc.traces.record import trajectory
 
 DECODE_S = 1 / 50
 """Seconds a token in the test of rollout time."""

@@ -22,8 +22,8 @@ from collections.abc import Callable
 import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sim.traces.generate import Dials, generate
-from libra_hpc.sim.traces.profiles import DOCUMENTS, MATH, Profile
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.profiles import DOCUMENTS, MATH, Profile
 
 SEGMENT = 8
 MAX_CONTEXT = 32_768

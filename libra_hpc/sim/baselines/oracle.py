@@ -27,9 +27,9 @@ import msgspec
 
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
-from libra_hpc.sched.baselines.drain import Load, Plan, prefill_s
 from libra_hpc.sched.board import Board, EngineView
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
+from libra_hpc.sim.baselines.drain import Load, Plan, prefill_s
 
 MARGIN = 0.05
 PRIORITIES_PER_S = 10

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.files import write_atomic
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.telemetry.rundir import write_atomic
 
 from . import azure, kv_cache_tester, libra, mooncake
 from .record import Bad

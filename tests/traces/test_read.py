@@ -11,7 +11,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sim.traces.read import read_trace, write_trace
+from libra_hpc.traces.read import read_trace, write_trace
 
 TURNS = (TurnRecord(0, 5, "get", "ok", 0.5), TurnRecord(7, 6, "test", "error", 2.0, 1, 3, 4), TurnRecord(2, 9))
 ONE = TrajectoryRecord("p", 0, 100, TURNS, 0.5)

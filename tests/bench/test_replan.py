@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from bench.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
+from bench.replan_rules import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
+from bench.replan_tiers import Tiers, layout_of, run_file
+from bench.replan_verl import VerlLike
+from bench.replan_view import View
+from bench.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planner.snapshot import PlanSnapshot
-from libra_hpc.sim.replan import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
-from libra_hpc.sim.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
-from libra_hpc.sim.replan_tiers import Tiers, layout_of, run_file
-from libra_hpc.sim.replan_verl import VerlLike
-from libra_hpc.sim.replan_view import View
-from libra_hpc.sim.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.sim.simulate import Simulation
 
 SITE = Site(nodes=6, prompts=8, group=4)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
+from bench.replan_pool import ReplanPool, StepTruth
 from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.sim.replan_pool import ReplanPool, StepTruth
 from libra_hpc.sim.simulate import Simulation
 
 STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096

@@ -21,6 +21,8 @@ from typing import Protocol
 
 import msgspec
 
+from bench.replan_pool import ReplanPool, Site, StepTruth
+from bench.replan_view import View, Watched
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
@@ -30,8 +32,6 @@ from libra_hpc.planner.rollout import RolloutOptions
 from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import make_policy
-from libra_hpc.sim.replan_pool import ReplanPool, Site, StepTruth
-from libra_hpc.sim.replan_view import View, Watched
 from libra_hpc.sim.simulate import Simulation
 
 LOOK_S = 10.0

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.replan_pool import Grouped, Layout, ReplanPool, Site
+from bench.replan_rules import POLICY, Live
+from bench.replan_view import View
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
@@ -22,9 +25,6 @@ from libra_hpc.planner.decide import Planner
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.planner.snapshot import PlanDecision
-from libra_hpc.sim.replan import POLICY, Live
-from libra_hpc.sim.replan_pool import Grouped, Layout, ReplanPool, Site
-from libra_hpc.sim.replan_view import View
 from libra_hpc.sim.simulate import Simulation
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.sched.abandon import OpenTrajectory
 from libra_hpc.sched.baselines.least_loaded import Sticky
 from libra_hpc.sched.protocol import Finished
+from libra_hpc.sim.abandon import OpenTrajectory
 
 OVERSAMPLE = 1.25
 

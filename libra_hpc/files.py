@@ -1,0 +1,50 @@
+"""Whole files: replaced so that no reader sees a part, and JSON objects read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.errors import UserError, said
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the machine."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_once(path: Path, data: bytes) -> bool:
+    """As `write_atomic`, but False, and nothing is changed, when ``path`` exists: of several writers one wins."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_atomic(temporary, data)
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object; raises `UserError` naming the file, ``what`` it is and why it cannot be had."""
+    try:
+        value = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise UserError(f"{path}: {what} cannot be read: it is nested too deeply.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {what} cannot be read: {said(error).rstrip('.')}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {what} is not a JSON object.")
+    return value
