@@ -22,7 +22,7 @@ import msgspec
 
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planner.snapshot import NodeFact, SwitchFact
+from libra_hpc.protocol.plan import NodeFact, SwitchFact
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.protocol import Policy
 from libra_hpc.sim.settings import EngineSpec, SimSettings

@@ -29,7 +29,7 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.planner.decide import MoveOutcome, Planner
 from libra_hpc.planner.law import RolloutLaw, RolloutNode
 from libra_hpc.planner.rollout import RolloutOptions
-from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.sim.simulate import Simulation

@@ -10,7 +10,7 @@ from collections import deque
 from itertools import pairwise
 
 from bench.replan_pool import ReplanPool, StepTruth
-from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.sim.simulate import Simulation

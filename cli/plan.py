@@ -98,7 +98,7 @@ def plan(
     with busy("searching"):
         result = search.run(keep)
     if plot is not None:
-        from libra_hpc.planner.picture import draw_plans
+        from libra_hpc.pictures.plan_picture import draw_plans
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
     if json:
@@ -136,7 +136,7 @@ def show_sweep(asked: Request, search: Search, low: int, high: int, json: bool, 
         raise UserError(points[-1].why)
     at = knee(points)
     if plot is not None:
-        from libra_hpc.planner.picture import draw_sweep
+        from libra_hpc.pictures.plan_picture import draw_sweep
 
         draw_sweep(points, plan_tables.title(asked, sized=False), plot)
     if json:

@@ -71,7 +71,7 @@ def simulate(
     with busy("simulating") as status:
         done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}"))
     if plot is not None:
-        from libra_hpc.sim.picture import draw
+        from libra_hpc.pictures.simulation_picture import draw
 
         draw({name: one.result for name, one in done.items()}, f"{file.name}: {fleet.gpus} x {device}, {model}", plot)
     if fleet.empty:

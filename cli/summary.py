@@ -27,7 +27,7 @@ def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption 
 
 def draw(run: RunDir) -> None:
     """Write the run's picture; a folder of someone else's that cannot be written only costs the picture."""
-    from libra_hpc.telemetry.plot import plot
+    from libra_hpc.pictures.run_picture import plot
 
     try:
         with busy("drawing"):

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.planner.snapshot import NodeFact, PlanSnapshot
+from libra_hpc.protocol.plan import NodeFact, PlanSnapshot
 
 SWITCHES = 3
 PENALTY = 2.0

@@ -34,13 +34,14 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.planner.brake import Brake, Direction
-from libra_hpc.planner.evidence import Evidence
-from libra_hpc.planner.law import RolloutLaw
-from libra_hpc.planner.model import Correction, Measured, Split, Times, ahead, predict, with_work
-from libra_hpc.planner.repartition import Repartition
-from libra_hpc.planner.scaling import Scaling
-from libra_hpc.planner.snapshot import Candidate, NodeFact, PlanDecision, PlanSnapshot
+from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
+
+from .brake import Brake, Direction
+from .evidence import Evidence
+from .law import RolloutLaw
+from .model import Correction, Measured, Split, Times, ahead, predict, with_work
+from .repartition import Repartition
+from .scaling import Scaling
 
 ERRORS = 1.645
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)

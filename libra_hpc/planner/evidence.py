@@ -19,12 +19,13 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from libra_hpc.planner.drift import Drift, DriftDetector
-from libra_hpc.planner.law import MODEL_ERROR, RolloutLaw
-from libra_hpc.planner.model import MAX_STEPS, Measured, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
-from libra_hpc.planner.scaling import Scaling
-from libra_hpc.planner.snapshot import PlanSnapshot, TrainStepFact, TrajectoryFact
-from libra_hpc.planner.underway import UnderWay, Work
+from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
+
+from .drift import Drift, DriftDetector
+from .law import MODEL_ERROR, RolloutLaw
+from .model import MAX_STEPS, Measured, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
+from .scaling import Scaling
+from .underway import UnderWay, Work
 
 CHANGING = 32
 FORESEEN = 0.03

@@ -21,11 +21,12 @@ import msgspec
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
-from libra_hpc.planner.lengths import Observed, sketch
-from libra_hpc.planner.rollout import ReplicaCost, RolloutOptions
-from libra_hpc.planner.search import Steps
-from libra_hpc.planner.snapshot import PlanSnapshot, TrajectoryFact
-from libra_hpc.planner.training import Batch
+from libra_hpc.protocol.plan import PlanSnapshot, TrajectoryFact
+
+from .lengths import Observed, sketch
+from .rollout import ReplicaCost, RolloutOptions
+from .search import Steps
+from .training import Batch
 
 KEPT = 8
 MODEL_ERROR = 0.05

@@ -20,12 +20,13 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.initial import SORTING, as_planned, interchangeable, written
-from libra_hpc.planner.law import RolloutLaw, RolloutNode
-from libra_hpc.planner.repartition import Repartition, Running
-from libra_hpc.planner.request import request
-from libra_hpc.planner.search import Result, Steps
+
+from .decide import Planner
+from .initial import SORTING, as_planned, interchangeable, written
+from .law import RolloutLaw, RolloutNode
+from .repartition import Repartition, Running
+from .request import request
+from .search import Result, Steps
 
 
 class Faster:

@@ -34,8 +34,9 @@ from math import sqrt
 from statistics import fmean, median
 from typing import NamedTuple
 
-from libra_hpc.planner.forecast import Trend, trend
-from libra_hpc.planner.snapshot import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
+
+from .forecast import Trend, trend
 
 MIN_STEPS = 4
 """Steps and windows a median is taken over at least: one outlier cannot move it."""

@@ -29,14 +29,15 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
-from libra_hpc.planner.factors import Factors
-from libra_hpc.planner.law import MODEL_ERROR, RolloutLaw, RolloutNode, batch_of
-from libra_hpc.planner.model import Measured
-from libra_hpc.planner.parallel import TrainSearch, TrainSpace
-from libra_hpc.planner.rollout import RolloutOptions
-from libra_hpc.planner.search import ROLLOUT_TP, Plan, Pool, Result, Search, Steps
-from libra_hpc.planner.snapshot import Candidate, PlanDecision, PlanSnapshot
-from libra_hpc.planner.training import Batch, TrainCost
+from libra_hpc.protocol.plan import Candidate, PlanDecision, PlanSnapshot
+
+from .factors import Factors
+from .law import MODEL_ERROR, RolloutLaw, RolloutNode, batch_of
+from .model import Measured
+from .parallel import TrainSearch, TrainSpace
+from .rollout import RolloutOptions
+from .search import ROLLOUT_TP, Plan, Pool, Result, Search, Steps
+from .training import Batch, TrainCost
 
 EVERY_S = 3600.0
 ERRORS = 1.645

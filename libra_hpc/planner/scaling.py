@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 
-from libra_hpc.planner.law import RolloutLaw
-from libra_hpc.planner.model import Correction, Measured, Split, correct
+from .law import RolloutLaw
+from .model import Correction, Measured, Split, correct
 
 PRIOR = 0.05
 LESSONS = 8

@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from libra_hpc.planner.drift import Drift, DriftDetector
-from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, TrajectoryFact
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrajectoryFact
+
+from .drift import Drift, DriftDetector
 
 FALSE_ALARM = 1e-4
 LIKE = 64

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from libra_hpc.sched.staleness import StalenessGate
+
 from .group_state import GroupState
-from .staleness import StalenessGate
 from .trajectory import Trajectory
 
 

@@ -23,6 +23,7 @@ from libra_hpc.protocol.rollout import Abort, EngineStats, Generate, Generated
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Policy, TurnView
+from libra_hpc.sched.staleness import StalenessGate
 
 from .attempts import Attempts
 from .engine_registry import EngineRegistry
@@ -32,7 +33,6 @@ from .group_state import batch_stats
 from .open_groups import length_of, open_groups
 from .prompt_order import PromptOrder
 from .run_lines import Routed, TrajectoryEnd
-from .staleness import StalenessGate
 from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3

@@ -18,8 +18,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from libra_hpc.planner.live import live_planner
-from libra_hpc.planner.snapshot import NodeFact
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.plan import NodeFact
 from libra_hpc.runtime import states
 from libra_hpc.telemetry.estimate import StageEstimate
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.telemetry.status import DecisionStatus
 
 FIGURE = re.compile(r"\d+(\.\d+)?")

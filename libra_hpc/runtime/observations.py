@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from libra_hpc.planner.snapshot import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
+from libra_hpc.protocol.plan import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from libra_hpc.telemetry.estimate import BLOCK
 
 STEPS = 256

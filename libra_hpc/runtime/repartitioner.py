@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.planner.repartition import EVERY_S
-from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.rank_roles import SameLayout, describe, repartitioned
+from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import read_lines
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from math import exp, log
 from typing import Final
 
-from libra_hpc.sched.linear import solve_symmetric
+from .linear import solve_symmetric
 
 CENTRE: Final = 7.0
 """log of some 1,100 tokens: keeps the constant and the slope apart."""

@@ -22,9 +22,10 @@ from itertools import count
 from typing import Final
 
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.concurrency import CapController
-from libra_hpc.sched.costs import StepFit, carried, stand_in
-from libra_hpc.sched.speed import SpeedEstimate
+
+from .concurrency import CapController
+from .costs import StepFit, carried, stand_in
+from .speed import SpeedEstimate
 
 REFIT_EVERY: Final = 16
 """Observations of a class between two refits of its costs (the first so many refit each time): a refit takes some 25 us, and the window is 64 long."""

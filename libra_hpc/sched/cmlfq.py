@@ -43,12 +43,13 @@ from typing import Final, cast
 from msgspec.structs import astuple
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.board import Board, EngineView
-from libra_hpc.sched.midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
-from libra_hpc.sched.protocol import Decision, Finished, TurnView
-from libra_hpc.sched.seats import Resident, Seat, Seats
-from libra_hpc.sched.tree import CausalTree, Cursor
-from libra_hpc.sched.ttl import KeepTimes
+
+from .board import Board, EngineView
+from .midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
+from .protocol import Decision, Finished, TurnView
+from .seats import Resident, Seat, Seats
+from .tree import CausalTree, Cursor
+from .ttl import KeepTimes
 
 MOVE_MARGIN: Final = 3.0
 OWN: Final = 0.02

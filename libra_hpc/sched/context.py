@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from libra_hpc.sched.survival import HALF_LIFE
+from .survival import HALF_LIFE
 
 K_CONTEXT: Final = 8.0
 OPEN_BELOW: Final = 0.97

@@ -21,7 +21,8 @@ from __future__ import annotations
 from typing import Final
 
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.linear import solve_symmetric
+
+from .linear import solve_symmetric
 
 HALF_LIFE: Final = 64.0
 PRIOR_WEIGHT: Final = 0.2

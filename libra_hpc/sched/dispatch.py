@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.midturn import Move, Rebalances, Running
-from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
+from .board import Board
+from .midturn import Move, Rebalances, Running
+from .protocol import Decision, Finished, Policy, TurnView
 
 MAX_REFUSED = 32
 LOOK_S = 5.0

@@ -17,9 +17,9 @@ from collections import OrderedDict
 from math import exp, inf
 from typing import Final
 
-from libra_hpc.sched.blend import PLAIN, Blend
-from libra_hpc.sched.context import Context, Gate
-from libra_hpc.sched.survival import HALF_LIFE, Survival
+from .blend import PLAIN, Blend
+from .context import Context, Gate
+from .survival import HALF_LIFE, Survival
 
 K_PROMPT: Final[tuple[float, ...]] = (0.5, 2.0, 8.0, inf)
 WIDEST: Final = 2.3

@@ -31,8 +31,8 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from libra_hpc.sched.board import Board, EngineView
-from libra_hpc.sched.protocol import TurnView
+from .board import Board, EngineView
+from .protocol import TurnView
 
 FASTER = 0.95
 GAIN = 0.04

@@ -14,7 +14,7 @@ import msgspec
 from libra_hpc.protocol.env import Signal
 
 if TYPE_CHECKING:
-    from libra_hpc.sched.board import Board
+    from .board import Board
 
 
 class TurnView(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 
 from libra_hpc.errors import invalid
-from libra_hpc.sched.protocol import Policy
+
+from .protocol import Policy
 
 _BASELINES = "libra_hpc.sched.baselines"
 _POLICIES: dict[str, tuple[str, str]] = {

@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import sqrt
 from typing import Final
 
-from libra_hpc.sched.board import Board, EngineView, TpClass
+from .board import Board, EngineView, TpClass
 
 SLACK: Final = 0.998
 

@@ -33,12 +33,13 @@ from math import exp, inf, log
 from typing import Final
 
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched.blend import CENTRE
-from libra_hpc.sched.context import Context
-from libra_hpc.sched.groups import Prompt, TaskStats
-from libra_hpc.sched.protocol import Finished
-from libra_hpc.sched.signals import SignalState, Vocabulary
-from libra_hpc.sched.survival import cell_of
+
+from .blend import CENTRE
+from .context import Context
+from .groups import Prompt, TaskStats
+from .protocol import Finished
+from .signals import SignalState, Vocabulary
+from .survival import cell_of
 
 LEARNED: Final = 3
 UPPER: Final = 1.3

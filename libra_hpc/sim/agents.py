@@ -10,12 +10,13 @@ from libra_hpc.errors import OperationError
 from libra_hpc.hardware.capacity import blocks_of
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import TurnView
-from libra_hpc.sim.engine import IDLE, Engine
-from libra_hpc.sim.events import STEP, Events
-from libra_hpc.sim.request import Request
-from libra_hpc.sim.result import Recorder
-from libra_hpc.sim.run import Sent
-from libra_hpc.sim.settings import EngineSpec, SimSettings
+
+from .engine import IDLE, Engine
+from .events import STEP, Events
+from .request import Request
+from .result import Recorder
+from .run import Sent
+from .settings import EngineSpec, SimSettings
 
 
 class Agents:

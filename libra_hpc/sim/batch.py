@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from libra_hpc.sim.cache import BlockCache
-from libra_hpc.sim.request import Counters, Request
-from libra_hpc.sim.settings import SimSettings
+from .cache import BlockCache
+from .request import Counters, Request
+from .settings import SimSettings
 
 
 class Batch:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sim.foresight import foresight_of
-from libra_hpc.sim.policies import ORACLE, make_simulated_policy
-from libra_hpc.sim.result import SimResult
-from libra_hpc.sim.settings import EngineSpec, SimSettings
-from libra_hpc.sim.simulate import simulate
+
+from .foresight import foresight_of
+from .policies import ORACLE, make_simulated_policy
+from .result import SimResult
+from .settings import EngineSpec, SimSettings
+from .simulate import simulate
 
 
 class Compared(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.sim.abandon import Abandons, OpenTrajectory
-from libra_hpc.sim.run import Run
+from .abandon import Abandons, OpenTrajectory
+from .run import Run
 
 
 class Deferral:

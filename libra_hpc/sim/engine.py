@@ -15,12 +15,13 @@ import math
 
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sim.batch import Batch
-from libra_hpc.sim.cache import BlockCache
-from libra_hpc.sim.request import Counters, Request
-from libra_hpc.sim.settings import SimSettings
-from libra_hpc.sim.stretch import Stretch
-from libra_hpc.sim.timeline import Timeline
+
+from .batch import Batch
+from .cache import BlockCache
+from .request import Counters, Request
+from .settings import SimSettings
+from .stretch import Stretch
+from .timeline import Timeline
 
 IDLE = math.inf
 

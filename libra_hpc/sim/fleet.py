@@ -14,7 +14,8 @@ import msgspec
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.sim.settings import EngineSpec
+
+from .settings import EngineSpec
 
 PATTERN = re.compile(r"^(\d+)xTP(\d+)$", re.IGNORECASE)
 EXAMPLE = "counts and TP degrees such as 4xTP1,2xTP2,2xTP4"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sim.baselines.oracle import Foresight, Work
-from libra_hpc.sim.settings import EngineSpec, SimSettings, trajectory_ids
+
+from .settings import EngineSpec, SimSettings, trajectory_ids
 
 
 def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> Foresight:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from libra_hpc.sched.protocol import Decision, TurnView
-from libra_hpc.sim.engine import Engine
-from libra_hpc.sim.training import StepRecord
+
+from .engine import Engine
+from .training import StepRecord
 
 SAMPLED = 256
 """Most decisions kept as text; beyond it every second one kept so far is dropped, and from then on every second one is not looked at."""

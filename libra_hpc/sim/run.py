@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.sched.protocol import Finished, TurnView
-from libra_hpc.sim.engine import Engine
-from libra_hpc.sim.request import Request
-from libra_hpc.sim.settings import SimSettings, trajectory_ids
+
+from .engine import Engine
+from .request import Request
+from .settings import SimSettings, trajectory_ids
 
 
 class Run:

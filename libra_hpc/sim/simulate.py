@@ -18,14 +18,15 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
 from libra_hpc.sched.midturn import Running
 from libra_hpc.sched.protocol import Policy
-from libra_hpc.sim.agents import Agents
-from libra_hpc.sim.deferral import Deferral
-from libra_hpc.sim.events import ROUTING, Events
-from libra_hpc.sim.request import Request
-from libra_hpc.sim.result import Recorder, SimResult
-from libra_hpc.sim.run import Run, Sent, grouped
-from libra_hpc.sim.settings import EngineSpec, SimSettings, Training, check
-from libra_hpc.sim.training import TrainingStage
+
+from .agents import Agents
+from .deferral import Deferral
+from .events import ROUTING, Events
+from .request import Request
+from .result import Recorder, SimResult
+from .run import Run, Sent, grouped
+from .settings import EngineSpec, SimSettings, Training, check
+from .training import TrainingStage
 
 STALLED_S = 3600.0
 """A policy that lets every turn wait this long with nothing running will do so for ever."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from libra_hpc.rollout.staleness import StalenessGate
-from libra_hpc.sim.run import Run
-from libra_hpc.sim.settings import SimSettings, Training
+from libra_hpc.sched.staleness import StalenessGate
+
+from .run import Run
+from .settings import SimSettings, Training
 
 
 class StepRecord(msgspec.Struct):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from . import series
+from libra_hpc.telemetry import series
 
 FIRST_AND_LAST = 0.2
 """Share of the steps averaged for "first" and "last" reward: one step is too noisy, a quarter hides a short warm-up."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.planner.snapshot import PlanDecision
+from libra_hpc.protocol.plan import PlanDecision
 
 from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts

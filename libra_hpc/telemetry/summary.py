@@ -15,7 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from . import series
+from libra_hpc.telemetry import series
+
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_facts, failed_in
 from .phases import PhaseReward, first_and_last, phase_rewards

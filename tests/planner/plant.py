@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.snapshot import (
+from libra_hpc.protocol.plan import (
     NodeFact,
     PlanDecision,
     PlanSnapshot,

@@ -12,7 +12,7 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.decide import SETTLED, Planner
 from libra_hpc.planner.model import MAX_STEPS, Measured
 from libra_hpc.planner.repartition import Repartition
-from libra_hpc.planner.snapshot import NodeFact, PlanDecision, PlanSnapshot
+from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 from tests.planner.plant import SETTINGS, Plant, Shape, ideal
 
 

@@ -13,7 +13,7 @@ from libra_hpc.planner.evidence import CHANGING, FORESEEN, PROMPTS, Evidence
 from libra_hpc.planner.law import RolloutLaw, RolloutNode
 from libra_hpc.planner.model import Measured, Split
 from libra_hpc.planner.scaling import Scaling
-from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
 BATCH, GROUP = 16, 4
 DOCUMENT, THOUGHT = (8000, 200), (100, 5000)

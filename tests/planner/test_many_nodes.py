@@ -7,7 +7,7 @@ import pytest
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.brake import HOUR
 from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.snapshot import NodeFact
+from libra_hpc.protocol.plan import NodeFact
 from tests.planner.plant import Plant, Shape, ideal
 
 SETTINGS = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from libra_hpc.planner.drift import BLOCK_GROUPS, REFERENCE_GROUPS, DriftDetector, critical_distance, ks_distance
 from libra_hpc.planner.model import Correction, Measured, Split, Times, correct, measure, predict, with_work
-from libra_hpc.planner.snapshot import RolloutWindowFact
+from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.planner.plant import Plant, ideal
 
 

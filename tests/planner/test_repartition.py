@@ -16,7 +16,7 @@ from libra_hpc.planner.parallel import TrainSpace
 from libra_hpc.planner.repartition import Repartition, Running
 from libra_hpc.planner.rollout import RolloutOptions
 from libra_hpc.planner.search import Pool
-from libra_hpc.planner.snapshot import NodeFact, PlanSnapshot, QueueFact, TrajectoryFact
+from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, QueueFact, TrajectoryFact
 
 SETTINGS = PlannerSection(repartition_cost_s=600.0)
 SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=(True,), replica_devices=8)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.planner.snapshot import GroupFact, PlanSnapshot, QueueFact, TrajectoryFact
 from libra_hpc.planner.underway import LIKE, UnderWay
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, TrajectoryFact
 
 GROUP, PROMPTS, ETA = 4, 8, 1
 LONG, SHORT = (100, 4000), (12_000, 200)

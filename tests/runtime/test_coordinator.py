@@ -13,7 +13,6 @@ import pytest
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planner.model import Measured, Split, Times
-from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.mesh import (
     EngineIsReady,
@@ -34,6 +33,7 @@ from libra_hpc.protocol.mesh import (
     TrainingFinished,
     Welcome,
 )
+from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.runtime import coordinator as module
 from libra_hpc.runtime import records as records_module
 from libra_hpc.runtime.agent_context import AgentContext

@@ -9,7 +9,7 @@ import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planner.decide import MoveOutcome, Planner
-from libra_hpc.planner.snapshot import Candidate, PlanDecision
+from libra_hpc.protocol.plan import Candidate, PlanDecision
 from libra_hpc.runtime.decisions import DecisionLog
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import status_dict

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from libra_hpc.planner.snapshot import GroupFact
 from libra_hpc.protocol.mesh import OpenGroup, RolloutReport
+from libra_hpc.protocol.plan import GroupFact
 from libra_hpc.runtime.observations import Observations
 
 

@@ -11,9 +11,9 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.files import write_once
 from libra_hpc.planner.repartition import EVERY_S
-from libra_hpc.planner.snapshot import PlanDecision
 from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.runtime import orders
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from libra_hpc.errors import UserError
-from libra_hpc.telemetry import estimate, plot, series, summary, view
+from libra_hpc.pictures import run_picture as plot
+from libra_hpc.telemetry import estimate, series, summary, view
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir

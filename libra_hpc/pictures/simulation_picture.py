@@ -15,7 +15,8 @@ from matplotlib.collections import PatchCollection
 from matplotlib.patches import Rectangle
 
 from libra_hpc.sim.result import SimResult
-from libra_hpc.telemetry.figure import AMBER, BLUE, GREEN, GREY, GRID, PINK, RED, VIOLET, figure, save, style
+
+from .figure_style import AMBER, BLUE, GREEN, GREY, GRID, PINK, RED, VIOLET, figure, save, style
 
 COLOURS = (GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY, "#0a3069", "#953800", "#116329", "#5a32a3", "#24292f")
 MOST_PANELS = 4

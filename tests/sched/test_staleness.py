@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from libra_hpc.rollout.staleness import StalenessGate
+from libra_hpc.sched.staleness import StalenessGate
 
 
 class GateMachine(RuleBasedStateMachine):

@@ -8,10 +8,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from libra_hpc.telemetry.figure import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save, style
+from libra_hpc.planner.search import Plan
+from libra_hpc.planner.sweep import Point, knee
 
-from .search import Plan
-from .sweep import Point, knee
+from .figure_style import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save, style
 
 
 def draw_sweep(points: Sequence[Point], title: str, out: Path) -> None:

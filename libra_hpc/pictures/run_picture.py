@@ -13,10 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from . import series
-from .figure import AMBER, GREEN, GREY, GRID, RED, ROLLOUT, TRAIN, VIOLET, figure, save, style
-from .rundir import RunDir
-from .summary import duration
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.summary import duration
+
+from .figure_style import AMBER, GREEN, GREY, GRID, RED, ROLLOUT, TRAIN, VIOLET, figure, save, style
 
 COLOURS = {"planner": GREY, "train": TRAIN, "rollout": ROLLOUT, "to_train": AMBER, "to_rollout": AMBER}
 DRIFT, KILL, NOTE = VIOLET, RED, "#57606a"

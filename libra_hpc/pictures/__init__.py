@@ -1,0 +1,1 @@
+"""Pictures of runs, plans and simulations, in one look."""
