@@ -31,10 +31,10 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.protocol import TurnView
 from libra_hpc.sched.tree import UPPER, CausalTree, Cursor
-from libra_hpc.sim.compare import compare
-from libra_hpc.sim.fleet import build_fleet
-from libra_hpc.sim.settings import SimSettings, trajectory_ids
-from libra_hpc.sim.simulate import simulate
+from libra_hpc.simulator.compare import compare
+from libra_hpc.simulator.settings import SimSettings, trajectory_ids
+from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.simulate import simulate
 
 PROMPT = "its prompt"
 FROM: dict[str, float] = {"0": 0, "1": 1, "4": 4, "10": 10, PROMPT: inf, "never": inf}

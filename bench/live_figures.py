@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.errors import OperationError
 from libra_hpc.hardware.measured import StepPoint
-from libra_hpc.sim.result import quantiles
+from libra_hpc.simulator.result import quantiles
 
 Line = dict[str, Any]
 """A line of `trajectories.jsonl`."""

@@ -25,8 +25,8 @@ from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.plan import NodeFact, SwitchFact
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.protocol import Policy
-from libra_hpc.sim.settings import EngineSpec, SimSettings
-from libra_hpc.sim.simulate import Simulation
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.simulate import Simulation
 
 EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.785, 0.77)
 """Speed of n nodes over n times the speed of one."""

@@ -32,7 +32,7 @@ from libra_hpc.planner.rollout import RolloutOptions
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import make_policy
-from libra_hpc.sim.simulate import Simulation
+from libra_hpc.simulator.simulate import Simulation
 
 LOOK_S = 10.0
 """Between two looks of a rule."""

@@ -25,7 +25,7 @@ from libra_hpc.planner.decide import Planner
 from libra_hpc.planner.live import live_planner
 from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.protocol.plan import PlanDecision
-from libra_hpc.sim.simulate import Simulation
+from libra_hpc.simulator.simulate import Simulation
 
 
 class Tiers(Live):

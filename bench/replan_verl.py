@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bench.replan_pool import ReplanPool
 from bench.replan_view import View
-from libra_hpc.sim.simulate import Simulation
+from libra_hpc.simulator.simulate import Simulation
 
 RATIO = 0.3
 LEAST, MOST = 0.02, 0.1

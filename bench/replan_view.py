@@ -13,7 +13,7 @@ from bench.replan_pool import ReplanPool, StepTruth
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.sim.simulate import Simulation
+from libra_hpc.simulator.simulate import Simulation
 
 STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096
 RECENT = 4

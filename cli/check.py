@@ -10,7 +10,7 @@ from pathlib import Path
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.twin import TwinSection
+from libra_hpc.config.simulated import TwinSection
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python

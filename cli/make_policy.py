@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from libra_hpc.errors import invalid
-from libra_hpc.tasks.registry import BUILTIN
+from libra_hpc.tasks.task_registry import BUILTIN
 
 from . import jobs
 from .output import say, say_json

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.sim.compare import Compared, compare
-from libra_hpc.sim.fleet import build_fleet
-from libra_hpc.sim.policies import ORACLE, parse_policies, simulated_policy_names
-from libra_hpc.sim.settings import SimSettings
+from libra_hpc.simulator.compare import Compared, compare
+from libra_hpc.simulator.policies import ORACLE, parse_policies, simulated_policy_names
+from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.sim_engines import build_fleet
 
 from .output import busy, note, say, say_json, show
 from .runs import JsonOption

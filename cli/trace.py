@@ -14,7 +14,7 @@ from libra_hpc.traces import profiles, read
 from libra_hpc.traces.describe import TAIL, Description, describe
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.predict import Prediction, Residual, predict
-from libra_hpc.traces.stats import Spread
+from libra_hpc.traces.trace_stats import Spread
 
 from .output import busy, note, say, say_json, show
 from .runs import JsonOption

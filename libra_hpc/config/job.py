@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .base import Seconds, Section, Steps
+from .section import Seconds, Section, Steps
 
 
 class RunSection(Section):

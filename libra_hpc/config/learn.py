@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .base import Bytes, Mebibytes, Seconds, Section, Steps, Tokens
+from .section import Bytes, Mebibytes, Seconds, Section, Steps, Tokens
 
 
 class ModelSection(Section):

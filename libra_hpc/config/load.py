@@ -23,8 +23,8 @@ from pydantic_core import ErrorDetails
 
 from libra_hpc.errors import UserError, invalid, nearest
 
-from .base import Valid
 from .run import RunConfig
+from .section import Valid
 
 _TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
 _TYPE_NAMES: dict[Any, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table", list: "a list"}

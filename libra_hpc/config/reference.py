@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 from libra_hpc.errors import UserError, nearest
 
-from .base import Unit
 from .load import describe
 from .run import RunConfig
+from .section import Unit
 
 WIDTH = 80
 EXAMPLE = "rollout.max_model_len"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from .base import Mebibytes, Seconds, Section, Tokens, Valid
+from .section import Mebibytes, Seconds, Section, Tokens, Valid
 
 Count = Annotated[int, Field(ge=1)]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .base import Section
 from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
 from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
 from .rollout import PlannerSection, RolloutSection
-from .twin import TwinSection
+from .section import Section
+from .simulated import TwinSection
 
 
 class RunConfig(Section):

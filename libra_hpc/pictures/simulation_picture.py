@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Rectangle
 
-from libra_hpc.sim.result import SimResult
+from libra_hpc.simulator.result import SimResult
 
 from .figure_style import AMBER, BLUE, GREEN, GREY, GRID, PINK, RED, VIOLET, figure, save, style
 

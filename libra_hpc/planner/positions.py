@@ -30,7 +30,7 @@ CHUNK = 2048
 """Most prompt tokens of one step: vLLM's default budget of batched tokens."""
 PREEMPTED = 0.5
 """Tokens computed again for each token generated while sequences wait for KV: 1 if a sequence that ends left no room for the growth of the others; 0.3 (many
-turns) to 0.7 (one long turn) where `libra_hpc.sim` counts them."""
+turns) to 0.7 (one long turn) where `libra_hpc.simulator` counts them."""
 CONTEXTS = 6
 """Contexts at which step times are tabulated; they are linear in the KV tokens of a batch, prefill is slightly convex."""
 

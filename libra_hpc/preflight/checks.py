@@ -21,8 +21,8 @@ from libra_hpc.hardware.models import ModelShape, shape_from_config
 from libra_hpc.hardware.supported import refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
+from libra_hpc.simulated.dry_run import check_twin
 from libra_hpc.slurm.query import slurm_seconds
-from libra_hpc.twin.rehearsal import check_twin
 
 from .files import check_run_dir, check_task, read_model_config
 from .resources import check_memory, check_nodes

@@ -12,7 +12,7 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid, nearest, said
-from libra_hpc.tasks.registry import BUILTIN
+from libra_hpc.tasks.task_registry import BUILTIN
 
 MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model"], "safetensors": ["*.safetensors"]}
 """What a policy folder holds, and file patterns of which at least one must match."""

@@ -25,8 +25,8 @@ from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.planner.memory import USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
+from libra_hpc.simulated.dry_run import pace
 from libra_hpc.slurm.fit import memory_mb
-from libra_hpc.twin.rehearsal import pace
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BYTES = 2

@@ -107,7 +107,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """KV capacity of the replica in tokens."""
     start_s: float
     rehearsal: tuple[EngineStats, ...] = ()
-    """Reports from before it was announced (`libra_hpc.rollout.engine.rehearsal`), oldest first; the counters start anew after them."""
+    """Reports from before it was announced (`libra_hpc.rollout.engine.warm_up`), oldest first; the counters start anew after them."""
 
 
 class WeightsApplied(msgspec.Struct, tag=True, frozen=True):

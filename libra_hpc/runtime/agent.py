@@ -32,11 +32,11 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
-from libra_hpc.twin.rehearsal import in_wall_time
 
 from .agent_context import AgentContext
 from .attempt import complete_checkpoint, remove_old, whole_start_state

@@ -8,26 +8,26 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.simulated.dry_run import pace, play
 from libra_hpc.tasks.settings import host_command as real_host
 from libra_hpc.tasks.settings import host_settings as real_settings
-from libra_hpc.twin.rehearsal import pace, play
 
 
 def engine_command(config: RunConfig, component: str, settings: Path) -> list[str]:
     """A rollout engine on a node of ``component``; ``settings`` holds its `EngineConfig`.  All three go without their ``--socket``."""
-    return _command(config, component, "libra_hpc.rollout.engine", "libra_hpc.twin.engine", settings)
+    return _command(config, component, "libra_hpc.rollout.engine", "libra_hpc.simulated.engine_process", settings)
 
 
 def trainer_command(config: RunConfig, component: str, settings: Path) -> list[str]:
     """One process of a training replica; ``settings`` holds its `WorkerConfig`."""
-    return _command(config, component, "libra_hpc.train.worker", "libra_hpc.twin.trainer", settings)
+    return _command(config, component, "libra_hpc.train.worker", "libra_hpc.simulated.trainer_process", settings)
 
 
 def host_command(config: RunConfig, settings: Path) -> list[str]:
     """An environment host; ``settings`` holds `host_settings`."""
     if config.run.engine == "real":
         return real_host(settings)
-    return [sys.executable, "-m", "libra_hpc.twin.host", "--config", str(settings)]
+    return [sys.executable, "-m", "libra_hpc.simulated.host_process", "--config", str(settings)]
 
 
 def host_settings(config: RunConfig) -> bytes:

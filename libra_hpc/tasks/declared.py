@@ -11,7 +11,7 @@ from typing import Any
 from libra_hpc.errors import invalid
 
 from .base import Task
-from .registry import FILE_MODULE
+from .task_registry import FILE_MODULE
 from .toolproc import ToolRef
 
 

@@ -40,15 +40,15 @@ from libra_hpc.protocol.env import (
     from_host,
     to_host,
 )
+from libra_hpc.tasks import answers
 
-from . import answers
 from .base import Episode, Task, Tools, Turn
 from .contain import hide_memory
 from .declared import busy_limit, step_limit, tool_limits
-from .registry import build_task
 from .sandbox import Sandbox
 from .settings import HostConfig
 from .step import Step, StepTimeout
+from .task_registry import build_task
 from .tokenizer import TaskTokenizer
 
 C = TypeVar("C")

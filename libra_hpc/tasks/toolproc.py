@@ -27,9 +27,9 @@ import msgspec
 
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import Codec, FrameBuffer
+from libra_hpc.tasks import contain
 
-from . import contain
-from .registry import load_file
+from .task_registry import load_file
 
 PRELOADED = (
     "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "heapq", "itertools", "json",

@@ -9,7 +9,7 @@ import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-from .stats import Spread, spread
+from .trace_stats import Spread, spread
 
 TAIL = 0.1
 """Share of the trajectories that is called the tail."""

@@ -16,7 +16,7 @@ import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-from .stats import OneWay, centred, one_way, pearson
+from .trace_stats import OneWay, centred, one_way, pearson
 
 FEW = 20
 """Trajectories still running below which turn k, or a threshold, is left out: its mean would be noise."""

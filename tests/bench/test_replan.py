@@ -13,7 +13,7 @@ from bench.replan_view import View
 from bench.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.plan import PlanSnapshot
-from libra_hpc.sim.simulate import Simulation
+from libra_hpc.simulator.simulate import Simulation
 
 SITE = Site(nodes=6, prompts=8, group=4)
 

@@ -18,9 +18,9 @@ TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(1, 5)
 @pytest.mark.parametrize(
     ("rank", "module", "part"),
     [
-        pytest.param(ROLLOUT, "libra_hpc.twin.engine", "r4.0", marks=pytest.mark.chaos),
+        pytest.param(ROLLOUT, "libra_hpc.simulated.engine_process", "r4.0", marks=pytest.mark.chaos),
         (TRAIN_LEADER, "t1.1.json", "t1"),
-        pytest.param(ROLLOUT_LEADER, "libra_hpc.twin.host", "environment host 0", marks=pytest.mark.chaos),
+        pytest.param(ROLLOUT_LEADER, "libra_hpc.simulated.host_process", "environment host 0", marks=pytest.mark.chaos),
     ],
 )
 def test_a_part_that_hangs_is_ended_and_started_again(tmp_path: Path, rank: int, module: str, part: str) -> None:

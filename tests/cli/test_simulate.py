@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli.app import run
 
-from libra_hpc.sim.policies import simulated_policy_names
+from libra_hpc.simulator.policies import simulated_policy_names
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import write_trace
 

@@ -66,7 +66,7 @@ def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterIn
     case = Rehearsal(tmp_path, "slurm", steps=400)
     run = case.submit("--engine", "twin")
     case.wait(lambda: len(case.steps()) >= 3, "first steps")
-    case.kill(3, "libra_hpc.twin.engine")
+    case.kill(3, "libra_hpc.simulated.engine_process")
     case.wait(lambda: case.events("engine_lost"), "the lost engine")
     case.kill(1, "t1.0.json")
     case.wait(lambda: len(case.events("engine_lost")) == 2, "the lost trainer")

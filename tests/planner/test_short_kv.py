@@ -15,9 +15,9 @@ from libra_hpc.planner.rollout import ReplicaCost, RolloutOptions
 from libra_hpc.planner.training import Batch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.baselines.least_loaded import LeastLoaded
-from libra_hpc.sim.result import SimResult
-from libra_hpc.sim.settings import EngineSpec, SimSettings
-from libra_hpc.sim.simulate import simulate
+from libra_hpc.simulator.result import SimResult
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.simulate import simulate
 
 from .plant_costs import FakeSteps
 

@@ -11,7 +11,7 @@ import pytest
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import files
 from libra_hpc.preflight.checks import check_run
-from libra_hpc.tasks.registry import BUILTIN, task_class
+from libra_hpc.tasks.task_registry import BUILTIN, task_class
 
 from .test_checks import MODEL, configured
 

@@ -26,8 +26,8 @@ from libra_hpc.runtime import rollout_node
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.rollout_node import RolloutNode
+from libra_hpc.simulated import tokens
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.twin import tokens
 
 PATIENCE_S = 60.0
 FLOOR_S = 4.0

@@ -12,7 +12,7 @@ import pytest
 from libra_hpc.errors import UserError
 from libra_hpc.tasks.declared import tool_refs
 from libra_hpc.tasks.keychain import KeyChain
-from libra_hpc.tasks.registry import build_task, load_file, task_class
+from libra_hpc.tasks.task_registry import build_task, load_file, task_class
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_task.py"

@@ -14,8 +14,8 @@ import pytest
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.tasks.base import ToolResult
 from libra_hpc.tasks.declared import tool_refs
-from libra_hpc.tasks.registry import load_file
 from libra_hpc.tasks.sandbox import Sandbox
+from libra_hpc.tasks.task_registry import load_file
 from libra_hpc.tasks.toolproc import Ready, ToolDone, from_tool
 
 from . import sample_tools

@@ -10,7 +10,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.describe import describe, tail_share
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.predict import FEW, predict
-from libra_hpc.traces.stats import centred, one_way, pearson, quantile, spread
+from libra_hpc.traces.trace_stats import centred, one_way, pearson, quantile, spread
 
 
 def flat(prompt: str, sample: int, *turns: int, outcome: str | None = None) -> TrajectoryRecord:

@@ -27,11 +27,11 @@ from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 
 from .pinning import PinningScheduler
-from .rehearsal import rehearse
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt, refusal
+from .warm_up import rehearse
 
 SLEEP_LEVEL = 2
 """vLLM sleep level that frees the weights too: they are stale at waking anyway."""

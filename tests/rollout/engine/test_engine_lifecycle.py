@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from libra_hpc.protocol.rollout import EngineError, Generated, Shutdown
-from libra_hpc.rollout.engine.rehearsal import DECODES, PROMPT
+from libra_hpc.rollout.engine.warm_up import DECODES, PROMPT
 from tests.rollout.engine.engine_harness import (
     EngineUnderTest,
     Model,

@@ -1,0 +1,319 @@
+"""Does the simulator predict real engines?  Calibrate it on some real runs, and let it predict others with other lengths and another concurrency.
+
+Two real vLLM engines (tiny model, fp32, one thread each), the production leader, policy and environment host replay workloads (`bench.replay`): two
+kinds that calibrate, and those to be predicted, each under every policy, all on the same engines.  From the calibrating runs come the step times
+(`libra_hpc.hardware.measured`, from the engines' own step logs) and the hops (`Hops`); from the predicted runs nothing at all.
+
+A fit interpolates well and extrapolates badly: the time of a batch of 4 with long contexts does not follow from batches of 20 with short ones.  So one
+calibrating kind is crowded and shallow, the other sparse and deep, and what is predicted lies between.  The machine's speed drifts: so the calibrating
+runs stand between the predicted ones, in the reverse order with every other repeat, and all of them together make one calibration.
+
+A further column says what the simulator makes of each run with that run's own step times: the error of its physics alone, whatever else the machine
+was doing.  And the two policies are compared with each other, in reality and in the simulator.
+
+Both engines, the leader and the environment share the cores of the machine.  The calibrating runs are as loaded, so that their step times hold what
+the processes take from one another.
+
+    python bench/simulated_vs_real.py [--repeat 3] [--scale 1.0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+
+from bench.harness import POLICIES, engine_environment, median, report
+from bench.replay import Played, Replayer, Setup
+from libra_hpc.hardware.measured import Calibration, MeasuredTimes, measured_times
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.sched.registry import make_policy
+from libra_hpc.simulator.result import SimResult, quantiles
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.simulate import simulate
+
+GROUP_SIZE = 4
+MOST = 2.0
+"""Every length is at most this multiple of what is typical: no context outgrows the engines'."""
+WARM_UP = 0.2
+"""Scale of the play before all others: first steps of a process are slow."""
+SCHEDULERS = ("cmlfq", "least_loaded")
+LAYERS, HIDDEN = 6, 256
+"""Shape of the model.  Smaller ones step so fast that the run is the leader's and the environment's more than the engines'."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of workload; lengths are medians of log-normal distributions with shape ``sigma``."""
+
+    name: str
+    groups: int
+    open_groups: int
+    """At once: the concurrency."""
+    turns: tuple[int, int]
+    prompt: int
+    generated: int
+    """Of a turn."""
+    new: int
+    """Tokens of a tool's answer."""
+    tool_s: float
+    sigma: float = 0.6
+
+
+CALIBRATIONS = (
+    Load(name="crowded", groups=20, open_groups=16, turns=(2, 4), prompt=120, generated=45, new=30, tool_s=0.1),
+    Load(name="deep", groups=6, open_groups=4, turns=(2, 4), prompt=400, generated=120, new=60, tool_s=0.3),
+)
+"""Up to `Setup.max_num_seqs` sequences at an engine, and few with the longest contexts."""
+PREDICTED = (
+    Load(name="short", groups=32, open_groups=16, turns=(2, 8), prompt=80, generated=30, new=20, tool_s=0.1),
+    Load(name="long", groups=9, open_groups=5, turns=(2, 5), prompt=250, generated=110, new=60, tool_s=0.4),
+)
+
+
+def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectoryRecord]:
+    """Trajectories of a kind; siblings share the prompt and half of the variance of the lengths."""
+    rng = random.Random(f"{load.name}:{seed}")
+    half = load.sigma / 2**0.5
+
+    def length(middle: float, sigma: float) -> int:
+        return max(2, round(middle * spread(sigma)))
+
+    def spread(sigma: float) -> float:
+        return min(MOST, rng.lognormvariate(0.0, sigma))
+
+    work = []
+    for group in range(max(2, round(scale * load.groups))):
+        prompt, typical = length(load.prompt, load.sigma), spread(half)
+        for sample in range(GROUP_SIZE):
+            count = rng.randint(*load.turns)
+            turns = []
+            for number in range(count):
+                last = number + 1 == count
+                new = length(load.new, load.sigma) if number else 0
+                tool_s = 0.0 if last else load.tool_s * spread(load.sigma)
+                turns.append(TurnRecord(new, length(typical * load.generated, half), None if last else "tool", None if last else "ok", tool_s))
+            work.append(TrajectoryRecord(f"{load.name} {group}", sample, prompt, tuple(turns)))
+    return work
+
+
+class Hops(msgspec.Struct, frozen=True):
+    """What the ways between the processes cost, seconds."""
+
+    send_s: float
+    answer_s: float
+    env_s: float
+    """Leader, environment host, leader: added to every tool time."""
+
+    @classmethod
+    def of(cls, runs: Sequence[Played]) -> Hops:
+        """From real runs; a mean over them.
+
+        A turn's time outside its engine's queue and steps is both hops and the wait for the end of the step that ran when it arrived.  The latter is physics
+        that the simulator has: half a step in the median, which is taken off.
+        """
+        hops = fmean(max(0.0, _outside(played) - median([step.seconds for step in played.steps]) / 2) for played in runs)
+        # A mean: over a trajectory these add up.
+        return cls(hops / 2, hops / 2, max(0.0, fmean(turn.env_s for played in runs for turn in played.turns if turn.env_s)))
+
+
+def _outside(played: Played) -> float:
+    """Median seconds of a turn that are neither its engine's queue nor its steps."""
+    return median([turn.answered - turn.sent - turn.queue_s - turn.run_s for turn in played.turns])
+
+
+class Twin(msgspec.Struct, frozen=True):
+    """A calibrated simulator of the machine."""
+
+    times: MeasuredTimes
+    hops: Hops
+    limits: SimSettings
+    engines: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Played], setup: Setup) -> Twin:
+        """Calibrate on real runs of the same engines."""
+        header = runs[0].header
+        points = [point for played in runs for point in played.steps]
+        calibration = Calibration(device="cpu", model="tiny", kv_capacity={header.tp: header.kv_tokens}, points=points)
+        hops = Hops.of(runs)
+        limits = SimSettings(
+            max_inflight=setup.max_inflight, max_num_seqs=header.max_num_seqs, max_num_batched_tokens=header.max_num_batched_tokens,
+            block_size=header.block_size, max_model_len=setup.max_model_len, send_s=hops.send_s, answer_s=hops.answer_s,
+        )  # fmt: skip
+        return cls(measured_times(calibration, header.tp), hops, limits, setup.engines)
+
+    def facts(self) -> dict[str, Any]:
+        """What the calibration found."""
+        fit = self.times.fit
+        return {"fit": msgspec.to_builtins(fit), "hops": msgspec.to_builtins(self.hops)}
+
+    def predict(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> SimResult:
+        """Play a workload in the simulator, under a fresh policy of this name."""
+        engines = [EngineSpec(f"r2.{number}", self.times.tp, self.times) for number in range(self.engines)]
+        limits = msgspec.structs.replace(self.limits, max_open_groups=open_groups)
+        return simulate([self._with_hop(spec) for spec in work], engines, make_policy(policy), limits)
+
+    def _with_hop(self, spec: TrajectoryRecord) -> TrajectoryRecord:
+        turns = tuple(msgspec.structs.replace(turn, tool_s=turn.tool_s + self.hops.env_s) for turn in spec.turns)
+        return msgspec.structs.replace(spec, turns=turns)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """One figure of one workload under one policy: predicted and measured, in one repeat."""
+
+    load: str
+    policy: str
+    figure: str
+    predicted: float
+    real: float
+    own: float
+    """Predicted with the step times and hops of the run itself."""
+
+
+def pairs(load: str, policy: str, sim: SimResult, own: SimResult, played: Played) -> list[Pair]:
+    """The figures that are compared."""
+    real = quantiles([turn.latency_s for turn in played.turns])
+    measured = {
+        "makespan s": played.makespan_s,
+        "turn p50 s": real.p50,
+        "turn p95 s": real.p95,
+        "steps": played.total("steps"),
+        "prefilled": played.total("prefill_tokens"),
+        "cached": played.total("cached_tokens"),
+        "preempted": played.total("preemptions"),
+    }
+    return [Pair(load, policy, name, one, value, its) for (name, value), one, its in zip(measured.items(), figures(sim), figures(own), strict=True)]
+
+
+def figures(sim: SimResult) -> tuple[float, ...]:
+    """The same of a simulation, in the same order."""
+    steps = sum(engine.steps for engine in sim.engines)
+    counts = (steps, sim.prefilled_tokens, sim.cached_tokens, sim.preemptions)
+    return (sim.makespan_s, sim.turn_latency.p50, sim.turn_latency.p95, *map(float, counts))
+
+
+class Play(msgspec.Struct, frozen=True):
+    """One run of the measurement."""
+
+    load: Load
+    policy: str
+    repeat: int
+
+
+def plays(repeat: int) -> list[Play]:
+    """What a repeat plays: a calibrating run, then one kind of work under every policy, and so on; every other repeat in reverse."""
+    out = []
+    for calibration, predicted in zip(CALIBRATIONS, PREDICTED, strict=True):
+        out += [Play(calibration, SCHEDULERS[0], repeat), *(Play(predicted, policy, repeat) for policy in SCHEDULERS)]
+    return out[::-1] if repeat % 2 else out
+
+
+async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> list[tuple[Play, Played]]:
+    """All runs, in the order in which they were made."""
+    replayer = Replayer(setup, folder)
+    found = []
+    todo = [play for repeat in range(repeats) for play in plays(repeat)]
+    await replayer.start()
+    try:
+        await replayer.play(make_work(CALIBRATIONS[0], -1, WARM_UP), SCHEDULERS[0], CALIBRATIONS[0].open_groups)
+        for number, play in enumerate(todo, 1):
+            played = await replayer.play(make_work(play.load, play.repeat, scale), play.policy, play.load.open_groups)
+            found.append((play, played))
+            words = f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {played.makespan_s:.2f} s, load {played.load:.1f}"
+            print(words, file=sys.stderr, flush=True)
+    finally:
+        await replayer.stop()
+    return found
+
+
+def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> tuple[list[Pair], dict[str, Any]]:
+    """Predictions of the runs that do not calibrate; also what the calibration found."""
+    twin = Twin.of([played for play, played in done if play.load in CALIBRATIONS], setup)
+    found: list[Pair] = []
+    for play, played in done:
+        if play.load in PREDICTED:
+            work = make_work(play.load, play.repeat, scale)
+            own = Twin.of([played], setup)
+            sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (twin, own))
+            found += pairs(play.load.name, play.policy, sim, its, played)
+    return found, {**twin.facts(), "header": msgspec.to_builtins(done[0][1].header), "loads": [played.load for _, played in done]}
+
+
+def ratio(predicted: float, real: float) -> float:
+    """Predicted over measured; what is 0 in both is equal."""
+    return 1.0 if predicted == real else predicted / real if real else float("inf")
+
+
+def rows(found: Sequence[Pair]) -> list[list[Any]]:
+    """The table: medians over the repeats, and the range of the ratio."""
+    out: list[list[Any]] = []
+    for key in dict.fromkeys((pair.load, pair.policy, pair.figure) for pair in found):
+        same = [pair for pair in found if (pair.load, pair.policy, pair.figure) == key]
+        every = [ratio(pair.predicted, pair.real) for pair in same]
+        own = median([ratio(pair.own, pair.real) for pair in same])
+        spread = f"{min(every):.2f}..{max(every):.2f}"
+        out.append(["  ".join(key), median([p.predicted for p in same]), median([p.real for p in same]), median(every), spread, own])
+    return out
+
+
+def ranking(found: Sequence[Pair]) -> list[list[Any]]:
+    """Rows of the makespan of the second policy over that of the first."""
+    first, second = SCHEDULERS
+    spans = [pair for pair in found if pair.figure == "makespan s"]
+    out: list[list[Any]] = []
+    for load in PREDICTED:
+        ones, others = ([pair for pair in spans if (pair.load, pair.policy) == (load.name, policy)] for policy in SCHEDULERS)
+        predicted, real, own = ([getattr(b, f) / getattr(a, f) for a, b in zip(ones, others, strict=True)] for f in ("predicted", "real", "own"))
+        every = [a / b for a, b in zip(predicted, real, strict=True)]
+        owns = median([a / b for a, b in zip(own, real, strict=True)])
+        spread = f"{min(every):.2f}..{max(every):.2f}"
+        out.append([f"{load.name}  {second} / {first}", median(predicted), median(real), median(every), spread, owns])
+    return out
+
+
+def model(folder: Path = POLICIES / f"twin-{LAYERS}x{HIDDEN}") -> Path:
+    """The model's folder, made once: random weights, since lengths are imposed."""
+    if not (folder / "config.json").exists():
+        code = (
+            "import sys, torch; from transformers import Qwen2Config, Qwen2ForCausalLM; from libra_hpc.tasks.policy import write_tokenizer\n"
+            f"torch.manual_seed(0); write_tokenizer(sys.argv[1])\n"
+            f"Qwen2ForCausalLM(Qwen2Config(vocab_size=128, hidden_size={HIDDEN}, intermediate_size={4 * HIDDEN}, num_hidden_layers={LAYERS}, "
+            f"num_attention_heads={HIDDEN // 64}, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False)).save_pretrained(sys.argv[1])"
+        )
+        subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=engine_environment(), stdout=subprocess.DEVNULL)
+    return folder
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of groups")
+    arguments = parser.parse_args()
+    setup = Setup(model=model())
+    with tempfile.TemporaryDirectory(prefix="libra-twin-") as folder:
+        done = asyncio.run(measure(setup, Path(folder), arguments.repeat, arguments.scale))
+    found, facts = compare(done, setup, arguments.scale)
+    columns = ["workload, policy, figure", "predicted", "real", "ratio (median)", "range", "own steps"]
+    words = [
+        f"{setup.engines} vLLM engines, {LAYERS} layers x {HIDDEN}, fp32, one thread each; medians of {arguments.repeat} repeats.",
+        f"One calibration on {len(CALIBRATIONS) * arguments.repeat} other runs between those predicted.  The last rows are ratios of makespans.",
+        "Load averages at the starts of all runs: " + ", ".join(f"{load:.1f}" for load in facts["loads"]) + ".",
+    ]
+    table = [*rows(found), *ranking(found)]
+    report("simulated_vs_real", "Simulator against real engines", columns, table, words, {"pairs": msgspec.to_builtins(found), "calibration": facts})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Section about rehearsals: what the simulated engines stand for, and what they are given to do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .section import Seconds, Section
+
+
+class TwinSection(Section):
+    """``[twin]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``twin``. Seconds are
+    simulated ones."""
+
+    speedup: float = Field(10.0, gt=0)
+    """Simulated seconds per second of the wall clock. Real work (messages, scheduling) counts this many times, so the
+    machine bounds it."""
+    device: str = ""
+    """Accelerator of every node, a name of the device table; empty: ``planner.device``, else each component's
+    ``gpu_type``."""
+    devices: str = ""
+    """TOML file with further devices; empty: ``planner.devices``."""
+    model: str = ""
+    """Known model such as ``qwen3-14b``, or a Hugging Face folder, of which only ``config.json`` is read; empty:
+    ``planner.model``, else ``model.path``."""
+    calibration: str = ""
+    """File of measured engine steps, used instead of tables; empty: none."""
+    source: Literal["auto", "tables", "roofline"] = "auto"
+    """Where step times come from without a calibration file. ``tables``: measured operators. ``roofline``: the
+    device's peaks. ``auto``: tables where there are some."""
+    trace: str = ""
+    """Trace file to replay; empty: generate trajectories."""
+    presets: list[str] = Field(["r2e"], min_length=1)
+    """Kinds of generated work, one after the other, each for an equal share of the run."""
+    sibling: float = Field(0.69, ge=0, le=1)
+    """Share of the variance of the log length that the prompt explains."""
+    outcome: float = Field(0.2, ge=0, le=1)
+    """Correlation of a tool's outcome with the work that remains."""
+    drift: float = Field(1.0, gt=0)
+    """Typical length at the end of each preset's share, as a multiple of that at its beginning."""
+    mfu: float = Field(0.4, gt=0, le=1)
+    """Share of the devices' peak that a training step reaches."""
+    step_s: Seconds = Field(1.0, ge=0)
+    """Part of a training step's time that does not depend on its tokens."""
+    start_s: Seconds = Field(60.0, ge=0)
+    """Time from the start of an engine or a training process until it is ready."""
+    wake_s: Seconds = Field(5.0, ge=0)
+    """Time that waking an engine from standby adds to its next weight update."""
+    sync_s: Seconds = Field(2.0, ge=0)
+    """Pause of an engine for a weight update."""

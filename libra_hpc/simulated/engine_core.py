@@ -1,0 +1,216 @@
+"""The twin of a vLLM replica: the messages of `libra_hpc.protocol.rollout` on the outside, the simulator's `Engine` on the inside.
+
+Time is an argument, in simulated seconds; what leaves is in wall seconds, as everything the live runtime sees.  `run_until` does what is due by then, each
+step at its own moment, so that a process that wakes late answers late but computes the same.  Log-probabilities are 0: nothing is sampled.
+
+As in the real engine, a weight file is checked before it counts; an update drops the KV cache and costs a pause; an engine in standby, or woken without
+new weights, refuses turns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.capacity import blocks_of
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.protocol.rollout import Abort, EngineError, EngineReady, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.stats import INTERVAL_S
+from libra_hpc.rollout.engine.warm_up import lengths
+from libra_hpc.simulated import tokens
+from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.sim_engine import IDLE, Engine
+from libra_hpc.simulator.sim_request import Request
+
+from .settings import Pace
+
+FLOAT_BYTES = 4
+
+
+class _Turn:
+    """A request in flight; times simulated."""
+
+    __slots__ = ("admitted", "arrived", "first", "full", "request", "rid", "spans", "spanned")
+
+    def __init__(self, rid: str, request: Request, full: bool, now: float) -> None:
+        self.rid, self.request, self.full = rid, request, full
+        self.arrived, self.admitted = now, -1.0
+        self.spans: list[tuple[int, int]] = []
+        self.spanned = 0
+
+    def close_span(self, version: int) -> None:
+        """What was generated since the last call was sampled under ``version``."""
+        count = self.request.generated - self.spanned
+        if count:
+            self.spans.append((version, count))
+            self.spanned += count
+
+
+class TwinEngine:
+    """One replica.  Raises `UserError` when its KV cache cannot hold a context of ``max_model_len``."""
+
+    def __init__(self, config: EngineConfig, pace: Pace, steps: StepTimes) -> None:
+        if blocks_of(config.max_model_len, config.block_size) * config.block_size > steps.kv_capacity:
+            raise UserError(
+                f"rollout.max_model_len = {config.max_model_len}: the KV cache of {pace.model} on {config.tp} x {pace.device} holds {steps.kv_capacity} tokens."
+            )
+        self._config, self._pace = config, pace
+        limits = SimSettings(max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup)
+        self._engine = Engine("twin", config.tp, steps, limits, 0, config.version, 0.0)
+        self._steps, self._kv_tokens = steps, steps.kv_capacity
+        self._turns: dict[str, _Turn] = {}
+        self._rids: dict[Request, str] = {}
+        self._waiting: list[_Turn] = []
+        self._updates: list[UpdateWeights] = []
+        self._extra_s = 0.0
+        self._asleep, self._refuses = False, ""
+
+    @property
+    def next_at(self) -> float:
+        """When `run_until` has something to do; `IDLE` (infinity) when it has not."""
+        return self._engine.next_at
+
+    def ready(self, start_s: float) -> EngineReady:
+        """The announcement; ``start_s`` in wall seconds."""
+        return EngineReady(self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._rehearsal())
+
+    def _rehearsal(self) -> tuple[EngineStats, ...]:
+        """The reports of a rehearsal as the real engine does it (`libra_hpc.rollout.engine.warm_up`), from the modelled step times."""
+        decodes, prompt = lengths(self._config.max_model_len)
+        decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
+        start = EngineStats(self._config.version, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+        between = msgspec.structs.replace(start, generated_tokens=decodes, steps=decodes, busy_s=decoded)
+        end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=decodes + 1, busy_s=decoded + read)
+        return start, self._wall(between), self._wall(end)
+
+    def submit(self, message: Generate, now: float) -> list[FromEngine]:
+        """Accept a turn, or refuse it at once."""
+        if message.rid in self._turns:
+            return [EngineError(f"request {message.rid!r} is already in flight.", fatal=False)]
+        room = self._config.max_model_len - len(message.prompt) // 4
+        try:
+            context = tokens.read(message.prompt)
+        except tokens.Unreadable as error:
+            return [_refusal(message.rid, str(error))]
+        if self._refuses or room < 1 or message.max_tokens < 1:
+            return [_refusal(message.rid, self._refuses or f"prompt: {context.tokens} tokens, max_tokens = {message.max_tokens}: no room for one more.")]
+        left = min(context.left, room, message.max_tokens)
+        request = Request(
+            f"{context.prompt}/{context.sample}", str(context.prompt), context.prompt_tokens // self._config.block_size, context.tokens, left,
+            message.priority, message.keep_s * self._pace.speedup,
+        )  # fmt: skip
+        turn = _Turn(message.rid, request, left == context.left, now)
+        self._turns[message.rid] = turn
+        self._rids[request] = message.rid
+        self._waiting.append(turn)
+        self._engine.submit(request, now)
+        return []
+
+    def abort(self, message: Abort, now: float) -> None:
+        """End a turn at the next border; its answer follows then."""
+        turn = self._turns.get(message.rid)
+        if turn is not None and not turn.request.aborted:
+            self._engine.abort(turn.request, now)
+
+    def update(self, message: UpdateWeights, now: float) -> list[FromEngine]:
+        """Check a weight file and swap it in at the next border."""
+        if self._asleep:
+            return [EngineError(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
+        try:
+            found = zlib.crc32(Path(message.path).read_bytes())
+        except OSError as error:
+            return [EngineError(f"{message.path}: {error.strerror}.", fatal=False)]
+        if found != message.crc32:
+            return [EngineError(f"{message.path}: crc32 is {found:#010x}, expected {message.crc32:#010x}.", fatal=False)]
+        if message.version == self._engine.version and not self._updates:
+            return [WeightsApplied(message.version, 0.0)]
+        self._updates.append(message)
+        self._engine.swap(message.version, self._pace.sync_s + self._extra_s, now)
+        self._extra_s = 0.0
+        return []
+
+    def sleep(self, now: float) -> list[FromEngine]:
+        """Become a standby: what runs is answered as aborted."""
+        for turn in self._turns.values():
+            if not turn.request.aborted:
+                self._engine.abort(turn.request, now)
+        out: list[FromEngine] = []
+        while self._engine.next_at != IDLE:
+            out += self._advance()
+        self._asleep, self._refuses = True, "the engine is asleep."
+        return out
+
+    def wake(self) -> None:
+        """Leave standby: the next weight update takes longer, and until then turns are refused."""
+        self._asleep, self._refuses = False, "the engine has woken and has no current weights yet."
+        self._extra_s = self._pace.wake_s
+        self._engine.version = -1
+
+    def stats(self, now: float) -> EngineStats:
+        """The present load and the totals since start."""
+        return self._wall(self._engine.snapshot(now))
+
+    def run_until(self, now: float) -> list[FromEngine]:
+        """Everything that happens up to ``now``."""
+        out: list[FromEngine] = []
+        while self._engine.next_at <= now:
+            out += self._advance()
+        return out
+
+    def _advance(self) -> list[FromEngine]:
+        engine, at = self._engine, self._engine.next_at
+        version = engine.version
+        done = engine.advance(at)
+        out: list[FromEngine] = []
+        if engine.version != version:
+            for turn in self._turns.values():
+                turn.close_span(version)
+            out += self._applied()
+        for request in done:
+            out.append(self._finish(request, version, at))
+        if self._waiting:
+            for turn in self._waiting:
+                if turn.request.blocks:
+                    turn.admitted = at
+            self._waiting = [turn for turn in self._waiting if turn.admitted < 0.0 and turn.rid in self._turns]
+        stats = engine.report(at)
+        if stats is not None:
+            out.append(self._wall(stats))
+        return out
+
+    def _applied(self) -> list[FromEngine]:
+        # One that a newer update overtook before it began counts as applied with that one.
+        version = self._engine.version
+        ended = [update for update in self._updates if update.version <= version]
+        self._updates = [update for update in self._updates if update.version > version]
+        self._refuses = ""
+        return [WeightsApplied(version, self._pace.sync_s / self._pace.speedup)] if ended else []
+
+    def _finish(self, request: Request, version: int, at: float) -> Generated:
+        turn = self._turns.pop(self._rids.pop(request))
+        turn.close_span(version)
+        complete = not request.left and turn.full
+        finish = "abort" if request.left else "stop" if complete else "length"
+        admitted = turn.admitted if turn.admitted >= 0.0 else at
+        return Generated(
+            turn.rid,
+            tokens.generated(request.generated, complete),
+            bytes(FLOAT_BYTES * request.generated),
+            finish,
+            tuple(turn.spans),
+            request.cached,
+            (admitted - turn.arrived) / self._pace.speedup,
+            (at - admitted) / self._pace.speedup,
+        )
+
+    def _wall(self, stats: EngineStats) -> EngineStats:
+        speedup = self._pace.speedup
+        return msgspec.structs.replace(stats, busy_s=stats.busy_s / speedup, update_s=stats.update_s / speedup, asleep=self._asleep)
+
+
+def _refusal(rid: str, why: str) -> Generated:
+    return Generated(rid, b"", b"", "error", (), 0, 0.0, 0.0, why)

@@ -1,0 +1,81 @@
+"""The twin of a rollout engine process: ``python -m libra_hpc.simulated.engine_process --socket PATH --config JSON --pace JSON``.
+
+``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread, which sleeps until a message comes or
+something is due; an idle engine reports once a second.  It ends as the real one does: on `Shutdown`, or when the agent closes the socket.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.rollout import Abort, FromEngine, Generate, Shutdown, Sleep, ToEngine, UpdateWeights, Wake, from_engine, to_engine
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.stats import IDLE_INTERVAL_S
+from libra_hpc.simulator.sim_engine import IDLE
+
+from .clock import Clock, wait
+from .engine_core import TwinEngine
+from .entry import run
+from .settings import Pace
+
+
+def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) -> None:
+    """Run an engine until it is told to leave; raises `EOFError` when the agent is gone, `UserError` for hardware or a model that is not known."""
+    begin = time.monotonic()
+    steps = lookup(pace.device, pace.model, config.tp, pace.calibration or None, source=pace.source, devices_file=pace.devices or None)
+    engine = TwinEngine(config, pace, steps)
+    print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True)
+    wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
+    clock = Clock(pace.speedup)
+    socket.send(engine.ready(time.monotonic() - begin))
+    said = time.monotonic()
+    while True:
+        timeout = IDLE_INTERVAL_S if engine.next_at == IDLE else min(IDLE_INTERVAL_S, max(0.0, clock.wall(engine.next_at - clock.now())))
+        message = socket.receive(timeout)
+        now = clock.now()
+        replies = engine.run_until(now)
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            replies += _obey(engine, message, now)
+            message = socket.receive(0)
+        if time.monotonic() - said >= IDLE_INTERVAL_S:
+            replies.append(engine.stats(now))
+        if replies:
+            said = time.monotonic()
+        socket.send_many(replies)
+
+
+def _obey(engine: TwinEngine, message: ToEngine, now: float) -> list[FromEngine]:
+    match message:
+        case Generate():
+            return engine.submit(message, now)
+        case UpdateWeights():
+            return engine.update(message, now)
+        case Abort():
+            engine.abort(message, now)
+        case Sleep():
+            return engine.sleep(now)
+        case Wake():
+            engine.wake()
+    return []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a twin; exit codes as `entry.run`."""
+
+    def work(socket: str, path: Path, pace: Pace) -> None:
+        config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+        serve(EngineSocket(socket, to_engine, from_engine), config, pace)
+
+    return run("engine", "A simulated rollout engine.", arguments, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

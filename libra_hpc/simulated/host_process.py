@@ -1,0 +1,85 @@
+"""The twin of an environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a `Play`.
+
+It is the real host around a task of its own, `WorkloadTask`: prompts and tool results of the workload's
+sizes (`tokens`), tools that take the workload's seconds,
+rewards of the workload.  It needs no tokenizer and starts no tool process.  Its steps have no limit: they take the
+tools' recorded times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+
+from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
+from libra_hpc.tasks.base import Episode, Task, ToolResult, Tools, Turn
+from libra_hpc.tasks.host import Host, main
+
+from .settings import Play
+from .tokens import STOP, answer, prompt
+from .workload import groups
+
+
+class WorkloadTask(Task):
+    """A task that replays a workload.  Raises `UserError` for one that cannot be read or generated."""
+
+    def __init__(self, play: Play) -> None:
+        self.seed = play.seed
+        self._groups = groups(play)
+        self._speedup = play.speedup
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        """Sample ``sample`` of the workload's ``index``-th prompt; both count on from the beginning when the workload is shorter."""
+        number = index % len(self._groups)
+        group = self._groups[number]
+        return _Replayed(group[sample % len(group)], number, sample, self._speedup)
+
+
+class _Replayed(Episode):
+    def __init__(self, spec: TrajectoryRecord, number: int, sample: int, speedup: float) -> None:
+        self._spec, self._speedup, self._next = spec, speedup, 0
+        self.prompt_id = spec.prompt_id
+        first = spec.turns[0]
+        self.prompt = prompt(number, sample, spec.prompt_tokens + first.new_tokens, first.gen_tokens)
+        self.max_tokens = max(turn.gen_tokens for turn in spec.turns)
+        self.stop_ids = (STOP,)
+
+    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+        """Answer a turn after the tool's time."""
+        turns, number = self._spec.turns, self._next
+        turn = turns[number]
+        self._next += 1
+        if len(tokens) < turn.gen_tokens:
+            return Turn(done=True, info={"truncated": 1.0})
+        if self._next == len(turns):
+            reward = self._spec.reward or 0.0
+            return Turn(done=True, reward=reward, info={"solved": reward, "truncated": 0.0})
+        seconds = turn.tool_s / self._speedup
+        await asyncio.sleep(seconds)
+        following = turns[self._next]
+        ids = answer(max(1, following.new_tokens), following.gen_tokens)
+        return Turn(ids, signal_of(msgspec.structs.replace(turn, tool_s=seconds), len(ids)))
+
+
+class _NoTools:
+    """A replayed tool is only its time, its outcome and the size of its answer."""
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        raise KeyError(name)
+
+    async def python(self, code: str) -> ToolResult:
+        raise KeyError("python")
+
+
+async def serve(path: str, play: Play) -> int:
+    """Connect, serve until the socket closes, and return the exit code."""
+    host = Host("twin", WorkloadTask(play), _NoTools())
+    await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
+    return await host.closed
+
+
+if __name__ == "__main__":
+    sys.exit(main("libra_hpc.simulated.host_process", Play, serve))

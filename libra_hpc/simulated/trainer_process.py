@@ -1,0 +1,204 @@
+"""The twin of a Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON --pace JSON``.
+
+It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `law` in place of the computation and a counter in place of the state: a step is
+refused unless it is the next one of the present generation, a newcomer takes the state of the member with the highest step, a rebuilt replica starts from
+its newest snapshot.  What differs: a member whose peer dies in mid-step finishes and commits it, which the train leader accepts as a step that some
+survivor committed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+
+from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.process.dump import dump_on_request
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    ExportFailed,
+    FromWorker,
+    Join,
+    Joined,
+    LoadCheckpoint,
+    Loaded,
+    Sample,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    Standby,
+    StepDone,
+    StepFailed,
+    StopWorker,
+    ToWorker,
+    TrainStep,
+    Warned,
+    WorkerError,
+    WorkerReady,
+)
+from libra_hpc.simulated import state
+from libra_hpc.train import state_folders as folders
+from libra_hpc.train.link import COMPUTE, WAITING, Pulse, WorkerSocket
+from libra_hpc.train.settings import WorkerConfig, read_config
+
+from .clock import wait
+from .entry import run
+from .law import TrainLaw
+from .settings import Pace
+
+TOKEN_BYTES = 4
+
+
+class Trainer:
+    """One process of a replica.  Raises `UserError` for hardware or a model that is not known."""
+
+    def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
+        self._pulse = Pulse(socket)
+        self._config, self._speedup, self._socket = config, pace.speedup, socket
+        shape = model_shape(pace.model)
+        self._law = TrainLaw(shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s)
+        self._generation, self._size = -1, 1
+        self._state = folders.TrainerState(0, 0)
+        if config.start_dir:
+            self._state = folders.read_state(folders.resolve(Path(config.start_dir)))
+        self._take(pace.start_s, begin)
+        socket.send(WorkerReady(self._state.step, shape.params, time.monotonic() - begin))
+
+    def run(self) -> None:
+        """Obey messages until `StopWorker`; raises `EOFError` when the agent is gone."""
+        while True:
+            message = self._socket.receive()
+            if message is None or isinstance(message, StopWorker):
+                return
+            with self._pulse.phase(COMPUTE):
+                self._socket.send_many(self._obey(message))
+
+    def _take(self, simulated_s: float, begin: float) -> None:
+        """Be busy until so many simulated seconds after ``begin``."""
+        wait(self._socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
+
+    def _obey(self, message: ToWorker) -> list[FromWorker]:
+        begin = time.monotonic()
+        match message:
+            case TrainStep():
+                return self._train(message, begin)
+            case Join():
+                return self._join(message, begin)
+            case Export(path=path, version=version):
+                return [self._export(Path(path), version, begin)]
+            case SaveCheckpoint(folder=folder, step=step):
+                return [self._save(Path(folder), step, begin)]
+            case LoadCheckpoint(folder=folder):
+                return [self._load(Path(folder))]
+            case Standby():
+                self._generation = -1
+        return []
+
+    def _join(self, message: Join, begin: float) -> list[FromWorker]:
+        self._generation = -1
+        mine = self._state
+        try:
+            with self._pulse.phase(WAITING):
+                config, interrupted = self._config, self._socket.interrupted
+                truth = state.meet(
+                    message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted
+                )
+        except state.NotMet as error:
+            what = f"generation {message.generation} did not form: {error}"
+            return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
+        received = 0
+        if truth != mine:
+            received = self._law.state_bytes
+            self._take(self._law.receive_s, begin)
+        self._state, self._generation, self._size = truth, message.generation, message.size
+        seconds = time.monotonic() - begin
+        return [Joined(message.generation, truth.step, received, seconds, attempt=message.attempt)]
+
+    def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
+        step = self._state.step
+        if message.generation != self._generation or message.step != step + 1:
+            self._generation, was = -1, self._generation
+            why = f"this replica is at step {step} in generation {was}, it cannot run step {message.step} of generation {message.generation}"
+            return [StepFailed(message.step, message.generation, why)]
+        samples = [sample for minibatch in message.minibatches for sample in minibatch]
+        compute_s, reduce_s = self._law.compute_s(map(_tokens, samples)), self._law.reduce_s(self._size)
+        self._take(compute_s + reduce_s, begin)
+        skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
+        updates = sum(total > 0 for total in message.total_tokens) - skipped
+        self._state = folders.TrainerState(message.step, self._state.updates + updates)
+        warned = self._snapshot()
+        done = StepDone(
+            step=message.step,
+            generation=message.generation,
+            loss=0.0,
+            grad_norm=0.0,
+            ratio_mean=1.0,
+            ratio_truncated=0.0,
+            logprob_gap=0.0,
+            entropy=0.0,
+            tokens=sum(map(_tokens, samples)),
+            loss_tokens=sum(sample.loss_mask.count(1) for sample in samples),
+            compute_s=compute_s / self._speedup,
+            reduce_s=reduce_s / self._speedup,
+            optimizer_s=0.0,
+            skipped=skipped,
+        )
+        return [done, *warned]
+
+    def _snapshot(self) -> list[FromWorker]:
+        every, where = self._config.snapshot_every, self._config.snapshot_dir
+        if where and every and self._state.step % every == 0 and self._config.local_rank == 0:
+            try:
+                state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
+            except OSError as error:
+                return [Warned(str(error))]
+            folders.keep_newest(Path(where), 1)
+        return []
+
+    def _export(self, path: Path, version: int, begin: float) -> FromWorker:
+        if version != self._state.step:
+            return ExportFailed(version, f"this replica is at step {self._state.step}, it cannot export step {version}")
+        try:
+            crc32, size = state.export(path, self._state.step) if self._config.local_rank == 0 else (0, 0)
+        except OSError as error:
+            return ExportFailed(version, str(error))
+        return Exported(version, crc32, size, time.monotonic() - begin)
+
+    def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
+        if step != self._state.step:
+            return WorkerError(f"this replica is at step {self._state.step}, it cannot save step {step}", fatal=False)
+        if self._config.local_rank == 0:
+            try:
+                state.save(folder, step, self._state.updates)
+            except OSError as error:
+                return SaveFailed(str(folder), step, str(error))
+        return Saved(str(folder), step, time.monotonic() - begin)
+
+    def _load(self, folder: Path) -> FromWorker:
+        try:
+            self._state = folders.read_state(folders.resolve(folder))
+        except (OSError, ValueError) as error:
+            return WorkerError(str(error), fatal=False)
+        return Loaded(self._state.step)
+
+
+def _tokens(sample: Sample) -> int:
+    return len(sample.tokens) // TOKEN_BYTES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a twin; exit codes as `entry.run`."""
+    begin = time.monotonic()
+    dump_on_request()
+
+    def work(socket: str, path: Path, pace: Pace) -> None:
+        Trainer(read_config(path), pace, WorkerSocket(socket), begin).run()
+
+    return run("trainer", "One simulated process of a training replica.", arguments, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

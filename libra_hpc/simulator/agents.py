@@ -1,0 +1,189 @@
+"""The engines of a simulation, and what the agents of a live run are to them: turns arrive, answers leave, loads are reported, weights are applied, and
+engines come and go.  What this means for trajectories and training is the business of `simulate`, which is told of answers, weights and free slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from libra_hpc.errors import OperationError
+from libra_hpc.hardware.capacity import blocks_of
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.protocol import TurnView
+
+from .event_queue import STEP, Events
+from .result import Recorder
+from .run import Sent
+from .settings import EngineSpec, SimSettings
+from .sim_engine import IDLE, Engine
+from .sim_request import Request
+
+
+class Agents:
+    """Calls ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights or is gone, ``freed()`` when a report frees a slot."""
+
+    def __init__(
+        self,
+        settings: SimSettings,
+        board: Board,
+        recorder: Recorder,
+        events: Events,
+        answered: Callable[[Sent], None],
+        applied: Callable[[], None],
+        freed: Callable[[], None],
+    ) -> None:
+        self.engines: dict[str, Engine] = {}
+        self._settings, self._board, self._recorder, self._events = settings, board, recorder, events
+        self._answered, self._applied, self._freed = answered, applied, freed
+        self._at = events.at
+        self._count = 0
+        self._requests: dict[Request, Sent] = {}
+        self._leaving: dict[str, Callable[[], None]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Turns sent and not answered."""
+        return len(self._requests)
+
+    # --- engines come and go ----------------------------------------------------------------------------------------------------------------
+
+    def up(self, spec: EngineSpec, version: int) -> None:
+        """A new engine accepts turns, with weights ``version``."""
+        self._count += 1
+        engine = Engine(spec.name, spec.tp, spec.steps, self._settings, self._count, version, self._events.now)
+        self.engines[spec.name] = engine
+        self._board.up(spec.name, spec.tp, engine.blocks * self._settings.block_size, engine.version)
+
+    def drain(self, name: str, then: Callable[[], None]) -> None:
+        """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
+        self._board.set_open(name, False)
+        self._leaving[name] = then
+        self._maybe_gone(name)
+
+    def stop(self) -> None:
+        """Every engine is gone at once, with whatever was in flight: those turns are never answered."""
+        self._requests.clear()
+        self._leaving.clear()
+        for name, engine in self.engines.items():
+            self._board.down(name)
+            self._recorder.gone(engine, self._events.now)
+        self.engines.clear()
+
+    def _maybe_gone(self, name: str) -> None:
+        if self._board.engines[name].inflight:
+            return
+        then = self._leaving.pop(name)
+        self._board.down(name)
+        self._recorder.gone(self.engines.pop(name), self._events.now)
+        self._applied()
+        then()
+
+    # --- turns ------------------------------------------------------------------------------------------------------------------------------
+
+    def holder(self, turn: TurnView, new: int, name: str) -> Engine:
+        """The chosen engine or, when it cannot hold the turn to its end, the one with the fewest tokens in flight that can.
+
+        Raises `OperationError` when none can.
+        """
+        chosen = self.engines[name]
+        need = blocks_of(turn.context_tokens + new, self._settings.block_size)
+        if need <= chosen.blocks:
+            return chosen
+        able = [view for view in self._board.engines.values() if view.open and self.engines[view.engine].blocks >= need]
+        if not able:
+            raise OperationError(f"No engine that is left can hold a turn of {turn.context_tokens + new} tokens (trajectory {turn.trajectory}).")
+        best = min(able, key=lambda view: (view.inflight_tokens, view.engine))
+        self._board.answered(name, turn.context_tokens)
+        self._board.sent(best.engine, turn.context_tokens)
+        self._recorder.redirected += 1
+        return self.engines[best.engine]
+
+    def send(self, sent: Sent) -> None:
+        """A turn is on its way to its engine."""
+        self._requests[sent.request] = sent
+        if self._settings.send_s > 0.0:
+            self._at(self._events.now + self._settings.send_s, self._arrive, sent)
+        else:
+            self._arrive(sent)
+
+    def abort(self, sent: Sent) -> None:
+        """A turn is not wanted there any more; it is answered nevertheless, with what was generated."""
+        if sent.request.aborted:
+            return
+        sent.request.aborted = True
+        if sent.request.serial:
+            self._tell(sent.engine, sent.engine.abort, sent.request)
+
+    def forget(self, trajectory: str) -> None:
+        """No engine keeps the cache of a trajectory."""
+        for engine in self.engines.values():
+            self.drop(engine, trajectory)
+
+    def drop(self, engine: Engine, trajectory: str) -> None:
+        """What one engine has cached of a trajectory is of no use."""
+        self._tell(engine, engine.drop, trajectory)
+
+    def ended(self, name: str, trajectory: str) -> None:
+        """A trajectory is complete; the engine of its last turn, if it is still there, keeps its cache no longer."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            self._tell(engine, engine.ended, trajectory)
+
+    def swap(self, version: int) -> None:
+        """Every engine applies new weights at its next border."""
+        for engine in self.engines.values():
+            self._tell(engine, engine.swap, version, self._settings.sync_s)
+
+    def _tell(self, engine: Engine, act: Callable[..., None], *what: object) -> None:
+        """Let something happen to an engine now, which may change when its next border is."""
+        before = engine.next_at
+        act(*what, self._events.now)
+        self._wake(engine, before)
+
+    def _wake(self, engine: Engine, before: float) -> None:
+        """Call an engine at its next border, if that has changed."""
+        at = engine.next_at
+        if at != before and at != IDLE:
+            self._at(at, self._step, engine, STEP, engine.number)
+
+    def _arrive(self, sent: Sent) -> None:
+        if sent.request not in self._requests:
+            return
+        if sent.request.aborted:
+            self._answer(sent)
+            return
+        self._tell(sent.engine, sent.engine.submit, sent.request)
+
+    def _step(self, engine: Engine) -> None:
+        now, board = self._events.now, self._board
+        if engine.next_at != now or self.engines.get(engine.name) is not engine:
+            return
+        version = engine.version
+        done = engine.advance(now)
+        # Whatever event stood for the border just passed is used up.
+        self._wake(engine, IDLE)
+        for request in done:
+            sent = self._requests[request]
+            sent.run.version = engine.version
+            if self._settings.answer_s > 0.0:
+                self._at(now + self._settings.answer_s, self._answer, sent)
+            else:
+                self._answer(sent)
+        if engine.version != version:
+            board.applied(engine.name, engine.version)
+            self._applied()
+        stats = engine.report(now)
+        if stats is not None:
+            free = board.free
+            board.report(engine.name, stats)
+            if board.free > free:
+                self._freed()
+
+    def _answer(self, sent: Sent) -> None:
+        name = sent.engine.name
+        if self._requests.pop(sent.request, None) is None:
+            return
+        self._board.answered(name, sent.turn.context_tokens)
+        if name in self._leaving:
+            self._maybe_gone(name)
+        self._answered(sent)

@@ -1,0 +1,168 @@
+"""The requests of one replica, and vLLM's rules for who takes part in the next step.
+
+Running requests come first, in the order of their admission, a decode taking one token of the step's budget and an unfinished prefill what is left; a
+request that gets no block preempts the running one with the largest (priority, arrival), itself perhaps, which loses its KV and waits again.  Then, unless
+something was preempted, waiting requests are admitted by (priority, arrival) while there are sequences, budget and blocks for their whole context, less what
+the prefix cache holds of it.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from .cache import BlockCache
+from .settings import SimSettings
+from .sim_request import Counters, Request
+
+
+class Batch:
+    """``running`` in the order of admission; a request's `step` says how many tokens of it the step under way computes."""
+
+    def __init__(self, cache: BlockCache, limits: SimSettings, counters: Counters) -> None:
+        self.running: list[Request] = []
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._cache, self._limits, self._counters = cache, limits, counters
+        self._block = limits.block_size
+        self._serial = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def open(self) -> bool:
+        """Whether another sequence may run."""
+        return len(self.running) < self._limits.max_num_seqs
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        self._serial += 1
+        request.serial = self._serial
+        heappush(self._waiting, (request.priority, self._serial, request))
+
+    def form(self, now: float) -> bool:
+        """Choose who takes part in the next step, and give them blocks for it; returns whether anything was preempted."""
+        cache, running, block = self._cache, self.running, self._block
+        pure, crossing = True, []
+        for request in running:
+            if request.decoding:
+                request.step = 1
+                if request.computed == request.blocks * block:
+                    crossing.append(request)
+            else:
+                pure = False
+        if pure and len(crossing) <= cache.available:
+            if crossing:
+                cache.take(len(crossing))
+                for request in crossing:
+                    request.blocks += 1
+                    request.own += 1
+            preempted, budget = False, self._limits.max_num_batched_tokens - len(running)
+        else:
+            preempted, budget = self._serve_running(now)
+            if preempted and running and not any(request.step for request in running):
+                # The first in line preempted itself, and none is served after it: an empty step, which takes no time.
+                return self.form(now)
+        if self._waiting and not preempted:
+            self._admit(budget)
+        return preempted
+
+    def _serve_running(self, now: float) -> tuple[bool, int]:
+        """Blocks and budget for running requests; returns whether any was preempted, and the budget left."""
+        cache, block, running = self._cache, self._block, self.running
+        budget, place, preempted = self._limits.max_num_batched_tokens, 0, False
+        for request in running:
+            request.step = 0
+        while place < len(running) and budget > 0:
+            request = running[place]
+            step = min(request.tokens - request.computed, budget)
+            need = -(-(request.computed + step) // block) - request.blocks
+            while need > cache.available:
+                victim = max(running, key=_standing)
+                where = running.index(victim)
+                del running[where]
+                if where < place:
+                    place -= 1
+                budget += victim.step
+                preempted = True
+                self._counters.preemptions += 1
+                self.put_back(victim, now, "preemption")
+                if victim is request:
+                    break
+            if place >= len(running) or running[place] is not request:
+                break
+            if need:
+                cache.take(need)
+                request.blocks += need
+                request.own += need
+            request.step = step
+            budget -= step
+            place += 1
+        for request in running:
+            if request.step and not request.decoding:
+                self._publish(request)
+        return preempted, budget
+
+    def _admit(self, budget: int) -> None:
+        cache, block, running, waiting = self._cache, self._block, self.running, self._waiting
+        most = self._limits.max_num_seqs
+        while waiting and budget > 0 and len(running) < most:
+            request = waiting[0][2]
+            shared, own, bound = cache.find(request.trajectory, request.prompt, request.prompt_blocks, (request.tokens - 1) // block)
+            found = shared + own
+            if -(-request.tokens // block) - found > cache.available - bound:
+                break
+            heappop(waiting)
+            cache.bind(request.trajectory, request.prompt, own)
+            request.computed = found * block
+            self._counters.cached += request.computed
+            if not request.counted:
+                request.cached = request.computed
+            if request.again == "eviction" and found >= request.high // block:
+                request.again = "partial_block"
+            request.step = min(request.tokens - request.computed, budget)
+            request.blocks = -(-(request.computed + request.step) // block)
+            request.own = request.blocks - shared
+            cache.take(request.blocks - found)
+            self._publish(request)
+            budget -= request.step
+            running.append(request)
+
+    def _publish(self, request: Request) -> None:
+        full = min((request.computed + request.step) // self._block, request.prompt_blocks)
+        request.own -= self._cache.publish(request.prompt, full)
+
+    def release(self, request: Request, now: float, keep_s: float = 0.0) -> None:
+        """A request gives its blocks back; the full ones stay cached."""
+        request.high = max(request.high, request.computed)
+        own = max(0, request.computed // self._block - request.prompt_blocks)
+        self._cache.release(request.trajectory, request.prompt, own, request.own - own, now, keep_s)
+        request.blocks = request.own = request.computed = request.step = 0
+        request.decoding = False
+
+    def put_back(self, request: Request, now: float, cause: str) -> None:
+        """A running request loses its blocks and waits again."""
+        self.release(request, now)
+        request.again = cause
+        heappush(self._waiting, (request.priority, request.serial, request))
+
+    def remove(self, request: Request, now: float) -> None:
+        """A request is aborted."""
+        if request in self.running:
+            self.running.remove(request)
+            self.release(request, now)
+        else:
+            self._waiting.remove((request.priority, request.serial, request))
+            self._waiting.sort()
+
+    def put_all_back(self, now: float, cause: str) -> int:
+        """All running requests lose their blocks and wait again; returns their number."""
+        running, self.running = self.running, []
+        for request in running:
+            self.put_back(request, now, cause)
+        return len(running)
+
+
+def _standing(request: Request) -> tuple[int, int]:
+    return request.priority, request.serial

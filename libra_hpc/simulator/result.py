@@ -1,0 +1,198 @@
+"""What a simulation says: one value, plain data, the same for every policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from libra_hpc.sched.protocol import Decision, TurnView
+
+from .sim_engine import Engine
+from .training_stage import StepRecord
+
+SAMPLED = 256
+"""Most decisions kept as text; beyond it every second one kept so far is dropped, and from then on every second one is not looked at."""
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Nearest rank; 0.0 each of nothing."""
+
+    p50: float
+    p95: float
+    p99: float
+    mean: float
+
+
+def quantiles(values: Sequence[float]) -> Quantiles:
+    """Quantiles and mean of some values."""
+    if not values:
+        return Quantiles(0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    p50, p95, p99 = (ordered[min(last, int(q * len(ordered)))] for q in (0.5, 0.95, 0.99))
+    return Quantiles(p50, p95, p99, sum(ordered) / len(ordered))
+
+
+class SampledDecision(msgspec.Struct, frozen=True):
+    """A decision in words."""
+
+    at_s: float
+    trajectory: str
+    turn: int
+    engine: str
+    level: int
+    reason: str
+
+
+class EngineResult(msgspec.Struct, frozen=True):
+    """One engine over the run."""
+
+    engine: str
+    tp: int
+    up_s: float
+    """Seconds it was there."""
+    busy_s: float
+    paused_s: float
+    """Of ``busy_s``: in weight updates."""
+    steps: int
+    generated_tokens: int
+    preemptions: int
+    segments: list[tuple[float, float, float]]
+    """(start, end, mean number of running sequences), at most some 500."""
+
+
+class SimResult(msgspec.Struct, frozen=True):
+    """See the fields; seconds count from the start of the run."""
+
+    policy: str
+    makespan_s: float
+    """Until the last trajectory ended and the last whole batch was trained."""
+    trajectories: int
+    turns: int
+    generated_tokens: int
+    """Of complete trajectories."""
+    discarded_tokens: int
+    """Generated for trajectories that were abandoned."""
+    prefilled_tokens: int
+    """Computed in prefill, repetitions included."""
+    cached_tokens: int
+    """Found in prefix caches instead."""
+    reprefilled_tokens: int
+    """Of ``prefilled_tokens``: positions of a trajectory that had been computed for it before."""
+    reprefilled_by: dict[str, int]
+    """The same by cause: ``move``, ``eviction``, ``partial_block``, ``preemption``, ``swap``, ``restart`` (`Request.again`)."""
+    tokens_per_s: float
+    """Generated tokens of complete trajectories over the makespan."""
+    completion: Quantiles
+    """Seconds from the start of a trajectory to its end."""
+    turn_latency: Quantiles
+    """Seconds from a turn's readiness to the answer: queues, prefill, decoding, hops."""
+    queue_wait: Quantiles
+    """Seconds a turn waited for its routing."""
+    moves: int
+    """Turns, or rests of interrupted ones, on another engine than what came before."""
+    tp_moves: int
+    """... of another TP degree."""
+    midturn_moves: int
+    """... in the middle of a turn, which went on there."""
+    preemptions: int
+    recomputed: int
+    """Running requests put back by weight updates."""
+    abandoned: int
+    redirected: int
+    """Turns that the chosen engine could not hold and that went to another."""
+    idle_share: float
+    """Share of the engines' device-seconds in which no step and no weight update ran."""
+    decisions: int
+    waits: int
+    """Passes after which turns were left waiting although engines had free slots."""
+    by_level: list[int]
+    """Turns routed to each TP class, ascending."""
+    finish_s: list[float]
+    """When each trajectory ended, ascending."""
+    steps: list[StepRecord]
+    engines: list[EngineResult]
+    sampled: list[SampledDecision]
+
+
+class Recorder:
+    """Collects during a run what `result` returns."""
+
+    def __init__(self) -> None:
+        self.turn_s: list[float] = []
+        self.wait_s: list[float] = []
+        self.completion_s: list[float] = []
+        self.finish_s: list[float] = []
+        self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = self.midturn_moves = self.waits = self.decisions = 0
+        self._by_level: dict[int, int] = {}
+        self._sampled: list[tuple[float, TurnView, Decision]] = []
+        self._stride = 1
+        self._gone: list[EngineResult] = []
+        self._again: dict[str, int] = {}
+        self._prefilled = self._cached = self._preemptions = self._recomputed = 0
+        self._present_s = self._busy_s = 0.0
+
+    def decided(self, turn: TurnView, decision: Decision, now: float) -> None:
+        """A turn was routed."""
+        if self.decisions % self._stride == 0:
+            self._sampled.append((now, turn, decision))
+            if len(self._sampled) > SAMPLED:
+                self._sampled = self._sampled[::2]
+                self._stride *= 2
+        self.decisions += 1
+        self._by_level[decision.level] = self._by_level.get(decision.level, 0) + 1
+        self.wait_s.append(now - turn.ready_at)
+
+    def gone(self, engine: Engine, now: float) -> None:
+        """An engine left, or the run is over."""
+        counters, present = engine.counters, now - engine.up_at
+        for cause, tokens in counters.again.items():
+            self._again[cause] = self._again.get(cause, 0) + tokens
+        self._prefilled += counters.prefilled
+        self._cached += counters.cached
+        self._preemptions += counters.preemptions
+        self._recomputed += counters.recomputed
+        self._present_s += present * engine.tp
+        self._busy_s += min(present, counters.busy_s) * engine.tp
+        self._gone.append(
+            EngineResult(
+                engine.name, engine.tp, present, counters.busy_s, counters.paused_s, counters.steps, counters.generated, counters.preemptions,
+                engine.timeline.segments(),
+            )
+        )  # fmt: skip
+
+    def result(self, policy: str, makespan: float, steps: list[StepRecord]) -> SimResult:
+        """Everything, once all engines are `gone`."""
+        levels = max(self._by_level, default=-1) + 1
+        return SimResult(
+            policy=policy,
+            makespan_s=makespan,
+            trajectories=len(self.finish_s),
+            turns=len(self.turn_s),
+            generated_tokens=self.generated,
+            discarded_tokens=self.discarded,
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._cached,
+            reprefilled_tokens=sum(self._again.values()),
+            reprefilled_by=dict(sorted(self._again.items())),
+            tokens_per_s=self.generated / makespan if makespan > 0.0 else 0.0,
+            completion=quantiles(self.completion_s),
+            turn_latency=quantiles(self.turn_s),
+            queue_wait=quantiles(self.wait_s),
+            moves=self.moves,
+            tp_moves=self.tp_moves,
+            midturn_moves=self.midturn_moves,
+            preemptions=self._preemptions,
+            recomputed=self._recomputed,
+            abandoned=self.abandoned,
+            redirected=self.redirected,
+            idle_share=1.0 - self._busy_s / self._present_s if self._present_s > 0.0 else 0.0,
+            decisions=self.decisions,
+            waits=self.waits,
+            by_level=[self._by_level.get(level, 0) for level in range(levels)],
+            finish_s=sorted(self.finish_s),
+            steps=steps,
+            engines=sorted(self._gone, key=lambda engine: (engine.tp, engine.engine)),
+            sampled=[SampledDecision(at, turn.trajectory, turn.turns, d.engine, d.level, d.reason) for at, turn, d in self._sampled],
+        )

@@ -1,0 +1,124 @@
+"""One trajectory in play: the environment's side of it, which builds the same records for policies as the live leader does; and its turn in flight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
+from libra_hpc.sched.protocol import Finished, TurnView
+
+from .settings import SimSettings, trajectory_ids
+from .sim_engine import Engine
+from .sim_request import Request
+
+
+class Run:
+    """Mutable state of one trajectory."""
+
+    __slots__ = (
+        "asked_at", "at_signal", "attained", "context", "engine", "epoch", "group", "high", "keep", "name", "opened_at", "partial", "place", "ready_at",
+        "round", "shared", "signals", "spec", "turn", "version",
+    )  # fmt: skip
+
+    def __init__(self, name: str, spec: TrajectoryRecord, group: str) -> None:
+        self.name, self.spec, self.group = name, spec, group
+        self.shared = spec.prompt_tokens
+        """Tokens of the prompt that all samples of the group begin with."""
+        self.epoch = self.round = self.version = self.high = 0
+        self.opened_at = self.ready_at = self.asked_at = 0.0
+        self.place = ""
+        """``queue``, ``engine``, ``tool``, ``deferred``, ``done``; empty before admission."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Stand before the first turn.  Events of the time before carry an older `epoch`."""
+        self.epoch += 1
+        self.turn = self.attained = self.partial = 0
+        self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
+        self.signals: tuple[Signal, ...] = ()
+        self.at_signal: tuple[int, ...] = ()
+        self.engine = ""
+        self.high = min(self.high, self.context)
+
+    def ready(self, now: float) -> None:
+        """Its turn, or the rest of it, needs an engine."""
+        self.ready_at, self.place = now, "queue"
+        if not self.partial:
+            self.asked_at = now
+
+    @property
+    def left(self) -> int:
+        """Tokens of the present turn that are still to be generated."""
+        return self.spec.turns[self.turn].gen_tokens - self.partial
+
+    def interrupted(self, generated: int, high: int, version: int) -> None:
+        """A part of the turn was generated."""
+        self.partial += generated
+        self.attained += generated
+        self.context += generated
+        self.high, self.version = high, version
+
+    def view(self, settings: SimSettings) -> TurnView:
+        """The turn that is ready, as a policy sees it."""
+        spec = self.spec
+        return TurnView(
+            self.name, spec.prompt_id, spec.sample, settings.task, self.context, self.attained, self.turn, self.ready_at, self.engine, self.signals,
+            settings.max_model_len,
+        )  # fmt: skip
+
+    def answered(self, high: int, version: int) -> float:
+        """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until the end."""
+        turns = self.spec.turns
+        turn = turns[self.turn]
+        self.interrupted(self.left, high, version)
+        self.partial = 0
+        self.turn += 1
+        last = self.turn == len(turns)
+        if turn.tool is not None:
+            payload = 0 if last else turns[self.turn].new_tokens
+            self.signals = (*self.signals, signal_of(turn, payload))
+            self.at_signal = (*self.at_signal, self.attained)
+        if not last:
+            self.context += turns[self.turn].new_tokens
+        return turn.tool_s
+
+    @property
+    def last(self) -> bool:
+        """Whether all turns are generated."""
+        return self.turn == len(self.spec.turns)
+
+    def finished(self, task: str) -> Finished:
+        """What a policy learns at the end."""
+        spec = self.spec
+        return Finished(self.name, spec.prompt_id, spec.sample, task, self.attained, len(spec.turns), self.at_signal, self.signals, self.version, self.context)
+
+
+class Sent:
+    """A turn in flight."""
+
+    __slots__ = ("engine", "epoch", "request", "run", "steps", "turn")
+
+    def __init__(self, run: Run, turn: TurnView, engine: Engine, request: Request, steps: int) -> None:
+        self.run, self.turn, self.engine, self.request = run, turn, engine, request
+        self.steps = steps
+        """That the engine had reported then."""
+        self.epoch = run.epoch
+        """That of the trajectory then: an older one was abandoned since."""
+
+
+def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[Run]]:
+    """Trajectories by prompt id, in the order of their first one; shuffled unless ``seed`` is 0."""
+    groups: dict[str, list[Run]] = {}
+    for name, spec in zip(trajectory_ids(work), work, strict=True):
+        groups.setdefault(spec.prompt_id, []).append(Run(name, spec, spec.prompt_id))
+    for runs in groups.values():
+        shared = min(run.spec.prompt_tokens for run in runs)
+        for run in runs:
+            run.shared = shared
+    if not seed:
+        return groups
+    order = list(groups)
+    random.Random(seed).shuffle(order)
+    return {name: groups[name] for name in order}

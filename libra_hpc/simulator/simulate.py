@@ -1,0 +1,341 @@
+"""The simulator of the rollout stage: discrete events around the live policy, dispatcher, board and staleness gate.
+
+A trajectory goes from the dispatcher's queue to an engine (`agents`), from there to its tool, and back.  This module is what the rollout leader and the
+coordinator are in a live run: it opens groups as the gate admits them, routes with the policy, trains batches, spreads weights, and moves engines in and out.
+
+A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under "for a controller".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from libra_hpc.errors import OperationError
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
+from libra_hpc.sched.midturn import Running
+from libra_hpc.sched.protocol import Policy
+
+from .agents import Agents
+from .deferral import Deferral
+from .event_queue import ROUTING, Events
+from .result import Recorder, SimResult
+from .run import Run, Sent, grouped
+from .settings import EngineSpec, SimSettings, Training, check
+from .sim_request import Request
+from .training_stage import TrainingStage
+
+STALLED_S = 3600.0
+"""A policy that lets every turn wait this long with nothing running will do so for ever."""
+
+Controller = Callable[["Simulation", float], None]
+
+
+class Simulation:
+    """One run; see the module.  Raises `UserError` for input that cannot be simulated."""
+
+    def __init__(
+        self,
+        work: Sequence[TrajectoryRecord],
+        engines: Sequence[EngineSpec],
+        policy: Policy,
+        settings: SimSettings,
+        training: Training | None = None,
+        controller: Controller | None = None,
+        controller_s: float = 5.0,
+    ) -> None:
+        check(work, engines, settings)
+        self.settings = settings
+        self.board = Board(settings.max_inflight, settings.adaptive)
+        self.recorder = Recorder()
+        self._policy = policy
+        self._deferral = Deferral(policy)
+        self._queue = Dispatcher(policy, self.board)
+        self._groups = grouped(work, settings.seed)
+        self._runs = {run.name: run for runs in self._groups.values() for run in runs}
+        self.training = TrainingStage(self._groups, settings, training)
+        self._events = Events()
+        self._at = self._events.at
+        self._agents = Agents(settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed)
+        self.engines = self._agents.engines
+        self._sent: dict[str, Sent] = {}
+        self._open: dict[str, Run] = {}
+        self._routing = self._ticking = self._watching = False
+        self._active_at = 0.0
+        self._joining = 0
+        self._controller, self._controller_s = controller, controller_s
+        for spec in engines:
+            self._agents.up(spec, self.training.version)
+        if controller is not None:
+            self._at(controller_s, self._control, None)
+        self._at(0.0, self._admit, None)
+
+    def run(self) -> SimResult:
+        """Play it to the end.  Raises `OperationError` when turns wait for ever."""
+        training, following = self.training, self._events.next
+        while not training.done:
+            if not following():
+                raise self._stalled()
+        for engine in self.engines.values():
+            self.recorder.gone(engine, self.now)
+        return self.recorder.result(self._policy.name, self.now, self.training.steps)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._events.now
+
+    # --- for a controller -------------------------------------------------------------------------------------------------------------------
+
+    def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+        """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
+        self._agents.drain(name, then)
+
+    def join(self, spec: EngineSpec, delay_s: float = 0.0) -> None:
+        """A new engine accepts turns after a delay, with the newest weights."""
+        self._joining += 1
+        self._at(self.now + delay_s, self._joined, spec)
+
+    def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
+        """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new ones, ``delay_s`` later.
+
+        What has ended counts, as live (`libra_hpc.rollout.rollout_leader`).  The caller holds the training meanwhile.
+        """
+        self._agents.stop()
+        self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
+        self._sent.clear()
+        waiting = [run for run in self._open.values() if run.place != "deferred"]
+        for run in waiting:
+            self._begin_again(run)
+            run.place = "queue"
+        self._joining += 1
+        self._at(self.now + delay_s, self._restarted, (specs, [(run, run.epoch) for run in waiting]))
+
+    def hold_training(self, held: bool) -> None:
+        """No training step starts while held."""
+        self.training.held = held
+        if not held:
+            self._train()
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait for an engine."""
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        """Turns sent and not answered."""
+        return self._agents.in_flight
+
+    def open_runs(self) -> list[Run]:
+        """Trajectories that started and have not ended, in order of admission."""
+        return list(self._open.values())
+
+    # --- events -----------------------------------------------------------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        if not self._routing:
+            self._routing = True
+            self._at(self.now, self._route, None, ROUTING)
+
+    def _freed(self) -> None:
+        if len(self._queue):
+            self._kick()
+
+    def _control(self, _: None) -> None:
+        assert self._controller is not None
+        self._controller(self, self.now)
+        self._check_stall()
+        self._at(self.now + self._controller_s, self._control, None)
+
+    def _tick(self, _: None) -> None:
+        self._ticking = False
+        self._check_stall()
+        self._kick()
+
+    # --- trajectories -----------------------------------------------------------------------------------------------------------------------
+
+    def _admit(self, _: None = None) -> None:
+        for group in self.training.admit():
+            for run in self._groups[group]:
+                run.opened_at, run.round = self.now, self.training.round
+                self._open[run.name] = run
+                self._ready((run, run.epoch))
+            self._deferral.started(self.training.round)
+
+    def _ready(self, item: tuple[Run, int]) -> None:
+        run, epoch = item
+        if run.epoch != epoch:
+            return
+        run.ready(self.now)
+        self._queue.ready(run.view(self.settings), self.now)
+        self._kick()
+
+    def _route(self, _: None) -> None:
+        self._routing = False
+        now, settings, recorder = self.now, self.settings, self.recorder
+        routed = self._queue.dispatch(now)
+        for turn, decision in routed:
+            run, view = self._runs[turn.trajectory], self.board.engines[decision.engine]
+            if not view.open or view.inflight > view.cap:
+                raise ValueError(f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot")
+            recorder.decided(turn, decision, now)
+            engine = self._agents.holder(turn, run.left, decision.engine)
+            again = "restart" if not turn.engine else "move"
+            if turn.engine == engine.name:
+                again = "eviction" if run.version == engine.version else "swap"
+            elif turn.engine:
+                recorder.moves += 1
+                recorder.midturn_moves += run.partial > 0
+                last = self.engines.get(turn.engine)
+                recorder.tp_moves += last is not None and last.tp != engine.tp
+            request = Request(
+                run.name, turn.prompt_id, run.shared // settings.block_size, turn.context_tokens, run.left, decision.priority,
+                decision.keep_s, run.high, again,
+            )  # fmt: skip
+            run.engine, run.place = engine.name, "engine"
+            sent = self._sent[run.name] = Sent(run, turn, engine, request, self.board.engines[engine.name].steps)
+            self._agents.send(sent)
+        if routed:
+            self._active_at = now
+            self._watch()
+        if len(self._queue) and self.board.free > 0:
+            recorder.waits += 1
+            if not self._ticking:
+                self._ticking = True
+                self._at(now + settings.tick_s, self._tick, None)
+
+    def _answered(self, sent: Sent) -> None:
+        run = sent.run
+        now = self._active_at = self.now
+        self._freed()
+        if run.epoch != sent.epoch:
+            self.recorder.discarded += sent.request.generated
+            self._agents.drop(sent.engine, run.name)
+            return
+        del self._sent[run.name]
+        if sent.request.left:
+            run.interrupted(sent.request.generated, sent.request.high, run.version)
+            self._ready((run, run.epoch))
+            return
+        self.recorder.turn_s.append(now - run.asked_at)
+        tool_s = run.answered(sent.request.high, run.version)
+        run.place = "tool"
+        after = self._end if run.last else self._ready
+        if tool_s > 0.0:
+            self._at(now + tool_s, after, (run, run.epoch))
+        else:
+            after((run, run.epoch))
+
+    def _end(self, item: tuple[Run, int]) -> None:
+        run, epoch = item
+        if run.epoch != epoch:
+            return
+        now, recorder = self.now, self.recorder
+        run.place = "done"
+        del self._open[run.name]
+        recorder.generated += run.attained
+        recorder.finish_s.append(now)
+        recorder.completion_s.append(now - run.opened_at)
+        self._agents.ended(run.engine, run.name)
+        self._queue.finished(run.finished(self.settings.task), now)
+        self._kick()
+        if self.training.close(run.group, now):
+            for name in self._deferral.finished(run.round, self.open_runs(), now):
+                self._abandon(self._runs[name])
+            self._train()
+            self._admit()
+        for held in self._deferral.due(self.open_runs()) if self._deferral.holds else ():
+            self._ready((held, held.epoch))
+
+    def _abandon(self, run: Run) -> None:
+        """Give a trajectory up for now; what it generated is lost."""
+        sent = self._sent.pop(run.name, None)
+        if sent is not None:
+            run.high = max(run.high, sent.request.computed)
+            self._agents.abort(sent)
+        self._agents.forget(run.name)
+        self.recorder.abandoned += 1
+        self._begin_again(run)
+        self._deferral.add(run)
+
+    def _begin_again(self, run: Run) -> None:
+        self.recorder.discarded += run.attained
+        run.begin()
+        self._queue.forget(run.name, run.spec.prompt_id, self.now)
+
+    # --- moves in mid-turn ------------------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._queue.rebalances and not self._watching:
+            self._watching = True
+            self._at(self.now + LOOK_S, self._look, None)
+
+    def _look(self, _: None) -> None:
+        self._watching = False
+        for move in self._queue.rebalance(self._running(), self.now):
+            self._agents.abort(self._sent[move.trajectory])
+        if self.in_flight:
+            self._watch()
+
+    def _running(self) -> Iterator[Running]:
+        """What the leader knows of running turns: the steps their engines have reported."""
+        for sent in self._sent.values():
+            steps = self.board.engines[sent.engine.name].steps - sent.steps
+            yield Running(replace(sent.turn, engine=sent.engine.name), steps)
+
+    # --- training and engines ---------------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        seconds = self.training.begin(self.now)
+        if seconds is not None:
+            self._at(self.now + seconds, self._trained, None)
+
+    def _trained(self, _: None) -> None:
+        version = self.training.end(self.now)
+        self._active_at = self.now
+        self._agents.swap(version)
+        self._train()
+
+    def _spread(self) -> None:
+        if self.engines:
+            self.training.applied(min(engine.version for engine in self.engines.values()))
+            self._admit()
+            self._kick()
+
+    def _joined(self, spec: EngineSpec) -> None:
+        self._joining -= 1
+        self._active_at = self.now
+        self._agents.up(spec, self.training.version)
+        self._kick()
+
+    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[Run, int]]]) -> None:
+        specs, waiting = item
+        self._joining += len(specs) - 1
+        for spec in specs:
+            self._joined(spec)
+        for each in waiting:
+            self._ready(each)
+        self._spread()
+
+    # --- stalls -----------------------------------------------------------------------------------------------------------------------------
+
+    def _check_stall(self) -> None:
+        running = self.in_flight or self._joining or not self.training.idle
+        if running or any(run.place == "tool" for run in self._runs.values()):
+            self._active_at = self.now
+        elif self.now - self._active_at > STALLED_S:
+            raise self._stalled()
+
+    def _stalled(self) -> OperationError:
+        return OperationError(f"Policy {self._policy.name} leaves {len(self._queue)} turns waiting with {self.board.free} free slots and nothing running.")
+
+
+def simulate(
+    work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], policy: Policy, settings: SimSettings | None = None, training: Training | None = None
+) -> SimResult:
+    """Play ``work`` on ``engines`` under ``policy``; see `Simulation` and `SimSettings`."""
+    return Simulation(work, engines, policy, settings or SimSettings(), training).run()

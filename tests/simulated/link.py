@@ -1,0 +1,81 @@
+"""An agent for tests: starts one twin process and talks to it over a real Unix-domain socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from libra_hpc.protocol.codec import Codec, FrameBuffer
+from libra_hpc.simulated.settings import Pace
+
+PATIENCE_S = 60.0
+"""A twin that says nothing for so long is broken."""
+
+T = TypeVar("T")
+
+
+def pace(**fields: Any) -> Pace:
+    """An A800 and a 14B model, ten thousand times as fast, ready at once."""
+    values = {"device": "a800", "model": "qwen3-14b", "speedup": 10_000.0, "mfu": 0.4, "step_s": 1.0, "start_s": 0.0, "wake_s": 0.0, "sync_s": 0.0}
+    return Pace(**{**values, **fields})
+
+
+class Link:
+    """A context manager around one process: ``python -m <module> <arguments> --socket PATH``."""
+
+    def __init__(self, folder: Path, module: str, *arguments: str, inbound: Codec[Any], outbound: Codec[Any]) -> None:
+        self._inbound, self._outbound = inbound, outbound
+        # Beside its folder: names of Unix sockets are short.
+        self._listener = socket.socket(socket.AF_UNIX)
+        here = os.getcwd()
+        os.chdir(folder)
+        try:
+            self._listener.bind("s")
+        finally:
+            os.chdir(here)
+        self._listener.listen(1)
+        self._listener.settimeout(PATIENCE_S)
+        command = [sys.executable, "-m", module, *arguments, "--socket", "s"]
+        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here})
+        self._frames, self._pending = FrameBuffer(), list[bytes]()
+
+    def __enter__(self) -> Link:
+        self._link, _ = self._listener.accept()
+        self._link.settimeout(PATIENCE_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._link.close()
+        self._listener.close()
+        try:
+            self.process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    def send(self, *messages: Any) -> None:
+        self._link.sendall(b"".join(self._outbound.frame(message) for message in messages))
+
+    def receive(self) -> Any:
+        while not self._pending:
+            chunk = self._link.recv(1 << 20)
+            if not chunk:
+                raise EOFError("the twin closed its socket")
+            self._pending += self._frames.feed(chunk)
+        return self._inbound.decode(self._pending.pop(0))
+
+    def until(self, kind: type[T]) -> T:
+        """The next message of a kind; others before it are dropped."""
+        while not isinstance(message := self.receive(), kind):
+            pass
+        return message
+
+    def close(self) -> int:
+        """Close the socket and return the exit code."""
+        self._link.close()
+        return self.process.wait(PATIENCE_S)

@@ -1,0 +1,154 @@
+"""Twin processes over their real sockets: ready, work, leave with the agent."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.protocol import env, rollout
+from libra_hpc.protocol import trainer as train
+from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.simulated import tokens
+from libra_hpc.simulated.settings import Pace, Play
+from libra_hpc.simulated.state import weight_file
+from libra_hpc.traces.read import write_trace
+from libra_hpc.train import state_folders as folders
+from libra_hpc.train.settings import WorkerConfig, write_config
+from tests.simulated.link import Link, pace
+
+
+def engine_link(folder: Path, told: Pace, **fields: object) -> Link:
+    folder.mkdir(exist_ok=True)
+    (folder / "engine.json").write_bytes(msgspec.json.encode(EngineConfig(model="", **fields)))  # type: ignore[arg-type]
+    arguments = ("--config", "engine.json", "--pace", msgspec.json.encode(told).decode())
+    return Link(folder, "libra_hpc.simulated.engine_process", *arguments, inbound=rollout.from_engine, outbound=rollout.to_engine)
+
+
+def trainer_link(folder: Path, told: Pace, **fields: object) -> Link:
+    folder.mkdir(exist_ok=True)
+    write_config(WorkerConfig(model_dir="", world_rendezvous="", **fields), folder / "worker.json")  # type: ignore[arg-type]
+    arguments = ("--config", "worker.json", "--pace", msgspec.json.encode(told).decode())
+    return Link(folder, "libra_hpc.simulated.trainer_process", *arguments, inbound=train.from_worker, outbound=train.to_worker)
+
+
+def host_link(folder: Path, **fields: object) -> Link:
+    told = Play(**{"prompts": 8, "group": 2, "max_context": 16384, "speedup": 10_000.0, **fields})  # type: ignore[arg-type]
+    (folder / "host.json").write_bytes(msgspec.json.encode(told))
+    return Link(folder, "libra_hpc.simulated.host_process", "--config", "host.json", inbound=env.from_host, outbound=env.to_host)
+
+
+def test_an_engine_serves_turns_and_leaves_when_told(tmp_path: Path) -> None:
+    with engine_link(tmp_path, pace(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
+        ready = link.until(rollout.EngineReady)
+        assert (ready.version, ready.tp, ready.max_model_len) == (3, 2, 8192)
+        assert ready.kv_tokens > 100_000
+        for number in range(5):
+            link.send(rollout.Generate(f"r{number}", pack_i32(tokens.prompt(0, number, 4000, 50 + number)), 4000))
+        found = {done.rid: done for done in (link.until(rollout.Generated) for _ in range(5))}
+        assert {rid: len(done.tokens) // 4 for rid, done in found.items()} == {f"r{number}": 50 + number for number in range(5)}
+        assert found["r0"].run_s * 100.0 == pytest.approx(0.019 * 50 + 0.6, rel=0.5), "49 decode steps and a prefill on operator tables"
+        assert link.until(rollout.EngineStats).generated_tokens == sum(range(50, 55))
+        link.send(rollout.Shutdown())
+        assert link.process.wait(60) == 0
+
+
+def test_an_engine_leaves_with_its_agent_and_names_what_it_does_not_know(tmp_path: Path) -> None:
+    with engine_link(tmp_path / "a", pace(start_s=1e9)) as link:
+        assert link.close() == 0, "also while it starts"
+    with engine_link(tmp_path / "b", pace(device="a801")) as link:
+        assert link.process.wait(60) == 2
+        assert link.process.stderr is not None
+        assert "did you mean 'a800'" in link.process.stderr.read()
+
+
+def sample(uid: str, count: int) -> train.Sample:
+    return train.Sample(uid, pack_i32([0] * count), bytes([0, 1] * (count // 2)), pack_f32([0.0] * count), 1.0)
+
+
+def step(number: int, generation: int, count: int = 1000) -> train.TrainStep:
+    return train.TrainStep(number, generation, ((sample("0.0", count),),), (count // 2,))
+
+
+def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    snapshots.mkdir()
+    law = pace(speedup=0.5, step_s=0.0)
+    with trainer_link(tmp_path / "a", law, tp=4, pp=2, snapshot_dir=str(snapshots), snapshot_every=2) as first:
+        assert first.until(train.WorkerReady).step == 0
+        first.send(train.Join(1, 0, 1, str(tmp_path / "g1")))
+        assert first.until(train.Joined).received_bytes == 0
+        first.send(step(1, 1), step(2, 1))
+        done = [first.until(train.StepDone) for _ in range(2)]
+        assert [(reply.step, reply.tokens, reply.loss_tokens, reply.reduce_s) for reply in done] == [(1, 1000, 500, 0.0), (2, 1000, 500, 0.0)]
+        flops = 3 * 2 * 13.99e9 * 1000
+        assert done[0].compute_s == pytest.approx(flops / (8 * 312e12 * 0.4) / 0.5, rel=0.02), "2 FLOPs per weight and token, thrice, at half the speed"
+        with trainer_link(tmp_path / "b", law, tp=4, pp=2) as second:
+            assert second.until(train.WorkerReady).step == 0
+            for rank, link in enumerate((first, second)):
+                link.send(train.Join(2, rank, 2, str(tmp_path / "g2")))
+            joined = [link.until(train.Joined) for link in (first, second)]
+            assert [reply.step for reply in joined] == [2, 2]
+            assert [reply.received_bytes > 20e9 for reply in joined] == [False, True], "12 bytes per weight, an eighth of them for each process"
+            for link in (first, second):
+                link.send(step(3, 2))
+            assert first.until(train.StepDone).reduce_s == second.until(train.StepDone).reduce_s > 0.0
+            second.send(step(3, 2))
+            assert "at step 3" in second.until(train.StepFailed).error
+        first.send(train.Join(3, 1, 2, str(tmp_path / "g3")), train.Join(4, 0, 1, str(tmp_path / "g4")))
+        assert "1 of 2 members did not appear" in first.until(train.WorkerError).what
+        assert first.until(train.Joined).generation == 4, "a newer generation ends the wait for one that cannot form"
+        first.send(train.Export(str(tmp_path / "w" / "export.safetensors"), 3))
+        exported = first.until(train.Exported)
+        data = (tmp_path / "w" / "export.safetensors").read_bytes()
+        assert (exported.crc32, exported.size) == (zlib.crc32(data), len(data))
+        first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3), train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
+        first.until(train.Saved)
+        assert "cannot save step 4" in first.until(train.WorkerError).what
+        first.send(train.Standby(), train.StopWorker())
+        assert first.process.wait(60) == 0
+    assert folders.read_state(tmp_path / "step-3") == folders.TrainerState(3, 3)
+    with trainer_link(tmp_path / "c", law, start_dir=str(snapshots)) as rebuilt:
+        assert rebuilt.until(train.WorkerReady).step == 2, "from the newest snapshot"
+
+
+def test_weight_files_are_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    (tmp_path / "w.safetensors").write_bytes(weight_file(7))
+    with safetensors.safe_open(tmp_path / "w.safetensors", framework="np") as file:
+        assert set(file.get_tensor("twin.step").tolist()) == {7.0}
+
+
+def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> None:
+    turns = (TurnRecord(0, 5, "test", "error", 2.0, 1, 3, 4), TurnRecord(9, 7))
+    write_trace(tmp_path / "t.jsonl", [TrajectoryRecord("p", 0, 20, turns, 1.0), TrajectoryRecord("q", 0, 30, (TurnRecord(0, 6),), None)])
+    with host_link(tmp_path, trace="t.jsonl") as link:
+        link.until(env.HostReady)
+        link.send(env.OpenEpisode("e", 2, 3, 0.0), env.OpenEpisode("f", 1, 0, 0.0))
+        opened = [link.until(env.EpisodeOpened) for _ in range(2)]
+        assert [(each.prompt_id, len(each.tokens) // 4, each.max_tokens) for each in opened] == [("p", 20, 7), ("q", 30, 6)]
+        assert tokens.read(opened[0].tokens) == tokens.SimulatedContext(0, 20, 3, 20, 5)
+        link.send(env.StepEpisode("e", tokens.generated(5, complete=True)))
+        stepped = link.until(env.EpisodeStepped)
+        assert stepped.signal == env.Signal("test", "error", 9, 2.0 / 10_000.0, 1, 3, 4)
+        assert (len(unpack_i32(stepped.tokens)), stepped.done) == (9, False)
+        link.send(env.StepEpisode("e", tokens.generated(7, complete=True)), env.StepEpisode("f", tokens.generated(2, complete=False)))
+        ended = {each.episode: each for each in (link.until(env.EpisodeStepped) for _ in range(2))}
+        assert (ended["e"].done, ended["e"].reward) == (True, 1.0)
+        assert (ended["f"].done, ended["f"].info) == (True, {"truncated": 1.0})
+        assert link.close() == 0
+
+
+def test_generated_work_is_the_run_s_and_presets_follow_one_another(tmp_path: Path) -> None:
+    with host_link(tmp_path, presets=["search", "math"]) as link:
+        link.until(env.HostReady)
+        link.send(*(env.OpenEpisode(f"{index}.{one}", index, one, 0.0) for index in range(8) for one in range(2)))
+        opened = [link.until(env.EpisodeOpened) for _ in range(16)]
+    names = [each.prompt_id for each in opened]
+    assert [name.split("/")[1] for name in names] == ["search"] * 8 + ["math"] * 8
+    assert names[::2] == names[1::2]
+    assert len(set(names)) == 8

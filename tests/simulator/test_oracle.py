@@ -1,0 +1,166 @@
+"""The clairvoyant oracle: how it prices an engine's work, where trajectories start, and when they move."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.simulator.baselines.drain import Load, drain_s, prefill_s
+from libra_hpc.simulator.baselines.oracle import Foresight, Oracle, Work
+from tests.sched.boards import board_of, turn_of
+
+from .futures import Linear
+
+MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
+
+
+def load(tokens: int, name: str = "", prefill: float = 0.0, tools: float = 0.0, context: int = 0) -> Load:
+    """A trajectory at an engine."""
+    return Load(tokens, name, prefill, tools, context)
+
+
+def test_an_engine_drains_in_stages() -> None:
+    steps = Linear(1)
+    assert drain_s([], steps, 8) == 0.0
+    assert drain_s([load(100)], steps, 8) == pytest.approx(100 * steps.step_s(1, 0))
+    both = 100 * steps.step_s(2, 0) + 200 * steps.step_s(1, 0)
+    assert drain_s([load(100), load(300)], steps, 8) == pytest.approx(both)
+    assert drain_s([load(100, prefill=3.0), load(300, tools=5.0)], steps, 8) > both + 7.0
+    assert drain_s([load(100), load(100)], steps, 1) == pytest.approx(2 * 100 * steps.step_s(1, 0)), "one slot: one after the other"
+    crowd = [load(100, context=60_000) for _ in range(2)]
+    assert drain_s(crowd, steps, 8) > 100 * steps.step_s(2, 120_000), "more KV than fits: they take turns"
+    assert prefill_s(steps, 0, 500) == 0.0
+    assert prefill_s(steps, 10_000, 0) == pytest.approx(10_000 * 0.02 / 250)
+
+
+class Told:
+    """Trajectories of one turn with known lengths."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.left = {f"t{i}": Work(tokens, 100, 0, 0.0) for i, tokens in enumerate(lengths)}
+
+    def __call__(self, trajectory: str, turns: int) -> Work:
+        return self.left[trajectory]
+
+
+def told(told: Told) -> Oracle:
+    """An oracle of those."""
+    return Oracle(Foresight(told, {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
+
+
+def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
+    truth = Told([100, 9_000, 5_000, 100])
+    policy, board = told(truth), board_of(("slow", 1), ("fast", 4))
+    dispatcher = Dispatcher(policy, board)
+    for name in truth.left:
+        dispatcher.ready(turn_of(name, context=100), 0.0)
+    sent = dispatcher.dispatch(0.0)
+    assert [turn.trajectory for turn, _ in sent] == ["t1", "t2", "t0", "t3"]
+    assert [d.engine for _, d in sent] == ["fast", "fast", "slow", "slow"]
+    priorities = [d.priority for _, d in sent]
+    assert priorities == sorted(priorities)
+
+
+def test_the_oracle_computes_a_long_prompt_once() -> None:
+    truth = Told([100, 100, 100, 100])
+    truth.left = {name: Work(100, 50_000, 0, 0.0) for name in truth.left}
+    policy, board = told(truth), board_of(("a", 1), ("b", 1))
+    dispatcher = Dispatcher(policy, board)
+    for i, name in enumerate(truth.left):
+        dispatcher.ready(turn_of(name, prompt="even" if i % 2 == 0 else "odd", context=50_000), 0.0)
+    sent = dispatcher.dispatch(0.0)
+    where = {turn.trajectory: d.engine for turn, d in sent}
+    assert where["t0"] == where["t2"] != where["t1"] == where["t3"]
+    assert "prompt cached" in sent[-1][1].reason
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(50, 9_000), min_size=1, max_size=6))
+def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]) -> None:
+    tps = {"a": 1, "b": 1, "c": 4}
+    truth = Told(lengths)
+    policy, board = told(truth), board_of(*tps.items(), cap=8)
+    dispatcher = Dispatcher(policy, board)
+    for name in truth.left:
+        dispatcher.ready(turn_of(name, context=100), 0.0)
+    where = {turn.trajectory: d.engine for turn, d in dispatcher.dispatch(0.0)}
+
+    def makespan(assigned: tuple[str, ...]) -> float:
+        ends = []
+        for engine, tp in tps.items():
+            steps = Linear(tp)
+            mine = sorted(load(n, str(i), prefill_s(steps, 100, 0), 0.0, 100 + n // 2) for i, n in enumerate(lengths) if assigned[i] == engine)
+            ends.append(drain_s(mine, steps, 8))
+        return max(ends)
+
+    best = min(makespan(assigned) for assigned in product(tps, repeat=len(lengths)))
+    assert makespan(tuple(where[name] for name in truth.left)) <= 1.15 * best
+
+
+def test_the_oracle_moves_when_it_pays_and_else_keeps_its_prefix() -> None:
+    truth = Told([4_000, 60])
+    policy, board = told(truth), board_of(("slow", 1), cap=2)
+    for i in range(2):
+        assert policy.route(turn_of(f"t{i}", context=100), board, 0.0).engine == "slow"
+    board.up("fast", 4, 100_000, 0)
+    truth.left["t1"] = Work(50, 10, 0, 0.0)
+    stays = policy.route(turn_of("t1", context=5_000, at="slow", turns=1), board, 1.0)
+    assert (stays.engine, stays.reason.split(",")[0]) == ("slow", "stays on slow"), "the other one decides when slow ends"
+    truth.left["t0"] = Work(3_900, 10, 0, 0.0)
+    moves = policy.route(turn_of("t0", context=5_000, at="slow", turns=1), board, 1.0)
+    assert moves.engine == "fast"
+    assert moves.reason.startswith("moves to fast: the later of both ends falls by ")
+    truth.left["t0"] = Work(3_000, 10, 0, 0.0)
+    assert policy.route(turn_of("t0", context=6_000, at="fast", turns=2), board, 2.0).engine == "fast"
+    board.down("fast")
+    assert policy.route(turn_of("t0", context=6_000, at="fast", turns=2), board, 3.0).engine == "slow"
+
+
+def test_the_oracle_weighs_the_prefill_it_would_repeat() -> None:
+    for context, engine in ((1_000, "fast"), (99_000, "slow")):
+        truth = Told([400])
+        policy, board = told(truth), board_of(("slow", 1))
+        policy.route(turn_of("t0", context=context), board, 0.0)
+        board.up("fast", 4, 200_000, 0)
+        truth.left["t0"] = Work(100, 10, 0, 0.0)
+        assert policy.route(turn_of("t0", context=context, at="slow", turns=1), board, 1.0).engine == engine
+
+
+def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
+    truth = Told([9_000, 8_000, 20])
+    policy, board = told(truth), board_of(("slow", 1), ("fast", 4), cap=1)
+    dispatcher = Dispatcher(policy, board)
+    dispatcher.ready(turn_of("t0", context=100), 0.0)
+    assert dispatcher.dispatch(0.0)[0][1].engine == "fast"
+    truth.left["t0"] = Work(100, 10, 0, 0.0)
+    dispatcher.withdraw("t0")
+    policy.forget("t0")
+    policy.route(turn_of("t0", context=100, at="fast", turns=1), board, 1.0)
+    for name in ("t1", "t2"):
+        dispatcher.ready(turn_of(name, context=100), 1.0)
+    sent = dispatcher.dispatch(1.0)
+    assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t2", "slow")], "100 tokens at fast are sooner over than 8,000 at slow"
+    waiting = policy.route(turn_of("t1", context=100), board, 1.5)
+    assert (waiting.engine, waiting.wait, waiting.reason) == ("", "slot", "wait: fast is full and still the best")
+    board.answered("fast", 100)
+    assert [(turn.trajectory, d.engine) for turn, d in dispatcher.dispatch(2.0)] == [("t1", "fast")]
+
+
+def test_random_truth_is_followed_to_the_end() -> None:
+    rng = random.Random(3)
+    truth = Told([rng.randint(1, 5_000) for _ in range(40)])
+    policy, board = told(truth), board_of(*MIXED, cap=40)
+    dispatcher = Dispatcher(policy, board)
+    for name in truth.left:
+        dispatcher.ready(turn_of(name, context=100), 0.0)
+    ends: dict[str, list[Load]] = {name: [] for name in board.engines}
+    for turn, decision in dispatcher.dispatch(0.0):
+        tokens = truth.left[turn.trajectory].decode_tokens
+        ends[decision.engine].append(load(tokens, turn.trajectory, 0.0, 0.0, 100 + tokens // 2))
+    finish = [drain_s(sorted(loads), Linear(board.engines[name].tp), 40) for name, loads in ends.items()]
+    assert max(finish) < 1.3 * min(finish), "all engines end at about the same time"

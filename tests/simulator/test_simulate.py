@@ -1,0 +1,317 @@
+"""The whole stage against cases computed by hand, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import pytest
+
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.cmlfq import CausalMlfq
+from libra_hpc.sched.midturn import Move, Running
+from libra_hpc.sched.protocol import Decision, TurnView
+from libra_hpc.simulator.abandon import OpenTrajectory
+from libra_hpc.simulator.run import Run
+from libra_hpc.simulator.settings import SimSettings, trajectory_ids
+from libra_hpc.simulator.simulate import Simulation, simulate
+
+from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
+
+NOW = SimSettings(block_size=4, send_s=0.0, answer_s=0.0)
+"""Hops that take no time."""
+
+
+class Once(Restless):
+    """Moves what runs at the first look."""
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        return [] if self.seen else super().rebalance(running, board, now)
+
+
+class Pair:
+    """C-MLFQ that is made to put everything short on ``b``, everything long on ``a``."""
+
+    name = "pair"
+
+    def __init__(self, moves: bool) -> None:
+        self._policy, self._moves = CausalMlfq(), moves
+        self.key, self.finished, self.forget = self._policy.key, self._policy.finished, self._policy.forget
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        return self._policy.rebalance(running, board, now) if self._moves else []
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        other = board.engines["b" if turn.prompt_id.startswith("long") else "a"]
+        if turn.attained_tokens:
+            return self._policy.route(turn, board, now)
+        board.set_open(other.engine, False)
+        decision = self._policy.route(turn, board, now)
+        board.set_open(other.engine, True)
+        return decision
+
+
+def with_(**changes: object) -> SimSettings:
+    return msgspec.structs.replace(NOW, **changes)
+
+
+def test_tools_and_hops_add_up() -> None:
+    work = [TrajectoryRecord("p", 0, 8, (turn(3, tool_s=5.0), turn(2, new=4, tool_s=1.0), turn(1, tool=None)))]
+    result = simulate(work, [spec("e", Linear(400))], Spread(), with_(send_s=0.25, answer_s=0.5))
+    # 3 turns of (0.25 + tokens + 0.5) and two tools.
+    assert result.makespan_s == 3 * 0.75 + 6 + 6
+    assert (result.trajectories, result.turns, result.generated_tokens) == (1, 3, 6)
+    assert result.turn_latency.p99 == 3.75
+    assert result.completion.mean == result.makespan_s
+    assert result.tokens_per_s == 6 / result.makespan_s
+    assert result.idle_share == 1.0 - 6 / result.makespan_s
+
+
+def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
+    turns = (TurnRecord(0, 3, "test", "error", 2.0, exit_code=1, passed=4, failed=2), TurnRecord(7, 2, "edit", None, 0.0), TurnRecord(5, 4))
+    policy = Spread()
+    simulate([TrajectoryRecord("p", 6, 10, turns)], [spec("e", Linear(400))], policy, NOW)
+    first, second, third = policy.turns
+    assert (first.trajectory, first.prompt_id, first.sample, first.task) == ("p/6", "p", 6, "sim")
+    assert (first.context_tokens, first.attained_tokens, first.turns, first.engine, first.signals) == (10, 0, 0, "", ())
+    assert (second.context_tokens, second.attained_tokens, second.turns, second.engine) == (10 + 3 + 7, 3, 1, "e")
+    assert second.ready_at == 3.0 + 2.0
+    signal = second.signals[0]
+    assert (signal.tool, signal.outcome, signal.payload_tokens, signal.seconds) == ("test", "error", 7, 2.0)
+    assert (signal.exit_code, signal.passed, signal.failed) == (1, 4, 2)
+    assert (third.signals[1].outcome, third.context_tokens) == ("ok", 20 + 2 + 5)
+    (record,) = policy.records
+    assert (record.generated_tokens, record.turns, record.at_signal, record.context_tokens) == (9, 3, (3, 5), 31)
+
+
+def test_names_tell_repeated_samples_apart() -> None:
+    work = [single("p", 4, 1), single("q", 4, 1), single("p", 4, 1), single("p", 4, 1, sample=1)]
+    assert trajectory_ids(work) == ["p/0", "q/0", "p/0#2", "p/1"]
+
+
+def test_moves_are_counted_and_computed_again() -> None:
+    class Alternate(Spread):
+        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+            return Decision("ab"[turn.turns % 2], 0, turn.turns % 2, "in turn", {})
+
+    work = [TrajectoryRecord("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
+    result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400, tp=2))], Alternate(), NOW)
+    assert (result.moves, result.tp_moves, result.by_level) == (2, 2, [2, 1])
+    # b computes all 15 again, 10 of which had been; a still has 8 of the 18, and 16 had been computed.
+    assert (result.prefilled_tokens, result.cached_tokens) == (8 + 15 + 10, 8)
+    assert result.reprefilled_by == {"move": 10 + 8}
+    assert result.reprefilled_tokens == 18
+    assert [decision.reason for decision in result.sampled] == ["in turn"] * 3
+
+
+def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner() -> None:
+    engines = [spec("a", Linear(400)), spec("b", Linear(400, tp=2))]
+    work = [single("p", 8, 30)]
+    assert simulate(work, engines, Spread(), NOW).makespan_s == 30.0
+    policy = Once()
+    result = simulate(work, engines, policy, with_(report_s=0.25))
+    # Five tokens at 1 s, interrupted at a border, then 25 at 0.5 s, the first of which also prefills everything but its last token once more.
+    assert result.makespan_s == 5.0 + 12.5
+    assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
+    assert (result.generated_tokens, result.discarded_tokens) == (30, 0)
+    assert [engine.generated_tokens for engine in result.engines] == [5, 25]
+    assert (result.moves, result.tp_moves, result.midturn_moves, result.reprefilled_by) == (1, 1, 1, {"move": 12})
+    assert (result.turns, result.decisions, result.turn_latency.p50) == (1, 2, 17.5)
+    rest = policy.turns[1]
+    assert (rest.context_tokens, rest.attained_tokens, rest.turns, rest.engine, rest.ready_at) == (13, 5, 0, "a", 5.0)
+    (record,) = policy.records
+    assert (record.generated_tokens, record.turns, record.context_tokens) == (30, 1, 38)
+
+
+def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
+    fleet = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
+    work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]
+    moved, stayed = (simulate(work, fleet, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False))
+    assert (moved.midturn_moves, stayed.midturn_moves) == (1, 0)
+    assert moved.makespan_s < 0.95 * stayed.makespan_s
+    assert moved.generated_tokens == stayed.generated_tokens
+
+
+def test_a_full_engine_lets_turns_wait_in_order() -> None:
+    result = simulate([single(f"p{i}", 4, 10) for i in range(3)], [spec("e", Linear(400))], Spread(), with_(max_inflight=1))
+    assert result.finish_s == [10.0, 20.0, 30.0]
+    assert result.queue_wait.p99 == 20.0
+
+
+def test_synchronous_steps_follow_the_gate() -> None:
+    work = [single(f"p{i}", 4, 10 + i) for i in range(4)]
+    result = simulate(work, [spec("e", Linear(400))], Spread(), with_(batch_groups=2, eta=0, train_s=5.0, sync_s=2.0))
+    # Two groups, the longer of 11 tokens; 5 s of training; 2 s of update; then the same with 13 tokens and 5 s.
+    assert result.finish_s == [10.0, 11.0, 30.0, 31.0]
+    assert result.makespan_s == 36.0
+    assert [(step.step, step.groups, step.tokens, step.staleness, step.batch_at, step.start_at, step.end_at) for step in result.steps] == [
+        (1, 2, 8 + 21, 0, 11.0, 11.0, 16.0),
+        (2, 2, 8 + 25, 0, 31.0, 31.0, 36.0),
+    ]
+
+
+def test_asynchronous_steps_overlap_and_keep_the_bound() -> None:
+    work = [single(f"p{i}", 4, 8) for i in range(6)]
+    settings = with_(batch_groups=1, eta=1, train_s=4.0, sync_s=0.5, max_open_groups=1)
+    result = simulate(work, [spec("e", Linear(400))], Spread(), settings)
+    assert max(step.staleness for step in result.steps) <= 1
+    assert len(result.steps) == 6
+    # A group starts the moment the one before ends; its update comes at the border 4 s later, costs 0.5 s and the prefill is repeated by the step that gives
+    # the next token anyway.
+    assert result.finish_s == [8.0, 16.5, 25.0, 33.5, 42.0, 50.5]
+    assert result.recomputed == 5
+
+
+def test_admission_counts_the_version_of_the_slowest_engine() -> None:
+    work = [single("p0", 4, 4), single("p1", 4, 1), single("p2", 4, 1)]
+    engines = [spec("a", Linear(400)), spec("b", Linear(400, base=10.0))]
+    result = simulate(work, engines, Spread(), with_(batch_groups=1, eta=1, train_s=1.0, sync_s=0.5))
+    # Version 1 is there at 5; a has it at 5.5, b at 10.5, after its step: only then p2 starts.
+    assert result.finish_s == [4.0, 10.0, 11.5]
+
+
+def test_a_training_function_is_told_the_batch_and_the_nodes() -> None:
+    asked = []
+
+    def training(tokens: int, nodes: int) -> float:
+        asked.append((tokens, nodes))
+        return 1.0
+
+    simulate([single("p", 4, 3), single("q", 4, 5)], [spec("e", Linear(400))], Spread(), with_(batch_groups=1, eta=1, train_nodes=3), training)
+    assert asked == [(7, 3), (9, 3)]
+
+
+def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
+    work = [TrajectoryRecord(f"p{i}", 0, 4, (turn(10), turn(10, new=1, tool=None))) for i in range(2)]
+    exchange = Exchange("a", spec("c", Linear(400, tp=2)), delay_s=15.0)
+    engines = [spec("a", Linear(400)), spec("b", Linear(400))]
+    result = Simulation(work, engines, Spread(), with_(max_inflight=1), controller=exchange, controller_s=5.0).run()
+    # a ends its turn at 10 and leaves.  b goes on with its own until 20; the other one waits for it: c would come at 25.
+    assert result.finish_s == [20.0, 30.0]
+    there = {engine.engine: engine.up_s for engine in result.engines}
+    assert there == {"a": 10.0, "b": 30.0, "c": 5.0}
+
+
+def test_a_controller_sees_counters_and_moves_engines() -> None:
+    seen = []
+
+    def controller(sim: Simulation, now: float) -> None:
+        seen.append((now, sim.in_flight, sim.waiting, len(sim.open_runs())))
+        if now == 4.0:
+            sim.join(spec("b", Linear(400)))
+
+    work = [single(f"p{i}", 4, 10) for i in range(2)]
+    result = Simulation(work, [spec("a", Linear(400))], Spread(), with_(max_inflight=1), controller=controller, controller_s=4.0).run()
+    assert seen == [(4.0, 1, 1, 2), (8.0, 2, 0, 2), (12.0, 1, 0, 1)]
+    assert result.makespan_s == 14.0
+
+
+class Tail(Spread):
+    """Gives up ``long`` when the first group has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[list[str], int, int, float]] = []
+
+    def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
+        self.asked.append(([t.trajectory for t in open], finished_groups, groups, now))
+        return [t.trajectory for t in open if t.prompt_id == "long"] if finished_groups == 1 else []
+
+
+def test_a_turn_that_is_abandoned_on_its_way_is_never_run() -> None:
+    work = [single("short", 4, 5), TrajectoryRecord("long", 0, 4, (turn(4, tool_s=0.875), turn(36, tool=None)))]
+    result = simulate(work, [spec("e", Linear(400))], Tail(), with_(send_s=0.25, answer_s=0.25))
+    # short ends at 5.5, when long's second turn, ready at 5.375, is under way; long starts anew at once, nothing else being open.
+    assert result.finish_s == [5.5, 5.5 + (0.25 + 4 + 0.25) + 0.875 + (0.25 + 36 + 0.25)]
+    assert (result.abandoned, result.discarded_tokens, result.generated_tokens) == (1, 4, 45)
+    assert sum(engine.generated_tokens for engine in result.engines) == 49
+
+
+def test_an_abandoned_trajectory_starts_anew_when_the_rest_is_done() -> None:
+    work = [single("short", 4, 5), single("long", 4, 40), single("middle", 4, 10)]
+    policy = Tail()
+    result = simulate(work, [spec("e", Linear(400))], policy, NOW)
+    assert policy.asked == [(["long/0", "middle/0"], 1, 3, 5.0), ([], 2, 3, 10.0), ([], 3, 3, 50.0)]
+    assert result.finish_s == [5.0, 10.0, 50.0]
+    assert (result.abandoned, result.generated_tokens) == (1, 55)
+    # Given up while its sixth step ran, which still ends.
+    assert result.discarded_tokens == 6
+
+
+def test_of_a_trajectory_that_starts_anew_only_the_prompt_was_computed() -> None:
+    run = Run("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
+    before = run.epoch
+    run.answered(27, 0)
+    assert (run.context, run.attained, run.high) == (31, 20, 27)
+    run.begin()
+    assert (run.context, run.attained, run.turn, run.signals, run.high) == (8, 0, 0, (), 8)
+    assert run.epoch > before
+
+
+def test_a_turn_goes_where_it_fits() -> None:
+    class Small(Spread):
+        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+            return Decision("small", 0, 0, "always", {})
+
+    result = simulate([single("p", 40, 20)], [spec("small", Linear(40)), spec("large", Linear(100))], Small(), NOW)
+    assert (result.redirected, result.makespan_s) == (1, 20.0)
+
+
+def test_seeds_shuffle_the_groups_and_nothing_else() -> None:
+    work = [single(f"p{i}", 4, 5 + i) for i in range(6)]
+    engines = [spec("e", Linear(400))]
+    runs = [simulate(work, engines, Spread(), with_(max_inflight=1, seed=seed)) for seed in (0, 1, 1, 2)]
+    assert runs[1] == runs[2]
+    assert len({tuple(run.finish_s) for run in runs}) == 3
+    assert {run.makespan_s for run in runs} == {sum(range(5, 11))}
+
+
+def test_a_result_is_plain_json() -> None:
+    result = simulate([single("p", 4, 5)], [spec("e", Linear(400))], Spread(), NOW)
+    data = msgspec.json.decode(msgspec.json.encode(result))
+    assert data["makespan_s"] == 5.0
+    assert data["engines"][0]["segments"] == [[0.0, 5.0, 1.0]]
+
+
+def test_a_policy_that_waits_for_ever_is_reported() -> None:
+    class Never(Spread):
+        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+            return Decision("", 0, 0, "no", {})
+
+    with pytest.raises(OperationError, match="spread leaves 1 turns waiting"):
+        simulate([single("p", 4, 5)], [spec("e", Linear(400))], Never(), NOW)
+
+
+def test_a_policy_may_not_overfill_an_engine() -> None:
+    class Greedy(Spread):
+        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+            return Decision("e", 0, 0, "all here", {})
+
+    with pytest.raises(ValueError, match="no free slot"):
+        simulate([single("p", 4, 5), single("q", 4, 5)], [spec("e", Linear(400)), spec("f", Linear(400))], Greedy(), with_(max_inflight=1))
+
+
+@pytest.mark.parametrize(
+    ("work", "changes", "says"),
+    [
+        ([], {}, "empty"),
+        ([single("p", 390, 5)], {}, r"p/0 is 395 tokens long; .* at most 392"),
+        ([single("p", 90, 15)], {"max_model_len": 100}, "105 tokens long; max_model_len .* is 100"),
+        ([single("p", 4, 0)], {}, "gen_tokens"),
+        ([TrajectoryRecord("p", 0, 4, ())], {}, "no turns"),
+        ([TrajectoryRecord("p", 0, 4, (turn(1), turn(1, new=-1)))], {}, "must not be negative"),
+        ([single("p", 4, 1)], {"max_num_batched_tokens": 8}, "smaller than max_num_seqs"),
+        ([single("p", 4, 1)], {"eta": -1}, "eta"),
+    ],
+)
+def test_mistakes_are_one_sentence(work: list[TrajectoryRecord], changes: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        simulate(work, [spec("e", Linear(396))], Spread(), with_(**changes))
+
+
+def test_samples_with_prompts_of_different_length_share_the_shorter() -> None:
+    work = [single("p", 16, 2), single("p", 41, 2, sample=1)]
+    result = simulate(work, [spec("e", Linear(400))], Spread(), NOW)
+    assert (result.cached_tokens, result.prefilled_tokens) == (16, 16 + 25)

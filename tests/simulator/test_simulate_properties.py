@@ -1,0 +1,154 @@
+"""Laws that hold for any workload: nothing is lost, nothing is counted twice, and taking many steps in one event changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.simulator.result import SimResult
+from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.simulate import Simulation
+
+from .toys import Exchange, Linear, Restless, Spread, engine, play, request, spec
+
+EIGHTH = st.integers(0, 16).map(lambda n: n / 8)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[TrajectoryRecord]:
+    work = []
+    for prompt in range(draw(st.integers(1, 4))):
+        tokens = draw(st.integers(1, 30))
+        for sample in range(draw(st.integers(1, 6))):
+            turns = tuple(
+                TurnRecord(draw(st.integers(0, 12)) if i else 0, draw(st.integers(1, 8)) * 5, "tool", "ok", draw(EIGHTH))
+                for i in range(draw(st.integers(1, 4)))
+            )
+            work.append(TrajectoryRecord(f"p{prompt}", sample, tokens, turns))
+    return work
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """Settings, and when engine b is exchanged for c, if it is: (seconds, delay of c)."""
+
+    settings: SimSettings
+    exchange: tuple[float, float] | None
+
+    def stepwise(self) -> Rules:
+        """The same, one decode step an event."""
+        return Rules(msgspec.structs.replace(self.settings, max_stretch=1), self.exchange)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rules:
+    limits = SimSettings(
+        block_size=4, max_num_seqs=draw(st.integers(1, 6)), max_num_batched_tokens=draw(st.integers(6, 64)), max_inflight=draw(st.integers(1, 12)),
+        send_s=2**-9, answer_s=2**-8, batch_groups=draw(st.integers(0, 2)), eta=draw(st.integers(0, 2)), train_s=draw(EIGHTH), sync_s=draw(EIGHTH) / 4,
+        adaptive=draw(st.booleans()),
+    )  # fmt: skip
+    return Rules(limits, draw(st.none() | st.tuples(EIGHTH, EIGHTH)))
+
+
+def run(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float, policy: type[Spread] = Spread) -> tuple[Simulation, SimResult]:
+    engines = [spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)), spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2))]
+    sim = Simulation(work, engines, policy(keep_s), rules.settings)
+    if rules.exchange is not None:
+        at_s, delay_s = rules.exchange
+        exchange = Exchange("b", spec("c", Linear(400, 2**-4, 2**-18, 2**-9)), delay_s)
+        sim = Simulation(work, engines, policy(keep_s), rules.settings, controller=exchange, controller_s=at_s + 0.125)
+    return sim, sim.run()
+
+
+def nothing_is_held(sim: Simulation) -> bool:
+    """Whether no request has KV blocks any more."""
+    return all(one.snapshot(sim.now).kv_use == 0.0 for one in sim.engines.values())
+
+
+ROOM = 244
+"""KV tokens that hold the longest trajectory there can be, 30 + 4 * 40 + 3 * 12 and a block to spare, but not two of them: preemption happens."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0, 60.0]))
+def test_tokens_and_blocks_add_up(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float) -> None:
+    sim, result = run(work, rules, capacity, keep_s)
+    wanted = sum(one.generated for one in work)
+    assert result.generated_tokens == wanted == sum(engine.generated_tokens for engine in result.engines)
+    assert result.trajectories == len(work)
+    assert result.turns == result.decisions == sum(len(one.turns) for one in work)
+    contexts = sum(turn.context_tokens for turn in sim._policy.turns)  # type: ignore[attr-defined]
+    decided = result.prefilled_tokens + result.cached_tokens
+    assert decided == contexts if not result.preemptions and not result.recomputed else decided >= contexts
+    assert 0 <= result.reprefilled_tokens <= result.prefilled_tokens
+    assert 0.0 <= result.idle_share <= 1.0
+    assert result.finish_s[-1] <= result.makespan_s
+    assert all(step.staleness <= rules.settings.eta for step in result.steps)
+    assert nothing_is_held(sim)
+    assert sim.in_flight == sim.waiting == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
+def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float) -> None:
+    fast, result = run(work, rules, capacity, keep_s)
+    slow, stepped = run(work, rules.stepwise(), capacity, keep_s)
+    assert result == stepped
+    assert fast._events.count <= slow._events.count
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
+def test_interrupted_turns_lose_nothing(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float) -> None:
+    sim, result = run(work, rules, capacity, keep_s, Restless)
+    assert result.generated_tokens == sum(one.generated for one in work) == sum(engine.generated_tokens for engine in result.engines)
+    assert result.trajectories == len(work)
+    turns = sum(len(one.turns) for one in work)
+    assert result.turns == turns <= result.decisions
+    assert result.midturn_moves <= result.decisions - turns
+    records = sim._policy.records  # type: ignore[attr-defined]
+    assert sorted(record.context_tokens for record in records) == sorted(one.context for one in work)
+    assert nothing_is_held(sim)
+    assert sim.in_flight == sim.waiting == 0
+    _, stepped = run(work, rules.stepwise(), capacity, keep_s, Restless)
+    assert result == stepped
+
+
+class Arrival(NamedTuple):
+    """A turn that reaches an engine; steps of 1/16 s without a term in KV tokens make arrivals meet borders."""
+
+    at: int
+    tokens: int
+    left: int
+    priority: int
+    prompt: int
+    keep_s: float
+
+
+ARRIVALS = st.lists(st.builds(Arrival, *(st.integers(*ends) for ends in ((0, 60), (1, 24), (1, 56), (0, 2), (0, 3))), st.sampled_from([0.0, 1.0])), max_size=14)
+
+
+def crowd(arrivals: list[Arrival], kv: float, max_stretch: int) -> tuple[list[tuple[float, str]], list[object], float]:
+    """Many turns on one engine of 25 blocks: who ended when, all counters, and the share of the blocks held at the end."""
+    e = engine(Linear(100, 2**-4, kv, 2**-10 if kv else 0.0), max_stretch=max_stretch)
+
+    def arrive(number: int, a: Arrival) -> tuple[float, Callable[[float], object]]:
+        turn = request(f"t{number}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority, a.keep_s)
+        return a.at / 16, lambda now: e.submit(turn, now)
+
+    done = play(e, *(arrive(i, a) for i, a in enumerate(arrivals)), (1.25, lambda now: e.swap(1, 0.5, now)))
+    held = e.snapshot(done[-1][0] if done else 0.0).kv_use
+    return done, [getattr(e.counters, name) for name in e.counters.__slots__], held
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARRIVALS, st.sampled_from([0.0, 2**-12]))
+def test_a_crowded_engine_is_the_same_step_by_step(arrivals: list[Arrival], kv: float) -> None:
+    done, counters, held = crowd(arrivals, kv, 1 << 30)
+    assert (done, counters, held) == crowd(arrivals, kv, 1)
+    assert held == 0.0
+    assert sorted(name for _, name in done) == sorted(f"t{i}" for i in range(len(arrivals)))

@@ -1,0 +1,139 @@
+"""Step times, policies and work small enough to compute by hand.  All figures are sums of powers of two, hence exact in floating point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.midturn import Move, Running
+from libra_hpc.sched.protocol import Decision, Finished, TurnView
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.sim_engine import IDLE, Engine
+from libra_hpc.simulator.sim_request import Request
+from libra_hpc.simulator.simulate import Simulation
+
+
+class Linear:
+    """A step lasts base + kv * tokens + prefill * chunk seconds, over ``tp``."""
+
+    source = "a formula of the test"
+
+    def __init__(self, capacity: int, base: float = 1.0, kv: float = 0.0, prefill: float = 0.0, tp: int = 1) -> None:
+        self.tp, self.kv_capacity = tp, capacity
+        self.base, self.kv, self.prefill = base, kv, prefill
+        self.calls: list[tuple[int, int, int, int]] = []
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        self.calls.append((decodes, kv_tokens, prefill, context))
+        return (self.base + self.kv * kv_tokens + self.prefill * prefill) / self.tp
+
+
+class Spread:
+    """Back to the engine of the last turn while it has a slot, else the emptiest."""
+
+    name = "spread"
+
+    def __init__(self, keep_s: float = 0.0) -> None:
+        self.keep_s = keep_s
+        self.turns: list[TurnView] = []
+        self.records: list[Finished] = []
+
+    def key(self, turn: TurnView, now: float) -> float:
+        return turn.ready_at
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        self.turns.append(turn)
+        able = [view for view in board.engines.values() if view.open and view.inflight < view.cap]
+        if not able:
+            return Decision("", 0, 0, "wait: all full", {})
+        best = min(able, key=lambda view: (view.engine != turn.engine, view.inflight_tokens, view.engine))
+        return Decision(best.engine, 0, best.level, "{tokens} in flight", {"tokens": best.inflight_tokens}, self.keep_s)
+
+    def finished(self, record: Finished, now: float) -> None:
+        self.records.append(record)
+
+    def forget(self, trajectory: str) -> None:
+        pass
+
+
+class Restless(Spread):
+    """Sends every turn that runs elsewhere whenever it is asked, as far as there are slots."""
+
+    def __init__(self, keep_s: float = 0.0) -> None:
+        super().__init__(keep_s)
+        self.seen: list[tuple[float, str, int]] = []
+        self._avoid: dict[str, str] = {}
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        avoid = self._avoid.pop(turn.trajectory, "")
+        if not avoid:
+            return super().route(turn, board, now)
+        self.turns.append(turn)
+        able = [view for view in board.engines.values() if view.open and view.inflight < view.cap]
+        best = min(able, key=lambda view: (view.engine == avoid, view.engine))
+        return Decision(best.engine, 0, best.level, "away from {engine}", {"engine": avoid})
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        found = []
+        for run in running:
+            self.seen.append((now, run.turn.trajectory, run.generated))
+            self._avoid[run.turn.trajectory] = run.turn.engine
+            found.append(Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}))
+        return found
+
+
+class Exchange:
+    """A controller: at its first call ``leave`` is drained, and ``delay_s`` after its last turn ``join`` accepts turns."""
+
+    def __init__(self, leave: str, join: EngineSpec, delay_s: float) -> None:
+        self._leave, self._join, self._delay_s = leave, join, delay_s
+        self._ordered = False
+
+    def __call__(self, sim: Simulation, now: float) -> None:
+        if not self._ordered:
+            self._ordered = True
+            sim.drain(self._leave, lambda: sim.join(self._join, self._delay_s))
+
+
+def engine(steps: StepTimes, **settings: object) -> Engine:
+    """One engine with blocks of 4 tokens."""
+    limits = SimSettings(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
+    return Engine("e", steps.tp, steps, limits, 1, 0, 0.0)
+
+
+def request(
+    name: str, tokens: int, left: int, prompt: str = "", prompt_tokens: int | None = None, priority: int = 0, keep_s: float = 0.0, high: int = 0
+) -> Request:
+    """A turn; its prompt is its whole context unless given."""
+    return Request(name, prompt or name, (tokens if prompt_tokens is None else prompt_tokens) // 4, tokens, left, priority, keep_s, high, "eviction")
+
+
+def play(engine: Engine, *at: tuple[float, Callable[[float], object]]) -> list[tuple[float, str]]:
+    """Do things at their times and run the engine until it is idle; returns who ended when."""
+    todo, done = sorted(at, key=lambda item: item[0]), []
+    while todo or engine.next_at != IDLE:
+        if todo and todo[0][0] <= engine.next_at:
+            now, act = todo.pop(0)
+            act(now)
+            continue
+        now = engine.next_at
+        done += [(now, ended.trajectory) for ended in engine.advance(now)]
+        engine.report(now)
+    return done
+
+
+def turn(gen: int, new: int = 0, tool: str | None = "tool", tool_s: float = 0.0, outcome: str | None = "ok") -> TurnRecord:
+    """One turn."""
+    return TurnRecord(new, gen, tool, outcome, tool_s)
+
+
+def single(prompt: str, tokens: int, gen: int, sample: int = 0) -> TrajectoryRecord:
+    """A trajectory of one turn."""
+    return TrajectoryRecord(prompt, sample, tokens, (turn(gen, tool=None),))
+
+
+def spec(name: str, steps: StepTimes) -> EngineSpec:
+    """One engine."""
+    return EngineSpec(name, steps.tp, steps)
