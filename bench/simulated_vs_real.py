@@ -132,7 +132,7 @@ def _outside(played: Played) -> float:
     return median([turn.answered - turn.sent - turn.queue_s - turn.run_s for turn in played.turns])
 
 
-class Twin(msgspec.Struct, frozen=True):
+class Simulator(msgspec.Struct, frozen=True):
     """A calibrated simulator of the machine."""
 
     times: MeasuredTimes
@@ -141,7 +141,7 @@ class Twin(msgspec.Struct, frozen=True):
     engines: int
 
     @classmethod
-    def of(cls, runs: Sequence[Played], setup: Setup) -> Twin:
+    def of(cls, runs: Sequence[Played], setup: Setup) -> Simulator:
         """Calibrate on real runs of the same engines."""
         header = runs[0].header
         points = [point for played in runs for point in played.steps]
@@ -239,15 +239,15 @@ async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> lis
 
 def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> tuple[list[Pair], dict[str, Any]]:
     """Predictions of the runs that do not calibrate; also what the calibration found."""
-    twin = Twin.of([played for play, played in done if play.load in CALIBRATIONS], setup)
+    simulated = Simulator.of([played for play, played in done if play.load in CALIBRATIONS], setup)
     found: list[Pair] = []
     for play, played in done:
         if play.load in PREDICTED:
             work = make_work(play.load, play.repeat, scale)
-            own = Twin.of([played], setup)
-            sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (twin, own))
+            own = Simulator.of([played], setup)
+            sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (simulated, own))
             found += pairs(play.load.name, play.policy, sim, its, played)
-    return found, {**twin.facts(), "header": msgspec.to_builtins(done[0][1].header), "loads": [played.load for _, played in done]}
+    return found, {**simulated.facts(), "header": msgspec.to_builtins(done[0][1].header), "loads": [played.load for _, played in done]}
 
 
 def ratio(predicted: float, real: float) -> float:
@@ -282,7 +282,7 @@ def ranking(found: Sequence[Pair]) -> list[list[Any]]:
     return out
 
 
-def model(folder: Path = POLICIES / f"twin-{LAYERS}x{HIDDEN}") -> Path:
+def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
     """The model's folder, made once: random weights, since lengths are imposed."""
     if not (folder / "config.json").exists():
         code = (
@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of groups")
     arguments = parser.parse_args()
     setup = Setup(model=model())
-    with tempfile.TemporaryDirectory(prefix="libra-twin-") as folder:
+    with tempfile.TemporaryDirectory(prefix="libra-simulated-") as folder:
         done = asyncio.run(measure(setup, Path(folder), arguments.repeat, arguments.scale))
     found, facts = compare(done, setup, arguments.scale)
     columns = ["workload, policy, figure", "predicted", "real", "ratio (median)", "range", "own steps"]

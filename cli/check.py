@@ -10,7 +10,7 @@ from pathlib import Path
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.simulated import TwinSection
+from libra_hpc.config.simulated import SimulatedSection
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python
@@ -75,12 +75,12 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
             "model": config.model.model_copy(update={"path": model}),
             "task": config.task.model_copy(update={"name": task}),
             "planner": config.planner.model_copy(update=_absolute(config.planner)),
-            "twin": config.twin.model_copy(update=_absolute(config.twin)),
+            "simulated": config.simulated.model_copy(update=_absolute(config.simulated)),
         }
     )
 
 
-def _absolute(section: PlannerSection | TwinSection) -> dict[str, str]:
-    """The files that planning or a rehearsal reads; a model is one only where there is such a folder, else it is a name."""
+def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
+    """The files that planning or a dry run reads; a model is one only where there is such a folder, else it is a name."""
     named = {name: getattr(section, name, "") for name in ("trace", "calibration", "devices", "model")}
     return {name: str(Path(path).absolute()) for name, path in named.items() if path and (name != "model" or Path(path).exists())}

@@ -36,11 +36,11 @@ from .summary import draw
 
 EXECUTORS = ("auto", "slurm", "local")
 
-ENGINES = ("real", "twin")
+ENGINES = ("real", "simulated")
 
 ExecutorOption = Annotated[str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")]
 EngineOption = Annotated[
-    str | None, typer.Option("--engine", metavar="|".join(ENGINES), help="twin: rehearse the run with simulated engines; default: the run file's.")
+    str | None, typer.Option("--engine", metavar="|".join(ENGINES), help="simulated: a dry run with simulated engines; default: the run file's.")
 ]
 
 

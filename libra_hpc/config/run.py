@@ -6,7 +6,7 @@ from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
 from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
 from .rollout import PlannerSection, RolloutSection
 from .section import Section
-from .simulated import TwinSection
+from .simulated import SimulatedSection
 
 
 class RunConfig(Section):
@@ -24,12 +24,12 @@ class RunConfig(Section):
     planner: PlannerSection = PlannerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     deadlines: DeadlinesSection = DeadlinesSection()
-    twin: TwinSection = TwinSection()
+    simulated: SimulatedSection = SimulatedSection()
 
     @property
     def speedup(self) -> float:
-        """Seconds that pass in a second of the wall clock: more than 1 in a rehearsal, 1 in a real run."""
-        return self.twin.speedup if self.run.engine == "twin" else 1.0
+        """Seconds that pass in a second of the wall clock: more than 1 in a dry run, 1 in a real run."""
+        return self.simulated.speedup if self.run.engine == "simulated" else 1.0
 
     @property
     def max_open_groups(self) -> int:

@@ -1,4 +1,4 @@
-"""Section about rehearsals: what the simulated engines stand for, and what they are given to do."""
+"""Section about dry runs: what the simulated engines stand for, and what they are given to do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field
 from .section import Seconds, Section
 
 
-class TwinSection(Section):
-    """``[twin]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``twin``. Seconds are
+class SimulatedSection(Section):
+    """``[simulated]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``simulated``. Seconds are
     simulated ones."""
 
     speedup: float = Field(10.0, gt=0)

@@ -89,8 +89,8 @@ def written(config: RunConfig, pools: Sequence[Pool], result: Result, alike: boo
 
 
 def as_planned(config: RunConfig) -> RunConfig:
-    """``config`` with the hardware and model that are planned with: a rehearsal's are those it simulates."""
-    return _with_devices(_as_rehearsed(config))
+    """``config`` with the hardware and model that are planned with: a dry run's are those it simulates."""
+    return _with_devices(_as_simulated(config))
 
 
 def record(made: Initial) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def interchangeable(*parts: Component) -> bool:
     return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts if c.nodes}) == 1
 
 
-def _as_rehearsed(config: RunConfig) -> RunConfig:
-    """A rehearsal is planned for what it simulates."""
+def _as_simulated(config: RunConfig) -> RunConfig:
+    """A dry run is planned for what it simulates."""
     if config.run.engine == "real":
         return config
-    own = {key: getattr(config.planner, key) or getattr(config.twin, key) for key in ("device", "devices", "model", "trace")}
+    own = {key: getattr(config.planner, key) or getattr(config.simulated, key) for key in ("device", "devices", "model", "trace")}
     return config.model_copy(update={"planner": config.planner.model_copy(update=own)})
 
 

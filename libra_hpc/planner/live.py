@@ -5,7 +5,7 @@ engines of every node.  A run on CPU nodes, of a model or device in no table, or
 length has no law, and its planner divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no
 repartition, because the nodes cannot change places; where they are of one kind but the job has more of some than of others, a repartition is advice.
 
-In a rehearsal seconds pass ``twin.speedup`` times as fast, and so do step times here.
+In a dry run seconds pass ``simulated.speedup`` times as fast, and so do step times here.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from libra_hpc.hardware.models import ModelShape, shape_from_config
 from libra_hpc.hardware.supported import refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
-from libra_hpc.simulated.dry_run import check_twin
+from libra_hpc.simulated.dry_run import check_simulated
 from libra_hpc.slurm.query import slurm_seconds
 
 from .files import check_run_dir, check_task, read_model_config
@@ -53,8 +53,8 @@ def check_run(config: RunConfig) -> list[str]:
     check_run_dir(config)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
-    if config.run.engine == "twin":
-        check_twin(config)
+    if config.run.engine == "simulated":
+        check_simulated(config)
         return check_memory(config, None)
     check_task(config.task.name, config.task.options)
     shape = _policy_shape(config)
@@ -69,8 +69,8 @@ def check_engines(config: RunConfig) -> list[str]:
     Reads the policy's config.json, or what a dry run simulates.  Returns what could not be checked, a sentence each.
     """
     _raise_first(problems(config))
-    if config.run.engine == "twin":
-        check_twin(config)
+    if config.run.engine == "simulated":
+        check_simulated(config)
         return []
     return check_memory(config, _policy_shape(config))
 

@@ -42,7 +42,7 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
 
     The local executor shares out neither, so nothing is checked for it.
     """
-    if config.run.engine == "twin" or config.slurm.device == "cpu" or config.slurm.executor == "local":
+    if config.run.engine == "simulated" or config.slurm.device == "cpu" or config.slurm.executor == "local":
         return
     weights = model.params * HOST_BYTES
     for name in ("train", "hybrid", "rollout"):
@@ -68,10 +68,10 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
     """Raise `UserError` for a layout that GPU memory cannot hold.
 
     Returns a sentence for each that may not fit, or that was not checked.  ``model`` is the shape of the policy; a
-    rehearsal takes that of ``[twin]`` instead, and `check_twin` checks its engines.
+    dry run takes that of ``[simulated]`` instead, and `check_simulated` checks its engines.
     """
-    rehearsed = config.run.engine == "twin"
-    if config.slurm.device == "cpu" and not rehearsed:
+    simulated = config.run.engine == "simulated"
+    if config.slurm.device == "cpu" and not simulated:
         return []
     warnings: dict[str, None] = {}
     for name in ("train", "hybrid", "rollout"):
@@ -87,11 +87,11 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
             )
             warnings[f"{kind} in no table, so their memory was not checked (planner.device, planner.devices)"] = None
             continue
-        shape = model_shape(pace(config, name).model) if rehearsed or model is None else model
+        shape = model_shape(pace(config, name).model) if simulated or model is None else model
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
         if name != "rollout":
             warnings.update(dict.fromkeys(_check_training(config, shape, found, component.gpus)))
-        if name != "train" and not rehearsed:
+        if name != "train" and not simulated:
             _check_rollout(config, name, shape, found, component.gpus)
     return list(warnings)
 
@@ -102,7 +102,7 @@ def _device(config: RunConfig, component: str) -> Device | None:
     Raises `UserError` when the run file names an unknown one to plan with.
     """
     planner = config.planner
-    if config.run.engine == "twin":
+    if config.run.engine == "simulated":
         told = pace(config, component)
         return device(told.device, told.devices or None)
     file = Path(planner.devices) if planner.devices else None

@@ -106,7 +106,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     kv_tokens: int
     """KV capacity of the replica in tokens."""
     start_s: float
-    rehearsal: tuple[EngineStats, ...] = ()
+    warm_up: tuple[EngineStats, ...] = ()
     """Reports from before it was announced (`libra_hpc.rollout.engine.warm_up`), oldest first; the counters start anew after them."""
 
 

@@ -1,6 +1,6 @@
 """A trajectory as plain numbers: what a line of ``trajectories.jsonl`` or of a trace says, whoever wrote it, and what replays and policies make of it.
 
-The rollout leader writes one line per finished trajectory; the simulator, the rehearsal and the planner read them as workloads, and a scheduling policy
+The rollout leader writes one line per finished trajectory; the simulator, the dry run and the planner read them as workloads, and a scheduling policy
 learns from them.  A line may have further fields (engine, versions, times), which are for people; readers ignore what they do not know.
 
 A start that goes back to a checkpoint appends a `Restart` line.  Lines before it of prompts that are not trained there were superseded, unless the start

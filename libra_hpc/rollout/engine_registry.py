@@ -62,7 +62,7 @@ class EngineRegistry:
     def up(self, up: EngineUp) -> None:
         """An engine accepts turns."""
         self.engines[up.engine] = EngineEntry(up.rank)
-        self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version, up.ready.rehearsal)
+        self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version, up.ready.warm_up)
 
     def down(self, name: str) -> EngineEntry | None:
         """An engine is gone; what it still ran is in the returned object."""

@@ -1,4 +1,4 @@
-"""Command lines of the processes below the agents: the one place where a rehearsal (``run.engine = "twin"``) differs from a real run."""
+"""Command lines of the processes below the agents: the one place where a dry run (``run.engine = "simulated"``) differs from a real run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def host_command(config: RunConfig, settings: Path) -> list[str]:
 
 
 def host_settings(config: RunConfig) -> bytes:
-    """Content of an environment host's settings file: task and options, in a rehearsal the workload."""
+    """Content of an environment host's settings file: task and options, in a dry run the workload."""
     return real_settings(config) if config.run.engine == "real" else msgspec.json.encode(play(config))
 
 
-def _command(config: RunConfig, component: str, real: str, twin: str, settings: Path) -> list[str]:
+def _command(config: RunConfig, component: str, real: str, simulated: str, settings: Path) -> list[str]:
     if config.run.engine == "real":
         return [sys.executable, "-m", real, "--config", str(settings)]
-    return [sys.executable, "-m", twin, "--config", str(settings), "--pace", msgspec.json.encode(pace(config, component)).decode()]
+    return [sys.executable, "-m", simulated, "--config", str(settings), "--pace", msgspec.json.encode(pace(config, component)).decode()]

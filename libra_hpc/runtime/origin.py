@@ -1,6 +1,6 @@
 """What the trajectories of a start are made from, as a digest: starts with the same one sample the same groups, so those of one may go on in another.
 
-That is what the environment hosts are told (task, options, seed, limits of tools; in a rehearsal the workload) with the user's own task file, the number of
+That is what the environment hosts are told (task, options, seed, limits of tools; in a dry run the workload) with the user's own task file, the number of
 prompts of the run, which tasks see as progress, and what shapes a trajectory: model, temperature, group size, longest context.  The layout of the ranks, the
 engines and the learning algorithm are not part of it.
 """

@@ -140,8 +140,8 @@ class Board:
         """Changes when an engine comes or goes or a class's costs do; no two boards ever have the same."""
         self._controllers: dict[str, CapController] = {}
 
-    def up(self, engine: str, tp: int, kv_capacity: int, version: int, rehearsal: Sequence[EngineStats] = ()) -> EngineView:
-        """An engine accepts turns; one of the same name is replaced.  Its class is priced by the ``rehearsal``, reports from before it took any."""
+    def up(self, engine: str, tp: int, kv_capacity: int, version: int, warm_up: Sequence[EngineStats] = ()) -> EngineView:
+        """An engine accepts turns; one of the same name is replaced.  Its class is priced by ``warm_up``, reports from before it took any."""
         if engine in self.engines:
             self.down(engine)
         home = next((c for c in self.classes if c.tp == tp), None)
@@ -154,7 +154,7 @@ class Board:
             cap = controller.cap
         view = self.engines[engine] = EngineView(engine, tp, kv_capacity, cap, version, home)
         home.members.append(view)
-        for stats in rehearsal:
+        for stats in warm_up:
             home.fit.observe(engine, stats, kv_capacity)
         home.fit.forget(engine)
         self._relevel()

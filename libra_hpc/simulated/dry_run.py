@@ -1,7 +1,7 @@
-"""What a rehearsal makes of a run file: settings of the simulated processes, times of the wall clock, and what can be wrong with it.
+"""What a dry run makes of a run file: settings of the simulated processes, times of the wall clock, and what can be wrong with it.
 
 The planner sees the wall clock, on which everything passes ``speedup`` times faster, so the times of ``[planner]`` are divided by it (and the rate of moves
-is multiplied): one run file then means the same to a real run and to its rehearsal.
+is multiplied): one run file then means the same to a real run and to its dry run.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from libra_hpc.traces.read import read_trace
 from .settings import Pace, Play
 from .workload import dials
 
-TASK = "twin"
+TASK = "simulated"
 """Name of the task in records, and for scheduling policies."""
 
 
 def pace(config: RunConfig, component: str) -> Pace:
     """What the simulated processes of a component's nodes are told."""
-    twin, planner = config.twin, config.planner
+    simulated, planner = config.simulated, config.planner
     nodes: Component = getattr(config.components, component)
     return Pace(
-        device=twin.device or planner.device or nodes.gpu_type,
-        devices=twin.devices or planner.devices,
-        model=twin.model or planner.model or config.model.path,
-        calibration=twin.calibration,
-        source=twin.source,
-        speedup=twin.speedup,
-        mfu=twin.mfu,
-        step_s=twin.step_s,
-        start_s=twin.start_s,
-        wake_s=twin.wake_s,
-        sync_s=twin.sync_s,
+        device=simulated.device or planner.device or nodes.gpu_type,
+        devices=simulated.devices or planner.devices,
+        model=simulated.model or planner.model or config.model.path,
+        calibration=simulated.calibration,
+        source=simulated.source,
+        speedup=simulated.speedup,
+        mfu=simulated.mfu,
+        step_s=simulated.step_s,
+        start_s=simulated.start_s,
+        wake_s=simulated.wake_s,
+        sync_s=simulated.sync_s,
     )
 
 
 def play(config: RunConfig) -> Play:
     """What the environment hosts replay."""
-    twin, algorithm = config.twin, config.algorithm
+    simulated, algorithm = config.simulated, config.algorithm
     return Play(
-        trace=twin.trace,
-        presets=tuple(twin.presets),
-        sibling=twin.sibling,
-        outcome=twin.outcome,
-        drift=twin.drift,
+        trace=simulated.trace,
+        presets=tuple(simulated.presets),
+        sibling=simulated.sibling,
+        outcome=simulated.outcome,
+        drift=simulated.drift,
         prompts=config.run.steps * algorithm.prompts_per_step,
         group=algorithm.group_size,
         max_context=config.rollout.max_model_len,
         seed=config.run.seed,
-        speedup=twin.speedup,
+        speedup=simulated.speedup,
     )
 
 
 def in_wall_time(config: RunConfig) -> RunConfig:
-    """A rehearsal's configuration as its agents use it; that of a real run is returned as it is."""
+    """A dry run's configuration as its agents use it; that of a real run is returned as it is."""
     if config.run.engine == "real":
         return config
-    planner, speedup = config.planner, config.twin.speedup
+    planner, speedup = config.planner, config.simulated.speedup
     times = {name: getattr(planner, name) / speedup for name in type(planner).model_fields if name.endswith("_s")}
     moves = max(1, round(planner.moves_per_hour * speedup))
     return config.model_copy(
@@ -77,7 +77,7 @@ def in_wall_time(config: RunConfig) -> RunConfig:
     )
 
 
-def check_twin(config: RunConfig) -> None:
+def check_simulated(config: RunConfig) -> None:
     """Raise `UserError` for hardware, a model, or a workload that cannot be simulated."""
     for name in ("train", "hybrid", "rollout"):
         if getattr(config.components, name).nodes:
@@ -93,9 +93,9 @@ def check_twin(config: RunConfig) -> None:
 def _check_hardware(config: RunConfig, component: str) -> None:
     told = pace(config, component)
     if not told.device:
-        raise invalid("twin.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
+        raise invalid("simulated.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
     if not told.model:
-        raise invalid("twin.model", "", "there is no model.path either", "a known model such as qwen3-14b, or a Hugging Face folder")
+        raise invalid("simulated.model", "", "there is no model.path either", "a known model such as qwen3-14b, or a Hugging Face folder")
     device(told.device, told.devices or None)
     shape = model_shape(told.model)
     if component != "rollout":

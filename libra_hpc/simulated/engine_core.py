@@ -1,4 +1,4 @@
-"""The twin of a vLLM replica: the messages of `libra_hpc.protocol.rollout` on the outside, the simulator's `Engine` on the inside.
+"""The simulated vLLM replica: the messages of `libra_hpc.protocol.rollout` on the outside, the simulator's `Engine` on the inside.
 
 Time is an argument, in simulated seconds; what leaves is in wall seconds, as everything the live runtime sees.  `run_until` does what is due by then, each
 step at its own moment, so that a process that wakes late answers late but computes the same.  Log-probabilities are 0: nothing is sampled.
@@ -50,7 +50,7 @@ class _Turn:
             self.spanned += count
 
 
-class TwinEngine:
+class SimulatedEngine:
     """One replica.  Raises `UserError` when its KV cache cannot hold a context of ``max_model_len``."""
 
     def __init__(self, config: EngineConfig, pace: Pace, steps: StepTimes) -> None:
@@ -60,7 +60,7 @@ class TwinEngine:
             )
         self._config, self._pace = config, pace
         limits = SimSettings(max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup)
-        self._engine = Engine("twin", config.tp, steps, limits, 0, config.version, 0.0)
+        self._engine = Engine("simulated", config.tp, steps, limits, 0, config.version, 0.0)
         self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._turns: dict[str, _Turn] = {}
         self._rids: dict[Request, str] = {}
@@ -76,10 +76,10 @@ class TwinEngine:
 
     def ready(self, start_s: float) -> EngineReady:
         """The announcement; ``start_s`` in wall seconds."""
-        return EngineReady(self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._rehearsal())
+        return EngineReady(self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._warm_up())
 
-    def _rehearsal(self) -> tuple[EngineStats, ...]:
-        """The reports of a rehearsal as the real engine does it (`libra_hpc.rollout.engine.warm_up`), from the modelled step times."""
+    def _warm_up(self) -> tuple[EngineStats, ...]:
+        """The warm-up profile, as the real engine takes it (`libra_hpc.rollout.engine.warm_up`), from the modelled step times."""
         decodes, prompt = lengths(self._config.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
         start = EngineStats(self._config.version, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)

@@ -1,4 +1,4 @@
-"""The twin of a rollout engine process: ``python -m libra_hpc.simulated.engine_process --socket PATH --config JSON --pace JSON``.
+"""The simulated rollout engine process: ``python -m libra_hpc.simulated.engine_process --socket PATH --config JSON --pace JSON``.
 
 ``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread, which sleeps until a message comes or
 something is due; an idle engine reports once a second.  It ends as the real one does: on `Shutdown`, or when the agent closes the socket.
@@ -20,7 +20,7 @@ from libra_hpc.rollout.engine.stats import IDLE_INTERVAL_S
 from libra_hpc.simulator.sim_engine import IDLE
 
 from .clock import Clock, wait
-from .engine_core import TwinEngine
+from .engine_core import SimulatedEngine
 from .entry import run
 from .settings import Pace
 
@@ -29,7 +29,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
     """Run an engine until it is told to leave; raises `EOFError` when the agent is gone, `UserError` for hardware or a model that is not known."""
     begin = time.monotonic()
     steps = lookup(pace.device, pace.model, config.tp, pace.calibration or None, source=pace.source, devices_file=pace.devices or None)
-    engine = TwinEngine(config, pace, steps)
+    engine = SimulatedEngine(config, pace, steps)
     print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True)
     wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
     clock = Clock(pace.speedup)
@@ -52,7 +52,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
         socket.send_many(replies)
 
 
-def _obey(engine: TwinEngine, message: ToEngine, now: float) -> list[FromEngine]:
+def _obey(engine: SimulatedEngine, message: ToEngine, now: float) -> list[FromEngine]:
     match message:
         case Generate():
             return engine.submit(message, now)
@@ -68,7 +68,7 @@ def _obey(engine: TwinEngine, message: ToEngine, now: float) -> list[FromEngine]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a twin; exit codes as `entry.run`."""
+    """Run it; exit codes as `entry.run`."""
 
     def work(socket: str, path: Path, pace: Pace) -> None:
         config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)

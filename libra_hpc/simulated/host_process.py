@@ -1,4 +1,4 @@
-"""The twin of an environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a `Play`.
+"""The simulated environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a `Play`.
 
 It is the real host around a task of its own, `WorkloadTask`: prompts and tool results of the workload's
 sizes (`tokens`), tools that take the workload's seconds,
@@ -76,7 +76,7 @@ class _NoTools:
 
 async def serve(path: str, play: Play) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
-    host = Host("twin", WorkloadTask(play), _NoTools())
+    host = Host("simulated", WorkloadTask(play), _NoTools())
     await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
     return await host.closed
 

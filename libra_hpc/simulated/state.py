@@ -1,4 +1,4 @@
-"""The twin trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a generation.
+"""The simulated trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a generation.
 
 Weight files are real safetensors files of one small tensor, so everything that carries, checks and keeps weights does its work; checkpoints have the
 layout of `libra_hpc.train.state_folders`.  Members of a generation meet in files beside the path that torch would use: each writes its step, and reads all.
@@ -21,7 +21,7 @@ from libra_hpc.protocol.codec import pack_f32
 from libra_hpc.protocol.trainer import Join
 from libra_hpc.train import state_folders as folders
 
-TENSOR = "twin.step"
+TENSOR = "simulated.step"
 ELEMENTS = 4096
 """float32 elements of a weight file: enough to be a file, small enough that sending it takes no time."""
 MEET_POLL_S = 0.01

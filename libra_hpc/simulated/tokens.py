@@ -1,4 +1,4 @@
-"""Token ids of a rehearsal.  They carry no text, only what an engine must know to take the right time for a turn:
+"""Token ids of a dry run.  They carry no text, only what an engine must know to take the right time for a turn:
 
 * The prompt begins with `HEADER` = 3 ids: the prompt's number, the prompt's length, and the sample's number.  They stand for what an engine's prefix cache
   sees in real ids: which contexts begin alike (siblings share the prompt, the turns of a trajectory the whole past), and how far.
@@ -56,7 +56,7 @@ def generated(count: int, complete: bool) -> bytes:
 def read(context: bytes) -> SimulatedContext:
     """Read a context (int32 bytes); raises `Unreadable`."""
     if len(context) % 4 or len(context) < 4 * LEAST_PROMPT:
-        raise Unreadable(f"prompt: {len(context)} bytes are no context of a rehearsal.")
+        raise Unreadable(f"prompt: {len(context)} bytes are no context of a dry run.")
     ids = memoryview(context).cast("i")
     last = len(ids) - 1
     while last >= HEADER and ids[last] == BODY:

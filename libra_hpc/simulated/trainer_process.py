@@ -1,4 +1,4 @@
-"""The twin of a Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON --pace JSON``.
+"""The simulated Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON --pace JSON``.
 
 It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `law` in place of the computation and a counter in place of the state: a step is
 refused unless it is the next one of the present generation, a newcomer takes the state of the member with the highest step, a rebuilt replica starts from
@@ -190,7 +190,7 @@ def _tokens(sample: Sample) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a twin; exit codes as `entry.run`."""
+    """Run it; exit codes as `entry.run`."""
     begin = time.monotonic()
     dump_on_request()
 

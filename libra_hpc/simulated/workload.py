@@ -1,4 +1,4 @@
-"""The trajectories a rehearsal replays, in the order of its prompts: a trace, or generated ones.
+"""The trajectories a dry run replays, in the order of its prompts: a trace, or generated ones.
 
 A trace is grouped by prompt and starts again when the run is longer.  Generated trajectories are as many as the run has; several presets follow one another,
 each for an equal share of it, which is the sharpest drift there is.  Both are functions of the settings alone, so every host has the same.

@@ -1,1 +1,1 @@
-"""The twin: a discrete-event simulator of the rollout stage that runs the live policies."""
+"""The simulator: a discrete-event simulator of the rollout stage that runs the live policies."""

@@ -20,7 +20,7 @@ from .plugins import PYPI
 CONTROL = ("libra_hpc", "mpi4py")
 """Packages of every agent."""
 ENGINES = ("vllm", "megatron", "torch")
-"""Packages of the engines, which rehearsals simulate."""
+"""Packages of the engines, which dry runs simulate."""
 OLDEST = (3, 11)
 TIMEOUT_S = 60.0
 """A cold network file system may take half a minute to start Python; a warm one takes a tenth of a second."""
@@ -53,7 +53,7 @@ def check_python(config: RunConfig) -> list[str]:
         ]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise invalid("slurm.python", named, "not an executable file", "the absolute path of an interpreter")
-    wanted = CONTROL if config.run.engine == "twin" else (*CONTROL, *ENGINES)
+    wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
     who = "it" if named else f"the submitting interpreter {python}"
     try:
         version, mpi, *missing = _found(python, wanted)

@@ -1,4 +1,4 @@
-"""The twin of re-planning: nodes move as stated, rules do what they are described to do, and the live planner beats standing still."""
+"""The simulator of re-planning: nodes move as stated, rules do what they are described to do, and the live planner beats standing still."""
 
 from __future__ import annotations
 

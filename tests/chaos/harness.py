@@ -17,7 +17,7 @@ SIMULATED = """
 name = "t"
 dir = "{runs}"
 steps = {steps}
-engine = "twin"
+engine = "simulated"
 [slurm]
 restarts = 3
 [components]
@@ -44,7 +44,7 @@ every = 5
 [deadlines]
 floor_s = 4.0
 first_s = 30.0
-[twin]
+[simulated]
 model = "qwen3-4b"
 presets = ["search"]
 speedup = 100.0

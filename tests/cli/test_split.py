@@ -127,7 +127,8 @@ def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> No
     assert "a resumed run keeps the split it has" in outcome.err
 
 
-def test_a_rehearsal_is_planned_for_the_hardware_it_simulates(auto: Path, queue: Queue, cli: Cli) -> None:
-    outcome = cli("submit", "run.toml", "--engine", "twin", "-o", "slurm.device=cpu", "-o", "twin.model=qwen3-14b", "-o", "rollout.max_model_len=16384")
+def test_a_dry_run_is_planned_for_the_hardware_it_simulates(auto: Path, queue: Queue, cli: Cli) -> None:
+    outcome = cli("submit", "run.toml", "--engine", "simulated", "-o", "slurm.device=cpu", "-o",
+    "simulated.model=qwen3-14b", "-o", "rollout.max_model_len=16384")
     assert (outcome.code, outcome.err) == (0, "")
     assert "qwen3-14b on 32 x a800" in outcome.out

@@ -75,13 +75,13 @@ def test_what_the_run_file_does_not_say_is_done_without(changes: dict[str, Any],
     assert _knows(_planner(**changes)) == knows
 
 
-def test_a_rehearsal_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
+def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
     bare = {"nodes": 2}
-    rehearsal = _planner(
-        run={"engine": "twin"}, slurm={"device": "cpu"}, twin={"device": "a800", "model": "qwen3-14b"},
+    dry_run = _planner(
+        run={"engine": "simulated"}, slurm={"device": "cpu"}, simulated={"device": "a800", "model": "qwen3-14b"},
         components={"train": bare, "hybrid": bare, "rollout": bare}, train={"tp": 8}, rollout={"tp": 8},
     )  # fmt: skip
-    assert _knows(rehearsal) == (True, True)
+    assert _knows(dry_run) == (True, True)
     slow = FakeSteps(2, capacity=77, fixed=1.0)
     fast = Faster(slow, 10.0)
     assert fast.step_s(4, 100, 8, 2) == slow.step_s(4, 100, 8, 2) / 10.0

@@ -168,13 +168,13 @@ def test_mistakes_are_one_sentence(call: Call, arguments: tuple[str, ...]) -> No
     assert MISTAKES[arguments] in line
 
 
-def test_a_rehearsal_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) -> None:
-    rehearsal = RUN.replace('[model]\npath = "qwen3-14b"\n', '[twin]\nmodel = "qwen3-8b"\n')
-    assert rehearsal != RUN
-    (tmp_path / "run.toml").write_text(rehearsal)
+def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) -> None:
+    dry_run = RUN.replace('[model]\npath = "qwen3-14b"\n', '[simulated]\nmodel = "qwen3-8b"\n')
+    assert dry_run != RUN
+    (tmp_path / "run.toml").write_text(dry_run)
     code, _, told = call()
     assert (code, "model.path = ''" in told) == (2, True), "a real run needs a model of its own"
-    (tmp_path / "run.toml").write_text('[run]\nengine = "twin"\n' + rehearsal)
+    (tmp_path / "run.toml").write_text('[run]\nengine = "simulated"\n' + dry_run)
     code, told, _ = call("--json")
     assert code == 0
     assert json.loads(told)["request"]["model"] == "qwen3-8b"

@@ -101,11 +101,11 @@ def test_a_gpu_in_no_table_is_a_warning_and_nothing_is_checked_on_cpus() -> None
     assert checked("qwen3-14b", slurm={"device": "cpu"}, train={"tp": 1}) == []
 
 
-def test_a_rehearsal_is_checked_with_what_it_simulates() -> None:
-    twin = {"run": {"engine": "twin"}, "slurm": {"device": "cpu"}, "twin": {"model": "qwen3-8b"}}
-    assert check_memory(configured(**twin, train={"tp": 4}, rollout={"max_model_len": 1024}), None) == []
+def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
+    simulated = {"run": {"engine": "simulated"}, "slurm": {"device": "cpu"}, "simulated": {"model": "qwen3-8b"}}
+    assert check_memory(configured(**simulated, train={"tp": 4}, rollout={"max_model_len": 1024}), None) == []
     with pytest.raises(UserError, match=r"training qwen3-8b with TP1 PP1 needs"):
-        check_memory(configured(**twin, train={"tp": 1}), None)
+        check_memory(configured(**simulated, train={"tp": 1}), None)
 
 
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "qwen3-14b"])
@@ -149,7 +149,7 @@ def test_a_node_too_small_for_its_processes_is_refused_with_the_figure(changes: 
     for sections in (
         {"slurm": {"device": "cpu"}},
         {"slurm": {"device": "cuda", "executor": "local"}},
-        {"run": {"engine": "twin"}},
+        {"run": {"engine": "simulated"}},
     ):
         check_nodes(configured(components=small(**changes), **sections), model)
 

@@ -300,7 +300,7 @@ def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(run: Ru
         ({"rollout": {"temperature": 0.7}}, False),
         ({"rollout": {"max_model_len": 999}}, False),
         ({"model": {"path": "elsewhere"}}, False),
-        ({"run": {"engine": "twin"}}, False),
+        ({"run": {"engine": "simulated"}}, False),
     ],
 )
 def test_the_digest_is_of_what_trajectories_are_made_from(change: dict[str, object], same: bool) -> None:

@@ -109,8 +109,8 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     assert scene.run.read_json(scene.run.result) | {"t": 0} == {"state": "cancelled", "step": 7, "attempt": 1, "t": 0, "message": "step 7 is saved"}
 
 
-REHEARSED = RunConfig.model_validate({
-    "run": {"engine": "twin"}, "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+DRY_RUN = RunConfig.model_validate({
+    "run": {"engine": "simulated"}, "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
     "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
 })  # fmt: skip
 CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 1, "rollout.tp": 2}
@@ -148,7 +148,7 @@ def laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig,
 
 
 def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, REHEARSED, 3)
+    scene = laid_out(tmp_path, monkeypatch, DRY_RUN, 3)
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert not scene.run.result.exists(), "the run is not over"
     assert scene.run.again(1).exists()
@@ -162,7 +162,7 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path
 
 
 def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, REHEARSED, REHEARSED.run.steps)
+    scene = laid_out(tmp_path, monkeypatch, DRY_RUN, DRY_RUN.run.steps)
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
     assert not scene.run.again(1).exists()
 
@@ -175,7 +175,7 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(tmp_path: Path, 
 
 
 def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
-    config = with_values(REHEARSED, {"planner.enabled": False, "planner.interval_s": 0.02})
+    config = with_values(DRY_RUN, {"planner.enabled": False, "planner.interval_s": 0.02})
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
     (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
     scene = Scene(tmp_path, config=config)

@@ -22,7 +22,7 @@ from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 CONFIG = RunConfig.model_validate({
-    "run": {"engine": "twin"}, "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+    "run": {"engine": "simulated"}, "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
     "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
 })  # fmt: skip
 
@@ -38,7 +38,7 @@ class Job:
     def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartitioner:
         self.run.logs(attempt).mkdir(parents=True, exist_ok=True)
         self.run.again(attempt).unlink(missing_ok=True)
-        config = CONFIG.model_copy(update={"twin": CONFIG.twin.model_copy(update={"speedup": speedup})})
+        config = CONFIG.model_copy(update={"simulated": CONFIG.simulated.model_copy(update={"speedup": speedup})})
         here = RankLayout.of(self.config())
         context = AgentContext(0, here, config, self.run, attempt, lambda *a, **k: None, Welcome(step, "", 0, ()), self.run.path, self.run.path)
         log = LineLog(self.run.events)
@@ -99,7 +99,7 @@ def test_at_most_one_in_an_hour_of_the_run_whoever_did_the_last(job: Job) -> Non
     assert relayout.look("")
     relayout.carry_out(3)
     assert job.rank_0().not_before == 1000.0 + EVERY_S, "an operator's counts too"
-    assert job.rank_0(3, speedup=10.0).not_before == 1000.0 + EVERY_S / 10.0, "a rehearsal's hour is shorter"
+    assert job.rank_0(3, speedup=10.0).not_before == 1000.0 + EVERY_S / 10.0, "a dry run's hour is shorter"
     job.order(train__tp=4)
     assert job.rank_0().look(""), "and is not held to it"
 

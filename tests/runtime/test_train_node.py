@@ -29,11 +29,11 @@ PATIENCE_S = 30.0
 
 
 class Scene:
-    """Node 1 of a rehearsal: a replica of one process, or two."""
+    """Node 1 of a dry run: a replica of one process, or two."""
 
     def __init__(self, folder: Path, tp: int = 1) -> None:
         config = RunConfig.model_validate({
-            "run": {"engine": "twin"}, "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 1000.0, "start_s": 0.0},
+            "run": {"engine": "simulated"}, "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 1000.0, "start_s": 0.0},
             "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
             "train": {"tp": tp}, "deadlines": {"floor_s": 2.0, "first_s": 60.0},
         })  # fmt: skip

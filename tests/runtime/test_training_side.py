@@ -35,7 +35,7 @@ class Side:
         config = RunConfig.model_validate({
             "run": {"engine": engine, "steps": STEPS}, "train": {"snapshot_every": 1}, "checkpoint": {"every": 0},
             "algorithm": {"skip_zero_advantage": False}, "model": {"path": str(folder / "model")},
-            "twin": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 100.0, "start_s": 0.0, "step_s": 20.0},
+            "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 100.0, "start_s": 0.0, "step_s": 20.0},
             "components": {"train": {"nodes": 3, "gpus": 8}, "hybrid": {"nodes": 0}, "rollout": {"gpus": 8}},
         })  # fmt: skip
         self.committed: list[wire.Committed] = []
@@ -125,7 +125,7 @@ class Side:
 
 
 @pytest.mark.parametrize(
-    ("engine", "second"), [("twin", 2), ("twin", 1), pytest.param("real", 2, marks=pytest.mark.engine)]
+    ("engine", "second"), [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=pytest.mark.engine)]
 )
 def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, second: int

@@ -81,7 +81,7 @@ def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> No
     assert slow.base_s == pytest.approx(fast.base_s * 4**TP_EXPONENT, rel=0.05)
 
 
-def test_a_rehearsal_prices_a_class_before_its_first_turn() -> None:
+def test_a_warm_up_profile_prices_a_class_before_its_first_turn() -> None:
     made = Board(64)
     # 16 steps of 4 ms, then a step that reads 256 tokens in 20 ms; a device more makes it slower here.
     made.up("large", 2, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256)))
@@ -89,7 +89,7 @@ def test_a_rehearsal_prices_a_class_before_its_first_turn() -> None:
     small, large = made.classes
     assert (small.base_s, large.base_s) == pytest.approx((0.002, 0.004), rel=0.1)
     assert small.prefill_s < large.prefill_s
-    # The engine's counters start anew after it: the first report is no difference to the rehearsal.
+    # The engine's counters start anew after it: the first report is no difference to the profile.
     count = small.fit.count
     made.report("small", stats(90, 0.4))
     assert small.fit.count == count

@@ -1,4 +1,4 @@
-"""An agent for tests: starts one twin process and talks to it over a real Unix-domain socket."""
+"""An agent for tests: starts one simulated process and talks to it over a real Unix-domain socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from libra_hpc.protocol.codec import Codec, FrameBuffer
 from libra_hpc.simulated.settings import Pace
 
 PATIENCE_S = 60.0
-"""A twin that says nothing for so long is broken."""
+"""A process that says nothing for so long is broken."""
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Link:
         while not self._pending:
             chunk = self._link.recv(1 << 20)
             if not chunk:
-                raise EOFError("the twin closed its socket")
+                raise EOFError("the process closed its socket")
             self._pending += self._frames.feed(chunk)
         return self._inbound.decode(self._pending.pop(0))
 

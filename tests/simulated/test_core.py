@@ -1,4 +1,4 @@
-"""The twin engine keeps the engine's promises, in wall seconds, with the simulator's physics inside."""
+"""The simulated engine keeps the engine's promises, in wall seconds, with the simulator's physics inside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra_hpc.protocol.rollout import Abort, EngineError, EngineStats, FromEngi
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.sched.board import Board
 from libra_hpc.simulated import tokens
-from libra_hpc.simulated.engine_core import TwinEngine
+from libra_hpc.simulated.engine_core import SimulatedEngine
 from libra_hpc.simulated.state import weight_file
 from tests.simulated.link import pace
 from tests.simulator.toys import Linear
@@ -22,9 +22,9 @@ SPEEDUP = 4.0
 LATE = 1e6
 
 
-def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> TwinEngine:
+def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> SimulatedEngine:
     config = EngineConfig(model="", max_model_len=max_model_len, block_size=8, max_num_seqs=4, version=5)
-    return TwinEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
+    return SimulatedEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
 
 
 def turn(rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: int = 999, keep_s: float = 0.0) -> Generate:
@@ -42,10 +42,10 @@ def answers(messages: list[FromEngine]) -> dict[str, Generated]:
 
 
 def test_a_turn_takes_its_steps_and_is_told_in_wall_seconds() -> None:
-    twin = engine()
-    assert twin.ready(0.0).kv_tokens == 4096
-    assert twin.submit(turn("a", 10), 100.0) == []
-    early, late = twin.run_until(109.5), twin.run_until(110.0)
+    simulated = engine()
+    assert simulated.ready(0.0).kv_tokens == 4096
+    assert simulated.submit(turn("a", 10), 100.0) == []
+    early, late = simulated.run_until(109.5), simulated.run_until(110.0)
     assert not answers(early)
     done = answers(late)["a"]
     assert unpack_i32(done.tokens) == [tokens.BODY] * 9 + [tokens.STOP]
@@ -59,16 +59,16 @@ def test_a_turn_takes_its_steps_and_is_told_in_wall_seconds() -> None:
 def test_it_announces_what_its_steps_cost_in_wall_seconds() -> None:
     board = Board(64)
     ready = engine().ready(0.0)
-    board.up("a", 1, ready.kv_tokens, ready.version, ready.rehearsal)
+    board.up("a", 1, ready.kv_tokens, ready.version, ready.warm_up)
     (members,) = board.classes
     assert members.base_s == pytest.approx(Linear(4096).step_s(1, 1) / SPEEDUP, rel=0.2), "the prior says 0.02"
 
 
 def test_a_process_that_wakes_late_computes_the_same() -> None:
     punctual, sleepy = engine(), engine()
-    for twin in (punctual, sleepy):
-        twin.submit(turn("a", 10), 0.0)
-        twin.submit(turn("b", 40, sample=1), 0.0)
+    for simulated in (punctual, sleepy):
+        simulated.submit(turn("a", 10), 0.0)
+        simulated.submit(turn("b", 40, sample=1), 0.0)
     found: list[FromEngine] = []
     for moment in range(400):
         found += punctual.run_until(moment / 4)
@@ -76,80 +76,80 @@ def test_a_process_that_wakes_late_computes_the_same() -> None:
 
 
 def test_turns_of_a_trajectory_find_their_past_and_siblings_their_prompt() -> None:
-    twin = engine()
-    twin.submit(turn("a", 24, size=40), 0.0)
-    first = answers(twin.run_until(LATE))["a"]
+    simulated = engine()
+    simulated.submit(turn("a", 24, size=40), 0.0)
+    first = answers(simulated.run_until(LATE))["a"]
     context = [*tokens.prompt(7, 0, 40, 24), *unpack_i32(first.tokens), *tokens.answer(8, 4)]
-    twin.submit(Generate("b", pack_i32(context), 99), LATE)
-    twin.submit(turn("c", 4, sample=1, size=40), LATE)
-    found = answers(twin.run_until(2 * LATE))
+    simulated.submit(Generate("b", pack_i32(context), 99), LATE)
+    simulated.submit(turn("c", 4, sample=1, size=40), LATE)
+    found = answers(simulated.run_until(2 * LATE))
     assert found["b"].cached_tokens == 56, "7 full blocks of 63 computed tokens"
     assert found["c"].cached_tokens == 32, "4 full blocks of the prompt; its last token is computed anew"
 
 
 def test_the_end_by_length_and_by_abort(tmp_path: Path) -> None:
-    twin = engine(max_model_len=64)
-    twin.submit(turn("limit", 30, max_tokens=20), 0.0)
-    twin.submit(turn("room", 100, sample=1, size=50), 0.0)
-    twin.submit(turn("gone", 30, sample=2), 0.0)
-    found = answers(twin.run_until(8.5))
-    twin.abort(Abort("gone"), 8.5)
-    twin.abort(Abort("unknown"), 8.5)
-    found |= answers(twin.run_until(LATE))
+    simulated = engine(max_model_len=64)
+    simulated.submit(turn("limit", 30, max_tokens=20), 0.0)
+    simulated.submit(turn("room", 100, sample=1, size=50), 0.0)
+    simulated.submit(turn("gone", 30, sample=2), 0.0)
+    found = answers(simulated.run_until(8.5))
+    simulated.abort(Abort("gone"), 8.5)
+    simulated.abort(Abort("unknown"), 8.5)
+    found |= answers(simulated.run_until(LATE))
     assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in found.items()} == {"limit": ("length", 20), "room": ("length", 14), "gone": ("abort", 9)}
     assert tokens.STOP not in unpack_i32(found["limit"].tokens)
     rest = [*tokens.prompt(7, 2, 16, 30), *unpack_i32(found["gone"].tokens)]
-    twin.submit(Generate("again", pack_i32(rest), 99), LATE)
-    again = answers(twin.run_until(2 * LATE))["again"]
+    simulated.submit(Generate("again", pack_i32(rest), 99), LATE)
+    again = answers(simulated.run_until(2 * LATE))["again"]
     assert (again.finish, len(again.tokens) // 4) == ("stop", 21)
 
 
 def test_weights_change_between_two_steps(tmp_path: Path) -> None:
-    twin = engine(sync_s=3.0)
-    twin.submit(turn("a", 10), 0.0)
-    twin.run_until(3.5)
-    assert twin.update(update(tmp_path, 6), 3.5) == []
-    found = twin.run_until(LATE)
+    simulated = engine(sync_s=3.0)
+    simulated.submit(turn("a", 10), 0.0)
+    simulated.run_until(3.5)
+    assert simulated.update(update(tmp_path, 6), 3.5) == []
+    found = simulated.run_until(LATE)
     assert [message for message in found if isinstance(message, WeightsApplied)] == [WeightsApplied(6, 3.0 / SPEEDUP)]
     done = answers(found)["a"]
     assert done.versions == ((5, 4), (6, 6))
     assert done.run_s == (10 + 3) / SPEEDUP
-    assert twin.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
+    assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
     bad = UpdateWeights(str(tmp_path / "6.safetensors"), 7, 1)
-    assert [type(message) for message in twin.update(bad, LATE)] == [EngineError]
-    assert [type(message) for message in twin.update(UpdateWeights(str(tmp_path / "none"), 7, 1), LATE)] == [EngineError]
+    assert [type(message) for message in simulated.update(bad, LATE)] == [EngineError]
+    assert [type(message) for message in simulated.update(UpdateWeights(str(tmp_path / "none"), 7, 1), LATE)] == [EngineError]
 
 
 def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
-    twin = engine(sync_s=3.0, wake_s=20.0)
+    simulated = engine(sync_s=3.0, wake_s=20.0)
     for rid in ("a", "b", "c", "d", "waits"):
-        twin.submit(turn(rid, 10, sample=ord(rid[0])), 0.0)
-    twin.run_until(2.5)
-    aborted = answers(twin.sleep(2.5))
+        simulated.submit(turn(rid, 10, sample=ord(rid[0])), 0.0)
+    simulated.run_until(2.5)
+    aborted = answers(simulated.sleep(2.5))
     assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in aborted.items()} == {**dict.fromkeys("abcd", ("abort", 3)), "waits": ("abort", 0)}
-    assert answers(twin.submit(turn("e", 1), 10.0))["e"].finish == "error"
-    assert [type(message) for message in twin.update(update(tmp_path, 6), 10.0)] == [EngineError]
-    twin.wake()
-    assert "no current weights" in answers(twin.submit(turn("e", 1), 10.0))["e"].error
-    assert twin.update(update(tmp_path, 5), 10.0) == [], "the version it had is loaded again"
-    assert not [message for message in twin.run_until(32.5) if isinstance(message, WeightsApplied)]
-    assert [message for message in twin.run_until(33.0) if isinstance(message, WeightsApplied)]
-    twin.submit(turn("e", 1), 40.0)
-    assert answers(twin.run_until(LATE))["e"].finish == "stop"
+    assert answers(simulated.submit(turn("e", 1), 10.0))["e"].finish == "error"
+    assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [EngineError]
+    simulated.wake()
+    assert "no current weights" in answers(simulated.submit(turn("e", 1), 10.0))["e"].error
+    assert simulated.update(update(tmp_path, 5), 10.0) == [], "the version it had is loaded again"
+    assert not [message for message in simulated.run_until(32.5) if isinstance(message, WeightsApplied)]
+    assert [message for message in simulated.run_until(33.0) if isinstance(message, WeightsApplied)]
+    simulated.submit(turn("e", 1), 40.0)
+    assert answers(simulated.run_until(LATE))["e"].finish == "stop"
 
 
 def test_what_the_engine_cannot_run_is_refused_in_words() -> None:
-    twin = engine(max_model_len=64)
-    assert "do not say" in answers(twin.submit(Generate("a", pack_i32([9] * 20), 5), 0.0))["a"].error
-    assert "no room" in answers(twin.submit(turn("b", 5, size=64), 0.0))["b"].error
-    twin.submit(turn("c", 5), 0.0)
-    assert [type(message) for message in twin.submit(turn("c", 5), 0.0)] == [EngineError]
+    simulated = engine(max_model_len=64)
+    assert "do not say" in answers(simulated.submit(Generate("a", pack_i32([9] * 20), 5), 0.0))["a"].error
+    assert "no room" in answers(simulated.submit(turn("b", 5, size=64), 0.0))["b"].error
+    simulated.submit(turn("c", 5), 0.0)
+    assert [type(message) for message in simulated.submit(turn("c", 5), 0.0)] == [EngineError]
     with pytest.raises(UserError, match="max_model_len = 256: the KV cache of qwen3-14b on 1 x a800 holds 128 tokens"):
         engine(capacity=128)
 
 
 def test_kept_blocks_are_kept_for_wall_seconds() -> None:
-    twin = engine(capacity=320)
-    twin.submit(turn("a", 24, size=40, keep_s=1000.0 / SPEEDUP), 0.0)
-    pinned = [message for message in twin.run_until(LATE) if isinstance(message, EngineStats)][-1]
+    simulated = engine(capacity=320)
+    simulated.submit(turn("a", 24, size=40, keep_s=1000.0 / SPEEDUP), 0.0)
+    pinned = [message for message in simulated.run_until(LATE) if isinstance(message, EngineStats)][-1]
     assert pinned.kv_pinned == pytest.approx(7 / 40)

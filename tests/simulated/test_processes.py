@@ -1,4 +1,4 @@
-"""Twin processes over their real sockets: ready, work, leave with the agent."""
+"""Simulated processes over their real sockets: ready, work, leave with the agent."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_weight_files_are_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     (tmp_path / "w.safetensors").write_bytes(weight_file(7))
     with safetensors.safe_open(tmp_path / "w.safetensors", framework="np") as file:
-        assert set(file.get_tensor("twin.step").tolist()) == {7.0}
+        assert set(file.get_tensor("simulated.step").tolist()) == {7.0}
 
 
 def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ids of a rehearsal say what an engine must know, also half-way through a turn."""
+"""Ids of a dry run say what an engine must know, also half-way through a turn."""
 
 from __future__ import annotations
 

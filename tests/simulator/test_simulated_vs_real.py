@@ -1,4 +1,5 @@
-"""The comparison with real engines, itself checked: a twin calibrated on a run of known engines predicts another run of them, and a replay is the workload."""
+"""The comparison with real engines, itself checked: a simulator calibrated on a run of known engines
+predicts another run of them, and a replay is the workload."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from bench.replay import Played, Setup, TurnTimes
 from bench.replay_task import Replay, ReplayedEpisode
-from bench.simulated_vs_real import CALIBRATIONS, GROUP_SIZE, PREDICTED, SCHEDULERS, Hops, Pair, Play, Twin, compare, make_work, plays, ranking, rows
+from bench.simulated_vs_real import CALIBRATIONS, GROUP_SIZE, PREDICTED, SCHEDULERS, Hops, Pair, Play, Simulator, compare, make_work, plays, ranking, rows
 from libra_hpc.hardware.measured import StepPoint
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader
@@ -62,12 +63,12 @@ def test_calibrated_on_one_run_it_predicts_others() -> None:
         engines = Known()
         reality(make_work(load, 0, 0.5), engines, load.open_groups)
         runs.append(played(engines))
-    twin = Twin.of(runs, SETUP)
-    assert twin.hops.send_s + twin.hops.answer_s == pytest.approx(SEND_S + ANSWER_S, rel=0.05)
-    assert twin.hops.env_s == pytest.approx(ENV_S)
+    simulated = Simulator.of(runs, SETUP)
+    assert simulated.hops.send_s + simulated.hops.answer_s == pytest.approx(SEND_S + ANSWER_S, rel=0.05)
+    assert simulated.hops.env_s == pytest.approx(ENV_S)
     for load in PREDICTED:
         work = make_work(load, 1, 0.5)
-        predicted, real = twin.predict(work, "cmlfq", load.open_groups), reality(work, Known(), load.open_groups)
+        predicted, real = simulated.predict(work, "cmlfq", load.open_groups), reality(work, Known(), load.open_groups)
         assert predicted.makespan_s == pytest.approx(real.makespan_s, rel=0.03)
         assert predicted.turn_latency.p50 == pytest.approx(real.turn_latency.p50, rel=0.05)
         assert predicted.turn_latency.p95 == pytest.approx(real.turn_latency.p95, rel=0.05)

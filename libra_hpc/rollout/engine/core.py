@@ -31,7 +31,7 @@ from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt, refusal
-from .warm_up import rehearse
+from .warm_up import profile
 
 SLEEP_LEVEL = 2
 """vLLM sleep level that frees the weights too: they are stale at waking anyway."""
@@ -114,13 +114,13 @@ class RolloutEngine:
         """When the first pinned prefix is given up, in seconds of ``time.monotonic``; None without any."""
         return self._scheduler.pins.next_expiry
 
-    def rehearse(self) -> EngineReady:
-        """Measure what steps cost while there are no turns yet (`rehearsal`); returns the announcement that says so."""
+    def warm_up(self) -> EngineReady:
+        """Measure what steps cost while there are no turns yet (`warm_up`); returns the announcement that says so."""
         started = time.monotonic()
-        reports = rehearse(self.submit, self.step, self.stats, self._max_model_len)
+        reports = profile(self.submit, self.step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache()
         self._counters = EngineCounters()
-        self.ready = msgspec.structs.replace(self.ready, rehearsal=reports, start_s=self.ready.start_s + time.monotonic() - started)
+        self.ready = msgspec.structs.replace(self.ready, warm_up=reports, start_s=self.ready.start_s + time.monotonic() - started)
         return self.ready
 
     def submit(self, request: Generate) -> Generated | None:

@@ -77,7 +77,7 @@ class _Loop:
     def run(self) -> int:
         try:
             self._engine = RolloutEngine(self._config, self._on_worker_death)
-            self._socket.send(self._engine.rehearse())
+            self._socket.send(self._engine.warm_up())
             while self._turn_over(self._engine):
                 pass
             return 0

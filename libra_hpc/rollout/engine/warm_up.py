@@ -1,4 +1,4 @@
-"""The rehearsal: an engine measures its own steps before it is announced, so that nobody has to guess what they cost.
+"""The warm-up profile: an engine measures its own steps before it is announced, so that nobody has to guess what they cost.
 
 The scheduler prices a TP class by the measured steps of its engines (`libra_hpc.sched.costs`).  A class that has run nothing yet would be priced by the
 rule that more devices are faster; where that is wrong, and it is on a machine with fewer cores than workers, the guess keeps turns away from the class
@@ -22,7 +22,7 @@ def lengths(room: int) -> tuple[int, int]:
     return max(1, min(DECODES, room // 4)), max(1, min(PROMPT, room // 2))
 
 
-def rehearse(
+def profile(
     submit: Callable[[Generate], Generated | None], step: Callable[[], list[Generated]], stats: Callable[[], EngineStats], room: int
 ) -> tuple[EngineStats, ...]:
     """Run the requests on an engine that is idle and whose context holds ``room`` tokens (at least 2); returns the reports between them, oldest first."""
@@ -36,7 +36,7 @@ def rehearse(
 
 
 def _run(submit: Callable[[Generate], Generated | None], step: Callable[[], list[Generated]], prompt: int, decodes: int) -> None:
-    refused = submit(Generate("rehearsal", array("i", bytes(4 * prompt)).tobytes(), decodes))
+    refused = submit(Generate("warm-up", array("i", bytes(4 * prompt)).tobytes(), decodes))
     assert refused is None, refused
     while not step():
         pass

@@ -50,7 +50,7 @@ def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Pa
     try:
         ready = engine.ready()
         assert ready.version == 7
-        warm, decoded, read = ready.rehearsal
+        warm, decoded, read = ready.warm_up
         assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
         assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
         assert warm.busy_s < decoded.busy_s < read.busy_s

@@ -20,18 +20,18 @@ from libra_hpc.simulated.workload import groups
 from libra_hpc.tasks.settings import HostConfig, host_config
 from libra_hpc.traces.read import write_trace
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "rehearse.toml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "dry-run.toml"
 
 
 def run_file(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     node = {"partition": "a800", "gpus": 8, "gpu_type": "a800"}
     whole: dict[str, dict[str, Any]] = {
-        "run": {"engine": "twin", "dir": str(folder / "runs"), "steps": 4},
+        "run": {"engine": "simulated", "dir": str(folder / "runs"), "steps": 4},
         "components": {"train": node, "hybrid": node, "rollout": {**node, "gpu_type": "h100"}},
         "algorithm": {"prompts_per_step": 4, "group_size": 2},
         "train": {"tp": 8},
         "rollout": {"tp": 2, "engines_per_node": 4, "max_model_len": 16384},
-        "twin": {"model": "qwen3-14b"},
+        "simulated": {"model": "qwen3-14b"},
     }
     for name, fields in sections.items():
         whole[name] = {**whole.get(name, {}), **fields}
@@ -49,59 +49,59 @@ def test_each_component_has_its_device_and_no_model_folder_is_needed(tmp_path: P
     config = run_file(tmp_path)
     check_run(config)
     assert (pace(config, "train").device, pace(config, "rollout").device) == ("a800", "h100")
-    named = run_file(tmp_path, planner={"device": "h200", "model": "qwen3-8b"}, twin={"model": ""})
+    named = run_file(tmp_path, planner={"device": "h200", "model": "qwen3-8b"}, simulated={"model": ""})
     assert (pace(named, "train").device, pace(named, "train").model) == ("h200", "qwen3-8b")
 
 
-def test_only_command_lines_tell_a_rehearsal_from_a_real_run(tmp_path: Path) -> None:
-    twin, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
+def test_only_command_lines_tell_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
+    simulated, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
     path = Path("/p/r3.0.json")
     for make, module in ((engine_command, "rollout.engine"), (trainer_command, "train.worker")):
         command = make(real, "rollout", path)
         assert command[1:] == ["-m", f"libra_hpc.{module}", "--config", str(path)]
-    *_, told = engine_command(twin, "rollout", path)
-    assert msgspec.json.decode(told, type=Pace) == pace(twin, "rollout")
-    assert trainer_command(twin, "train", path)[2] == "libra_hpc.simulated.trainer_process"
+    *_, told = engine_command(simulated, "rollout", path)
+    assert msgspec.json.decode(told, type=Pace) == pace(simulated, "rollout")
+    assert trainer_command(simulated, "train", path)[2] == "libra_hpc.simulated.trainer_process"
     assert host_command(real, path)[1:] == ["-m", "libra_hpc.tasks.host", "--config", str(path)]
-    assert host_command(twin, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
-    assert msgspec.json.decode(host_settings(twin), type=Play) == play(twin)
+    assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
+    assert msgspec.json.decode(host_settings(simulated), type=Play) == play(simulated)
     assert msgspec.json.decode(host_settings(real), type=HostConfig) == host_config(real)
-    assert play(twin).prompts == 16
+    assert play(simulated).prompts == 16
 
 
 def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"interval_s": 10.0, "horizon_s": 500.0, "min_dwell_s": 40.0, "margin": 2.0, "moves_per_hour": 6}
-    config = in_wall_time(run_file(tmp_path, planner=fields, twin={"speedup": 20.0}))
+    config = in_wall_time(run_file(tmp_path, planner=fields, simulated={"speedup": 20.0}))
     planner = config.planner
     assert (planner.interval_s, planner.horizon_s, planner.min_dwell_s, planner.margin) == (0.5, 25.0, 2.0, 2.0)
     assert planner.moves_per_hour == 120
-    assert config.task.name == "twin"
+    assert config.task.name == "simulated"
     real = run_file(tmp_path, run={"engine": "real"}, planner=fields)
     assert in_wall_time(real) is real
 
 
 def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> None:
-    made = groups(play(run_file(tmp_path, twin={"presets": ["search", "math", "r2e"]})))
+    made = groups(play(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
     assert [len(group) for group in made] == [2] * 16
     assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
     assert max(spec.context for group in made for spec in group) <= 16384
     turns = (TurnRecord(0, 5),)
     write_trace(tmp_path / "t.jsonl.gz", [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"])
-    told = play(run_file(tmp_path, twin={"trace": str(tmp_path / "t.jsonl.gz")}))
+    told = play(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
     assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(told)] == [[(name, n) for n in range(3)] for name in "ab"]
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"twin": {"model": "qwen3-15b"}}, r"model = 'qwen3-15b'.*qwen3-14b"),
-        ({"twin": {"model": ""}}, r"twin\.model = ''.*model\.path"),
-        ({"twin": {"device": "a900"}}, r"device = 'a900'.*did you mean 'a800'"),
-        ({"twin": {"presets": ["maths"]}}, r"preset = 'maths'.*did you mean 'math'"),
-        ({"twin": {"trace": "/nowhere.jsonl"}}, r"/nowhere\.jsonl cannot be read"),
-        ({"twin": {"calibration": "/nowhere.json"}}, r"/nowhere\.json"),
-        ({"twin": {"speedup": 0.0}}, r"twin\.speedup = 0\.0: out of range; valid: a number > 0"),
-        ({"run": {"engine": "twins"}}, r"run\.engine = 'twins'.*did you mean 'twin'"),
+        ({"simulated": {"model": "qwen3-15b"}}, r"model = 'qwen3-15b'.*qwen3-14b"),
+        ({"simulated": {"model": ""}}, r"simulated\.model = ''.*model\.path"),
+        ({"simulated": {"device": "a900"}}, r"device = 'a900'.*did you mean 'a800'"),
+        ({"simulated": {"presets": ["maths"]}}, r"preset = 'maths'.*did you mean 'math'"),
+        ({"simulated": {"trace": "/nowhere.jsonl"}}, r"/nowhere\.jsonl cannot be read"),
+        ({"simulated": {"calibration": "/nowhere.json"}}, r"/nowhere\.json"),
+        ({"simulated": {"speedup": 0.0}}, r"simulated\.speedup = 0\.0: out of range; valid: a number > 0"),
+        ({"run": {"engine": "simulate"}}, r"run\.engine = 'simulate'.*did you mean 'simulated'"),
         ({"train": {"tp": 3}}, r"tp = 3"),
         ({"rollout": {"tp": 4}}, r"rollout\.tp = 4: rollout\.tp \* rollout\.engines_per_node needs 16 GPUs"),
         ({"rollout": {"max_model_len": 1_000_000}}, r"rollout\.max_model_len = 1000000: the KV cache of qwen3-14b on 2 x a800 holds"),

@@ -1,4 +1,4 @@
-"""A rehearsal on the embedded Slurm: the whole control plane around simulated engines, with a lost engine, a lost trainer, and a node that moves."""
+"""A dry run on the embedded Slurm: the whole control plane around simulated engines, with a lost engine, a lost trainer, and a node that moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ margin = 1.0
 moves_per_hour = 60
 [checkpoint]
 every = 0
-[twin]
+[simulated]
 model = "qwen3-8b"
 presets = ["math"]
 speedup = 40.0
@@ -54,7 +54,7 @@ mfu = 0.05
 needed there."""
 
 
-class Rehearsal(Case):
+class DryRun(Case):
     """A run without a policy folder."""
 
     def __init__(self, folder: Path, executor: str, **values: int) -> None:
@@ -62,9 +62,9 @@ class Rehearsal(Case):
         self.run_file.write_text(RUN_FILE.format(runs=folder / "runs", **values))
 
 
-def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo, tmp_path: Path) -> None:
-    case = Rehearsal(tmp_path, "slurm", steps=400)
-    run = case.submit("--engine", "twin")
+def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo, tmp_path: Path) -> None:
+    case = DryRun(tmp_path, "slurm", steps=400)
+    run = case.submit("--engine", "simulated")
     case.wait(lambda: len(case.steps()) >= 3, "first steps")
     case.kill(3, "libra_hpc.simulated.engine_process")
     case.wait(lambda: case.events("engine_lost"), "the lost engine")
@@ -97,10 +97,10 @@ def test_a_rehearsal_loses_processes_moves_a_node_and_resumes(cluster: ClusterIn
     assert (kept["trajectories"], list(kept["dropped"])) == (0, ["configuration"]), "of so many prompts each is another one"
 
 
-def test_a_local_rehearsal_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
-    case = Rehearsal(tmp_path, "local", steps=4)
+def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
+    case = DryRun(tmp_path, "local", steps=4)
     changes = ("planner.enabled=false", "components.hybrid.nodes=0", "rollout.tp=8", "rollout.engines_per_node=1", "checkpoint.experience=false")
-    run = case.submit("--engine", "twin", "--wait", *(word for change in changes for word in ("-o", change)))
+    run = case.submit("--engine", "simulated", "--wait", *(word for change in changes for word in ("-o", change)))
     assert case.ended() == "completed"
     trained_once(run, 4)
     assert folders.read_state(run.checkpoint(4)).step == 4
@@ -112,15 +112,15 @@ def test_a_local_rehearsal_ends_complete_and_every_weight_version_is_applied(tmp
 
 SLOW_TRAINING = {
     "run.steps": 26, "components.hybrid.nodes": 0, "components.rollout.nodes": 3, "train.tp": 8, "rollout.tp": 8, "rollout.engines_per_node": 1,
-    "rollout.max_model_len": 8192, "planner.period_s": 20.0, "planner.repartition_cost_s": 60.0, "twin.presets": '["math", "search"]',
-    "twin.speedup": 100.0, "twin.mfu": 0.02,
+    "rollout.max_model_len": 8192, "planner.period_s": 20.0, "planner.repartition_cost_s": 60.0, "simulated.presets": '["math", "search"]',
+    "simulated.speedup": 100.0, "simulated.mfu": 0.02,
 }  # fmt: skip
 """One node of four trains, and is the slower stage by far; halfway the work changes for good."""
 
 
 def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, tmp_path: Path) -> None:
-    case = Rehearsal(tmp_path, "slurm", steps=0)
-    run = case.submit("--engine", "twin", "--wait", *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")))
+    case = DryRun(tmp_path, "slurm", steps=0)
+    run = case.submit("--engine", "simulated", "--wait", *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")))
     assert case.ended() == "completed"
     (done,) = case.events("laid_out")
     started = case.events("job_started")
