@@ -3,7 +3,7 @@
 The drifting workloads of `bench.replan`, Qwen3-8B (whose training fits a node of 4), 12 nodes: five only train, five only roll out, two are hybrid.  Four
 ways to run them: the best *static* split in hindsight; the live planner with its *first tier*, the two hybrid nodes; with *both tiers*; and with the first tier
 alone but every node hybrid but one at either end, which costs no new start and is what hybrid nodes are for where memory allows them.  A new start
-takes 240 s after the step border and loses the trajectories that have not ended.  The last line is the case without drift.
+takes 240 s after the step boundary and loses the trajectories that have not ended.  The last line is the case without drift.
 
     python -m bench.repartition [--seeds 3] [--first-seed 0] [--steps 120] [--work NAME|NAME] [--idle-steps 400] [--jobs 2]
 """

@@ -215,7 +215,7 @@ class ReplanPool:
         way.step = 0 if sim.training.idle else len(sim.training.steps)
 
     def lay_out(self, sim: Simulation, layout: Layout) -> None:
-        """Start all ranks anew at the next step border; no node may be on its way."""
+        """Start all ranks anew at the next step boundary; no node may be on its way."""
         self._next, self._back_at = layout, inf
         sim.hold_training(True)
 

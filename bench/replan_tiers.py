@@ -1,7 +1,7 @@
 """The second tier in the simulator: the planner of a run file, whose repartitions are carried out.
 
 The site is written as a run file, from which the planner is made by the function a live run uses (`libra_hpc.planner.live`).  When it proposes
-another layout, the pool stops at the next step border and starts again in it, and a new planner begins with what is written there, knowing nothing of before,
+another layout, the pool stops at the next step boundary and starts again in it, and a new planner begins with what is written there, knowing nothing of before,
 as live.  At most one in an hour (`libra_hpc.planner.repartition.EVERY_S`).
 
 The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or PP does not come.

@@ -52,7 +52,7 @@ def repartition(
         return
     if not json:
         show(table(before, after))
-        say(f"{found.name}: ordered; at the next step border it saves, and its ranks start again in this layout")
+        say(f"{found.name}: ordered; at the next step boundary it saves, and its ranks start again in this layout")
     step = await_answer(found, order, quiet=json) if wait else None
     if json:
         say_json({**facts, "order": order.id, "step": step})

@@ -119,7 +119,7 @@ class Repartition:
             for p in found.plans
         )  # fmt: skip
         reason = (
-            f"repartition: at the next step border, {layout} instead of {measured.split.train}+{measured.split.rollout} nodes as they are laid out takes a "
+            f"repartition: at the next step boundary, {layout} instead of {measured.split.train}+{measured.split.rollout} nodes as they are laid out takes a "
             f"batch from {now:.2f} s to {best.seconds:.2f} s; that is {share:.0%} at least, and {horizon * share:.0f} s over the horizon, more than "
             f"{settings.margin:.1f} x {settings.repartition_cost_s + again:.1f} s: {settings.repartition_cost_s:.1f} for a new start, "
             f"{again:.1f} for what is generated again"

@@ -143,7 +143,7 @@ class FromReplica(msgspec.Struct, tag=True, frozen=True):
 
 
 class FormGeneration(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: at the next step border, these ranks train together; a newer order replaces one not yet carried out."""
+    """Coordinator -> train leader: at the next step boundary, these ranks train together; a newer order replaces one not yet carried out."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -160,7 +160,7 @@ class MemberJoined(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopTraining(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: checkpoint at the next step border and finish."""
+    """Coordinator -> train leader: checkpoint at the next step boundary and finish."""
 
     reason: str
 

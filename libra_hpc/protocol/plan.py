@@ -150,7 +150,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """What to do now and why."""
 
     action: Action
-    """``repartition``: another layout of core nodes, at the next step border."""
+    """``repartition``: another layout of core nodes, at the next step boundary."""
     node: int
     """Rank that moves first; -1 for ``hold`` and ``repartition``."""
     reason: str

@@ -1,7 +1,7 @@
 """A repartition carried out: the ranks of a running job are laid out anew, without giving up its nodes or its place.
 
 Roles of hybrid nodes change while everything runs; core nodes, training parallelism and the engines of a node do not.  For these the run stops at a step
-border as it does before a time limit, with a checkpoint, and instead of the run's verdict rank 0 leaves the new configuration and the file `RunDir.again`.
+boundary as it does before a time limit, with a checkpoint, and instead of the run's verdict rank 0 leaves the new configuration and the file `RunDir.again`.
 The launcher (the batch script, or `libra_hpc.slurm.ranks`) finds it and starts all ranks again, in the same allocation and the same attempt; they go on
 from the checkpoint, as those of a resumed run do.
 

@@ -4,7 +4,7 @@ A node is in one of six states:
 
     STARTING --engine ready--> ROLLOUT | (member with its state) TRAIN          first start, restart after a crash, return after a loss
     ROLLOUT  --move--> TO_TRAIN   --drained, engine ready, member, state arrived--> TRAIN
-    TRAIN    --move--> TO_ROLLOUT --left the membership at a step border, engine ready--> ROLLOUT
+    TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
     any      --heartbeat lost--> LOST --returned--> STARTING
 
 Only nodes of the ``hybrid`` component move; ``train`` and ``rollout`` nodes are the core and keep their role for life.
@@ -12,7 +12,7 @@ Only nodes of the ``hybrid`` component move; ``train`` and ``rollout`` nodes are
 *Membership* is the numbered set of data-parallel replicas.  Every wish to change it becomes a proposal with the next number; a newer proposal replaces one
 that is still forming.  A node is proposed once its training engine answers, so that members never wait for an engine to start, and it counts as a trainer
 (TRAIN) only when it is a member *and* its weights and optimizer state have arrived, in whatever order the two happen.  Trainers adopt a proposal at a step
-border; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the generation that no longer holds it is
+boundary; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the generation that no longer holds it is
 complete; if it has meanwhile become the only one that holds the training state, its move is called off.  The first generation waits for all core training
 nodes, so that a run does not form one group per node while they come up.
 
@@ -177,7 +177,7 @@ class ResubmitTurns(msgspec.Struct, frozen=True):
 
 
 class FormMembership(msgspec.Struct, frozen=True):
-    """At the next step border, form this generation; each member reports `MemberOf`, a new one `StateArrived` too."""
+    """At the next step boundary, form this generation; each member reports `MemberOf`, a new one `StateArrived` too."""
 
     membership: Membership
 

@@ -111,13 +111,13 @@ class SimulatedEngine:
         return []
 
     def abort(self, message: Abort, now: float) -> None:
-        """End a turn at the next border; its answer follows then."""
+        """End a turn at the next boundary; its answer follows then."""
         turn = self._turns.get(message.rid)
         if turn is not None and not turn.request.aborted:
             self._engine.abort(turn.request, now)
 
     def update(self, message: UpdateWeights, now: float) -> list[FromEngine]:
-        """Check a weight file and swap it in at the next border."""
+        """Check a weight file and swap it in at the next boundary."""
         if self._asleep:
             return [EngineError(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
         try:

@@ -130,18 +130,18 @@ class Agents:
             self._tell(engine, engine.ended, trajectory)
 
     def swap(self, version: int) -> None:
-        """Every engine applies new weights at its next border."""
+        """Every engine applies new weights at its next boundary."""
         for engine in self.engines.values():
             self._tell(engine, engine.swap, version, self._settings.sync_s)
 
     def _tell(self, engine: Engine, act: Callable[..., None], *what: object) -> None:
-        """Let something happen to an engine now, which may change when its next border is."""
+        """Let something happen to an engine now, which may change when its next boundary is."""
         before = engine.next_at
         act(*what, self._events.now)
         self._wake(engine, before)
 
     def _wake(self, engine: Engine, before: float) -> None:
-        """Call an engine at its next border, if that has changed."""
+        """Call an engine at its next boundary, if that has changed."""
         at = engine.next_at
         if at != before and at != IDLE:
             self._at(at, self._step, engine, STEP, engine.number)
@@ -160,7 +160,7 @@ class Agents:
             return
         version = engine.version
         done = engine.advance(now)
-        # Whatever event stood for the border just passed is used up.
+        # Whatever event stood for the boundary just passed is used up.
         self._wake(engine, IDLE)
         for request in done:
             sent = self._requests[request]

@@ -6,7 +6,7 @@ completely gets one token at its end.
 Chunks of several requests in one step are given to `StepTimes` as one chunk after a context chosen so that the number of attended pairs is kept:
 (sum of n_i * (context_i + n_i / 2)) / n - n / 2, with n their sum.
 
-Time is an argument.  The engine says in `next_at` when it wants `advance` to be called: at the next border between two steps that matters (see `stretch`).
+Time is an argument.  The engine says in `next_at` when it wants `advance` to be called: at the next boundary between two steps that matters (see `stretch`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Engine:
         self._batch = Batch(self._cache, settings, self.counters)
         self._aborted: list[Request] = []
         self._stale: list[tuple[str, bool]] = []
-        """Trajectories whose cache changes at the next border, and whether it is dropped."""
+        """Trajectories whose cache changes at the next boundary, and whether it is dropped."""
         self._swap: tuple[int, float] | None = None
         self._pausing: int | None = None
         self._pause_at = now
@@ -68,25 +68,25 @@ class Engine:
             self._interrupt(now)
 
     def abort(self, request: Request, now: float) -> None:
-        """End a request at the next border; `advance` returns it there."""
+        """End a request at the next boundary; `advance` returns it there."""
         request.aborted = True
         self._aborted.append(request)
         self._interrupt(now)
 
     def swap(self, version: int, seconds: float, now: float) -> None:
-        """Update the weights at the next border, which takes ``seconds``; a newer update replaces one that has not begun."""
+        """Update the weights at the next boundary, which takes ``seconds``; a newer update replaces one that has not begun."""
         self._swap = (version, seconds)
         self._interrupt(now)
 
     def drop(self, trajectory: str, now: float) -> None:
-        """A trajectory starts anew with other tokens: what is cached of it is of no use from the next border on."""
-        self._at_border(trajectory, True, now)
+        """A trajectory starts anew with other tokens: what is cached of it is of no use from the next boundary on."""
+        self._at_boundary(trajectory, True, now)
 
     def ended(self, trajectory: str, now: float) -> None:
-        """A trajectory is complete: from the next border on its KV is kept no longer."""
-        self._at_border(trajectory, False, now)
+        """A trajectory is complete: from the next boundary on its KV is kept no longer."""
+        self._at_boundary(trajectory, False, now)
 
-    def _at_border(self, trajectory: str, dropped: bool, now: float) -> None:
+    def _at_boundary(self, trajectory: str, dropped: bool, now: float) -> None:
         # Steps that have begun take their blocks before; which ones must not hang on how many steps one event stands for.
         if self._cache.holds(trajectory, dropped):
             self._stale.append((trajectory, dropped))
@@ -125,7 +125,7 @@ class Engine:
         return done
 
     def report(self, now: float) -> EngineStats | None:
-        """The counters, if the last `advance` made a report due: at a border every `SimSettings.report_s`, and when it fell idle."""
+        """The counters, if the last `advance` made a report due: at a boundary every `SimSettings.report_s`, and when it fell idle."""
         if not self._due:
             return None
         self._due = False

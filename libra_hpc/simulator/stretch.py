@@ -28,17 +28,17 @@ class Stretch:
         """Make it ``steps`` >= 2 steps, the last of which takes ``last`` seconds."""
         self.steps, self.growth = steps, (last - self.first) / (steps - 1)
 
-    def border(self, steps: int) -> float:
+    def boundary(self, steps: int) -> float:
         """When the first ``steps`` steps are over."""
         return self.start + (steps * self.first + self.growth * (steps * (steps - 1) * 0.5))
 
     @property
     def end(self) -> float:
         """When all are over."""
-        return self.border(self.steps)
+        return self.boundary(self.steps)
 
     def cut(self, at: float) -> None:
-        """End it at its first border not before ``at``; at least one step stays."""
+        """End it at its first boundary not before ``at``; at least one step stays."""
         first, growth, seconds = self.first, self.growth, max(0.0, at - self.start)
         if growth > 0.0:
             middle = first - 0.5 * growth
@@ -46,9 +46,9 @@ class Stretch:
         else:
             steps = int(min(seconds / first, float(self.steps)))
         steps = min(max(1, steps), self.steps)
-        # The root is good to the last digit only; the borders decide.
-        while steps > 1 and self.border(steps - 1) >= at:
+        # The root is good to the last digit only; the boundaries decide.
+        while steps > 1 and self.boundary(steps - 1) >= at:
             steps -= 1
-        while steps < self.steps and self.border(steps) < at:
+        while steps < self.steps and self.boundary(steps) < at:
             steps += 1
         self.steps = steps

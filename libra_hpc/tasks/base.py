@@ -1,7 +1,7 @@
 """The task interface: a user adds an environment as ONE class.
 
 A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`, and `Episode.step` answers each turn of the policy.  What
-crosses the border is token ids: the ids the environment returns are appended to the context as they are, so a trajectory is never re-tokenised.
+crosses the boundary is token ids: the ids the environment returns are appended to the context as they are, so a trajectory is never re-tokenised.
 Tools are module-level functions named in `Task.tools`; they run in sandboxed processes and are called through `Tools`, where every failure is a value
 (`ToolResult`) and never an exception.  `examples/my_task.py` is a complete task.
 

@@ -157,10 +157,10 @@ def summarise(run: RunDir) -> Summary:
 
 def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:
     changed = [e for e in log if e["kind"] == "laid_out"]
-    borders = [0.0, *(series.number(e, "step") for e in changed), math.inf]
+    boundaries = [0.0, *(series.number(e, "step") for e in changed), math.inf]
     times = [
         [series.number(row, "step_s") for row in rows if low + 1.0 < series.number(row, "step") <= high]
-        for low, high in itertools.pairwise(borders)
+        for low, high in itertools.pairwise(boundaries)
     ]  # fmt: skip
     medians = [statistics.median(part) if part else None for part in times]
     ends = {row["step"]: series.number(row, "t") for row in rows}

@@ -133,15 +133,15 @@ class _Once:
         self.engines.append({engine.tp for engine in sim.engines.values()})
 
 
-def test_ranks_are_laid_out_anew_at_a_step_border_and_every_trajectory_still_trains_once() -> None:
+def test_ranks_are_laid_out_anew_at_a_step_boundary_and_every_trajectory_still_trains_once() -> None:
     work = drifting(steady, 10, SITE.prompts, SITE.group, seed=9)
     rule = _Once(Layout((1, 3), ((2, 2), (2, 2), (4, 1), (4, 1), (4, 1))))
     done = play(SITE, work, rule, 4, seed=9)
     assert done.tokens == sum(t.context for t in work)
     assert len(done.ends) == 10
     (back,) = done.laid_out
-    border = max(end for end in done.ends if end < back)
-    assert back - border >= SITE.restart_s
+    boundary = max(end for end in done.ends if end < back)
+    assert back - boundary >= SITE.restart_s
     assert min(end for end in done.ends if end > back) > back
     used = {frozenset(tps) for tps in rule.engines}
     assert used == {frozenset({4}), frozenset(), frozenset({2, 4})}, "one TP, nothing, then two"

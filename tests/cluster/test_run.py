@@ -51,7 +51,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert case.ended() == "cancelled"
     reached = run.latest_checkpoint()
     assert reached is not None
-    assert reached[0] == case.steps()[-1], "cancelling saves at a step border"
+    assert reached[0] == case.steps()[-1], "cancelling saves at a step boundary"
     state = run.read_json(reached[1] / "state.json")
     untrained = set(range(state["low"], STEPS * BATCH)) - set(state["extra"])
     case.resume()

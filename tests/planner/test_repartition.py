@@ -45,7 +45,7 @@ def test_a_training_bottleneck_of_the_core_is_answered_with_layouts_once() -> No
     assert advice is not None
     assert (advice.action, advice.node, advice.nodes) == ("repartition", -1, ())
     assert advice.layout in advice.reason
-    assert "at the next step border" in advice.reason
+    assert "at the next step boundary" in advice.reason
     assert "train with TP" in advice.layout
     assert "xTP" in advice.layout
     best = advice.candidates[0]

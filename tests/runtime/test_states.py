@@ -95,7 +95,7 @@ def test_to_train_and_it_counts_only_with_its_state() -> None:
 def test_to_rollout_leaves_with_the_next_generation() -> None:
     pool, effects = play(running("train"), MoveOrdered(3, "rollout"))
     assert effects == [FormMembership(Membership(3, (1,)))]
-    assert trainers(pool) == (1, 3), "it works until the step border"
+    assert trainers(pool) == (1, 3), "it works until the step boundary"
     pool, effects = play(pool, MemberOf(1, 3))
     assert effects == [OrderStandby(3, "train"), OrderStart(3, "rollout")]
     assert trainers(pool) == (1,)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
-from libra_hpc.sched.baselines.autellix import BETA, DECODE_S, Autellix, border_s
+from libra_hpc.sched.baselines.autellix import BETA, DECODE_S, Autellix, lower_bound_s
 from libra_hpc.sched.baselines.common import eligible
 from libra_hpc.sched.baselines.least_loaded import LeastLoaded, LeastRequests, Sticky
 from libra_hpc.sched.baselines.length_aware import LengthAware
@@ -112,7 +112,7 @@ def test_autellix_serves_the_least_served_program_first_until_the_other_has_wait
     policy.route(turn_of("old"), board, 0.0)
     tokens = int(100.0 / DECODE_S)
     old = turn_of("old", attained=tokens, turns=1, ready=10.0)
-    assert policy.key(old, 10.0) == pytest.approx(10.0 + BETA * border_s(6)), "100 s of service: queue 6, from 64 s on"
+    assert policy.key(old, 10.0) == pytest.approx(10.0 + BETA * lower_bound_s(6)), "100 s of service: queue 6, from 64 s on"
     assert policy.route(old, board, 10.0).priority == 6
     assert policy.key(turn_of("new", ready=70.0), 70.0) < policy.key(old, 70.0) < policy.key(turn_of("newer", ready=80.0), 80.0)
     assert policy.route(old, board, 80.0).priority == 0, "it has waited as long as it was served"

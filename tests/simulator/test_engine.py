@@ -50,7 +50,7 @@ def test_chunks_of_several_prompts_keep_the_number_of_attended_pairs() -> None:
 
 
 @pytest.mark.parametrize(("at", "joins"), [(10.5, 11.0), (10.0, 10.0), (10.0009765625, 11.0)])
-def test_an_arrival_cuts_a_stretch_at_the_next_border(at: float, joins: float) -> None:
+def test_an_arrival_cuts_a_stretch_at_the_next_boundary(at: float, joins: float) -> None:
     e = engine(Linear(4000))
     done = play(e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (at, lambda now: e.submit(request("b", 4, 1), now)))
     assert done == [(joins + 1.0, "b"), (300.0, "a")]
@@ -58,7 +58,7 @@ def test_an_arrival_cuts_a_stretch_at_the_next_border(at: float, joins: float) -
 
 def test_a_growing_step_is_cut_exactly_too() -> None:
     e = engine(Linear(4000, base=1.0, kv=0.25))
-    # The prefill ends at 1; steps then attend to 5, 6, 7 ... tokens: borders at 3.25, 5.75, 8.5.
+    # The prefill ends at 1; steps then attend to 5, 6, 7 ... tokens: boundaries at 3.25, 5.75, 8.5.
     done = play(e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (6.0, lambda now: e.submit(request("b", 4, 1), now)))
     # The step from 8.5 on decodes with 8 tokens and prefills b: 1 + 2.
     assert done[0] == (11.5, "b")
@@ -166,7 +166,7 @@ def test_a_kept_prefix_makes_no_request_wait() -> None:
 def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     e = engine(Linear(400, base=1.0, prefill=0.25))
     play(e, (0.0, lambda now: e.submit(request("old", 8, 1), now)))
-    # a: prefill from 4 to 8 (1 + 8 / 4 = 3, border 7), tokens at 7, 8, 9.  The update asked for at 8.5 begins at 9 and ends at 11; 8 + 3 tokens are computed
+    # a: prefill from 4 to 8 (1 + 8 / 4 = 3, boundary 7), tokens at 7, 8, 9.  The update asked for at 8.5 begins at 9 and ends at 11; 8 + 3 tokens are computed
     # again in 1 + 11 / 4 seconds, which gives the fourth of six.
     done = play(e, (4.0, lambda now: e.submit(request("a", 8, 6), now)), (8.5, lambda now: e.swap(7, 2.0, now)))
     assert done == [(11.0 + 3.75 + 2.0, "a")]
@@ -177,7 +177,7 @@ def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     assert e.counters.cached == 0
 
 
-def test_an_aborted_request_ends_at_the_next_border_with_what_it_has() -> None:
+def test_an_aborted_request_ends_at_the_next_boundary_with_what_it_has() -> None:
     e = engine(Linear(400), max_num_seqs=1)
     running, waiting = request("a", 8, 50), request("b", 8, 50)
 
@@ -190,7 +190,7 @@ def test_an_aborted_request_ends_at_the_next_border_with_what_it_has() -> None:
     assert (running.generated, waiting.generated) == (7, 0)
 
 
-def test_reports_come_twice_a_second_at_borders_and_once_when_idle() -> None:
+def test_reports_come_twice_a_second_at_boundarys_and_once_when_idle() -> None:
     e = engine(Linear(4000, base=0.1875))
     e.submit(request("a", 8, 9), 0.0)
     reports = []

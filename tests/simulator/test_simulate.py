@@ -112,7 +112,7 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
     assert simulate(work, engines, Spread(), NOW).makespan_s == 30.0
     policy = Once()
     result = simulate(work, engines, policy, with_(report_s=0.25))
-    # Five tokens at 1 s, interrupted at a border, then 25 at 0.5 s, the first of which also prefills everything but its last token once more.
+    # Five tokens at 1 s, interrupted at a boundary, then 25 at 0.5 s, the first of which also prefills everything but its last token once more.
     assert result.makespan_s == 5.0 + 12.5
     assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
     assert (result.generated_tokens, result.discarded_tokens) == (30, 0)
@@ -158,7 +158,7 @@ def test_asynchronous_steps_overlap_and_keep_the_bound() -> None:
     result = simulate(work, [spec("e", Linear(400))], Spread(), settings)
     assert max(step.staleness for step in result.steps) <= 1
     assert len(result.steps) == 6
-    # A group starts the moment the one before ends; its update comes at the border 4 s later, costs 0.5 s and the prefill is repeated by the step that gives
+    # A group starts the moment the one before ends; its update comes at the boundary 4 s later, costs 0.5 s and the prefill is repeated by the step that gives
     # the next token anyway.
     assert result.finish_s == [8.0, 16.5, 25.0, 33.5, 42.0, 50.5]
     assert result.recomputed == 5

@@ -119,7 +119,7 @@ def test_interrupted_turns_lose_nothing(work: list[TrajectoryRecord], rules: Rul
 
 
 class Arrival(NamedTuple):
-    """A turn that reaches an engine; steps of 1/16 s without a term in KV tokens make arrivals meet borders."""
+    """A turn that reaches an engine; steps of 1/16 s without a term in KV tokens make arrivals meet boundaries."""
 
     at: int
     tokens: int

@@ -39,7 +39,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_values_survive_the_border(in_sandbox: InSandbox) -> None:
+def test_values_survive_the_boundary(in_sandbox: InSandbox) -> None:
     value = {"a": [1, -2, 2.5, None, True], "b": b"\x00\xff", "c": "Grüße"}
 
     async def body(box: Sandbox) -> list[ToolResult]:

@@ -173,7 +173,7 @@ def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
     assert [r.metrics["reward"] for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
 
 
-def test_a_newcomer_joins_at_a_step_border_and_shares_the_next_batch() -> None:
+def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -> None:
     world = World(steps=3)
     world.add(1)
 
@@ -263,7 +263,7 @@ def test_a_state_too_old_to_replay_ends_the_run_with_a_reason() -> None:
     assert world.of(Fatal)[0].restart, "the attempt started from a checkpoint, from which it can go on"
 
 
-def test_stop_saves_at_the_next_border() -> None:
+def test_stop_saves_at_the_next_boundary() -> None:
     world = World(steps=100)
     world.add(1)
 

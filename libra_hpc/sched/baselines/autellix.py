@@ -4,7 +4,7 @@
 * Discretised: queue q holds programs with service in [`QUANTUM_S` 2^(q-1), `QUANTUM_S` 2^q), queue 0 those below `QUANTUM_S` = 2 s, `QUEUES` = 8 in all.
   Lower queues first, first come, first served within one.
 * Anti-starvation: a program whose total waiting time W reaches `BETA` = 1 times its service T is served from queue 0.  A turn's place is therefore one
-  number, the moment it belongs to queue 0: ready_at + max(0, `BETA` T - W), with T rounded down to its queue's lower border.
+  number, the moment it belongs to queue 0: ready_at + max(0, `BETA` T - W), with T rounded down to its queue's lower boundary.
 * Data locality: contexts up to `LOCAL_TOKENS` = 2,048 tokens go to the engine with the fewest turns in flight, longer ones to their program's engine (the one
   of its first long context), or the least used one when that is not eligible, which it then keeps.
 
@@ -42,8 +42,8 @@ class _Program:
         return min(QUEUES - 1, int(self.service_s / QUANTUM_S).bit_length())
 
 
-def border_s(queue: int) -> float:
-    """Lower border of a queue, seconds of service."""
+def lower_bound_s(queue: int) -> float:
+    """Lower boundary of a queue, seconds of service."""
     return QUANTUM_S * 2.0 ** (queue - 1) if queue else 0.0
 
 
@@ -58,7 +58,7 @@ class Autellix(Baseline):
     def key(self, turn: TurnView, now: float) -> float:
         """See `Policy.key`: the moment the turn belongs to queue 0."""
         program = self._program(turn)
-        return turn.ready_at + max(0.0, BETA * border_s(program.queue) - program.waited_s)
+        return turn.ready_at + max(0.0, BETA * lower_bound_s(program.queue) - program.waited_s)
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """See `Policy.route`."""

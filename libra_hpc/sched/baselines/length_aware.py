@@ -17,7 +17,7 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, TurnView
 
 THRESHOLDS = (5_000, 10_000, 15_000)
-"""Prompt tokens: upper borders of all lists but the last."""
+"""Prompt tokens: upper boundaries of all lists but the last."""
 
 PREFERRED = ((1, 2), (2, 4), (4, 8), (8, 4))
 """TP degrees of each list, in order of preference."""

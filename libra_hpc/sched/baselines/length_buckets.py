@@ -1,6 +1,6 @@
 """Libra's buckets (arXiv 2606.03077): lengths are cut at thresholds, each interval belongs to one TP class, and within it the least connections win.
 
-With k TP classes on the board the first k - 1 thresholds are the borders: a length x belongs to the first class whose threshold is not below x, else to the
+With k TP classes on the board the first k - 1 thresholds are the boundaries: a length x belongs to the first class whose threshold is not below x, else to the
 last.  `THRESHOLDS` are those of the published 48-GPU configuration (TP 1 to 4,000 tokens, TP 2 to 12,000, TP 4 to 30,000).
 
 Choosing an engine for a bucket: its own TP class, then all others in ascending order, among engines with fewer than ``max_queue_length`` live trajectories;
