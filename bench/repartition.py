@@ -1,4 +1,4 @@
-"""The planner's second tier against the simulator: core nodes laid out anew, on 48 A800 of which two nodes are hybrid.
+"""The planner's second tier against the simulator: core nodes repartitioned, on 48 A800 of which two nodes are hybrid.
 
 The drifting workloads of `bench.replan`, Qwen3-8B (whose training fits a node of 4), 12 nodes: five only train, five only roll out, two are hybrid.  Four
 ways to run them: the best *static* split in hindsight; the live planner with its *first tier*, the two hybrid nodes; with *both tiers*; and with the first tier
@@ -46,8 +46,8 @@ def compare(job: Job) -> dict[str, Any]:
         "first": one.seconds / both.seconds,
         "every": every.seconds / both.seconds,
         "first_static": fixed[best].seconds / one.seconds,
-        "starts": len(both.laid_out),
-        "lost": FEW.restart_s * len(both.laid_out) / both.seconds,
+        "starts": len(both.repartitioned),
+        "lost": FEW.restart_s * len(both.repartitioned) / both.seconds,
         "moves": both.moves,
         "seconds": both.seconds,
         "decisions": [d.reason for d in both.decisions],
@@ -58,7 +58,7 @@ def idle(job: Job) -> dict[str, Any]:
     """No drift, from an even split."""
     _, seed, steps = job
     done = play(FEW, drifting(steady, steps, FEW.prompts, FEW.group, seed), Tiers(MINUTELY, FEW), FEW.nodes // 2, seed)
-    return {"steps": steps, "starts": len(done.laid_out), "at": done.laid_out, "moves": done.moves, "decisions": [d.reason for d in done.decisions]}
+    return {"steps": steps, "starts": len(done.repartitioned), "at": done.repartitioned, "moves": done.moves, "decisions": [d.reason for d in done.decisions]}
 
 
 def main() -> None:

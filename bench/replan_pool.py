@@ -1,10 +1,11 @@
 """The pool of a simulated run: nodes that train or roll out, and what it takes to move one.
 
-The first nodes train and the last ones roll out for ever (`Site.core`); those between are hybrid.  Nodes carry one engine each, until they are laid out anew.
+The first nodes train and the last ones roll out for ever (`Site.core`); those between are hybrid.  Nodes carry one engine each, until they are repartitioned.
 
 * *To rollout*: the node leaves the trainers when the step under way is over; its engine accepts turns ``to_rollout_s`` later.
 * *To training*: the engine gets no more turns, ends those it has, and is taken down; ``to_train_s`` later the node takes part in the next step to begin.
-* *Laid out anew* (`ReplanPool.lay_out`): no step begins after the one under way; when it is over everything stops, trajectories that have not ended are lost,
+* *Repartitioned* (`ReplanPool.repartition`): no step begins after the one under way; when it is over
+everything stops, trajectories that have not ended are lost,
   and ``restart_s`` later all nodes work again, as what the new layout says.
 * The first step after a change of the training nodes takes ``regroup_s`` longer.
 
@@ -140,7 +141,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class ReplanPool:
-    """Nodes of one `Simulation`, moved by `order` and `lay_out`; call `advance` every few seconds."""
+    """Nodes of one `Simulation`, moved by `order` and `repartition`; call `advance` every few seconds."""
 
     def __init__(self, site: Site, train: int) -> None:
         self.site = site
@@ -148,7 +149,7 @@ class ReplanPool:
         self.switches: list[SwitchFact] = []
         self.ordered: list[tuple[float, str, int]] = []
         """Every order: (time, direction, rank)."""
-        self.laid_out: list[float] = []
+        self.repartitioned: list[float] = []
         """When all ranks worked again after a repartition."""
         self._engines_of: dict[int, tuple[int, int]] = {}
         self._ways: list[_Way] = []
@@ -214,7 +215,7 @@ class ReplanPool:
         sim.training.nodes -= 1
         way.step = 0 if sim.training.idle else len(sim.training.steps)
 
-    def lay_out(self, sim: Simulation, layout: Layout) -> None:
+    def repartition(self, sim: Simulation, layout: Layout) -> None:
         """Start all ranks anew at the next step boundary; no node may be on its way."""
         self._next, self._back_at = layout, inf
         sim.hold_training(True)
@@ -222,7 +223,7 @@ class ReplanPool:
     def advance(self, sim: Simulation, now: float) -> None:
         """Let nodes take the next part of their way when it is time."""
         if self._next is not None:
-            self._lay_out(sim, self._next, now)
+            self._repartition(sim, self._next, now)
         for way in list(self._ways):
             if way.direction == "to_rollout":
                 if way.free_at < 0.0 and (way.step == 0 or sim.training.steps[way.step - 1].end_at > 0.0):
@@ -239,7 +240,7 @@ class ReplanPool:
                 self._role(way.rank, way.direction.removeprefix("to_"), now)
                 self.switches.append(SwitchFact(now, "to_train" if way.direction == "to_train" else "to_rollout", now - way.ordered))
 
-    def _lay_out(self, sim: Simulation, layout: Layout, now: float) -> None:
+    def _repartition(self, sim: Simulation, layout: Layout, now: float) -> None:
         if self._back_at == inf and sim.training.idle:
             self._back_at = now + self.site.restart_s
             self._place(layout, layout.core[0], now)
@@ -247,7 +248,7 @@ class ReplanPool:
             sim.restart(self._serving_engines(), self.site.restart_s)
         if now >= self._back_at:
             self._next = None
-            self.laid_out.append(now)
+            self.repartitioned.append(now)
             sim.hold_training(False)
 
     def _place(self, layout: Layout, train: int, now: float) -> None:

@@ -58,8 +58,8 @@ class Played(msgspec.Struct, frozen=True):
     decisions: list[PlanDecision]
     """Other than ``hold``."""
     outcomes: list[MoveOutcome]
-    laid_out: list[float]
-    """When the ranks worked again, each time they had been laid out anew."""
+    repartitioned: list[float]
+    """When the ranks worked again, each time they had been repartitioned."""
 
     @property
     def tokens_s(self) -> float:
@@ -141,7 +141,7 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
     live = rule if isinstance(rule, Live) else None
     return Played(
         ends[-1], sum(s.tokens for s in result.steps), ends, len(pool.ordered), sum(s.seconds for s in pool.switches), live.decisions if live else [],
-        live.planner.outcomes if live else [], pool.laid_out,
+        live.planner.outcomes if live else [], pool.repartitioned,
     )  # fmt: skip
 
 

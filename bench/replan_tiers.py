@@ -37,8 +37,8 @@ class Tiers(Live):
 
     def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
         """The same; a new start knows nothing of before but when it was."""
-        if len(pool.laid_out) > self._starts:
-            self._starts = len(pool.laid_out)
+        if len(pool.repartitioned) > self._starts:
+            self._starts = len(pool.repartitioned)
             view.begin_anew(sim)
             self.planner = self._begun()
             self.planner.repartition_after = now + EVERY_S
@@ -50,7 +50,7 @@ class Tiers(Live):
             super().obey(decision, pool, sim, view, now)
             return
         self._config = with_values(self._config, decision.changes)
-        pool.lay_out(sim, layout_of(self._config))
+        pool.repartition(sim, layout_of(self._config))
 
     def _begun(self) -> Planner:
         def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:

@@ -57,7 +57,7 @@ def repartition(
     if json:
         say_json({**facts, "order": order.id, "step": step})
     elif step is not None:
-        say(f"{found.name}: laid out anew after step {step}")
+        say(f"{found.name}: repartitioned after step {step}")
 
 
 def check_running(run: RunDir) -> None:
@@ -137,6 +137,6 @@ def _ranks(before: RunConfig, after: RunConfig) -> list[dict[str, Any]]:
 
 
 def _answer(run: RunDir, order: LayoutOrder) -> dict[str, Any] | None:
-    """The event that answers the order: ``laid_out`` has the last step before, ``repartition_refused`` a reason."""
+    """The event that answers the order: ``repartitioned`` has the last step before, ``repartition_refused`` a reason."""
     answers = [event for event in read_lines(run.events) if event.get("order") == order.id and event.get("kind") != "repartition_ordered"]
     return answers[-1] if answers else None

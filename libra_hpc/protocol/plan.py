@@ -141,7 +141,7 @@ class Candidate(msgspec.Struct, frozen=True):
     needed_s: float
     """Seconds it would have to save: switch cost times margin."""
     layout: str = ""
-    """Training and rollout layout, when the core would be laid out anew."""
+    """Training and rollout layout, when the core would be repartitioned."""
     blocked: str = ""
     """Why it is out of the question now, else empty."""
 

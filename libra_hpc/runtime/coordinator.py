@@ -68,8 +68,8 @@ class Coordinator:
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
         self._planner = live_planner(self._config)
         self._decisions = DecisionLog(self._planner, self._event)
-        self._relayout = Repartitioner(context, self._event, self._records.event_now)
-        self._planner.repartition_after = self._relayout.not_before
+        self._repartitioner = Repartitioner(context, self._event, self._records.event_now)
+        self._planner.repartition_after = self._repartitioner.not_before
         self._started_at = now
         self._step = context.start.step
         self._gen_tokens = 0.0
@@ -115,9 +115,9 @@ class Coordinator:
                 self._nodes.apply(states.MemberOf(rank, generation))
             case wire.TrainingFinished(step=step):
                 self._step = step
-                self._ending.finished(step, self._relayout.ordered, node.seen)
+                self._ending.finished(step, self._repartitioner.ordered, node.seen)
             case wire.Fatal(rank=rank, reason=reason, restart=restart):
-                self._ending.fatal(f"node {rank}: {reason}", restart or self._relayout.ordered, node.seen)
+                self._ending.fatal(f"node {rank}: {reason}", restart or self._repartitioner.ordered, node.seen)
         self._settle()
 
     def on_signal(self, name: str) -> None:
@@ -167,7 +167,7 @@ class Coordinator:
         decision = self._planner.decide(snapshot, now)
         self._decisions.look(decision, now)
         carried_out = decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
-        if carried_out and self._relayout.propose(decision):
+        if carried_out and self._repartitioner.propose(decision):
             self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
         if decision.action not in ("to_train", "to_rollout"):
             return
@@ -177,8 +177,8 @@ class Coordinator:
             self._event("move_started", rank=rank, to=role, reason=decision.reason, numbers=decision.numbers, predicted_gain_s=gain)
             self._nodes.move(rank, role, now)
 
-    def _hindrance(self) -> str:
-        """Why the ranks cannot be laid out anew at the moment."""
+    def _blocked_by(self) -> str:
+        """Why the ranks cannot be repartitioned at the moment."""
         return "the run is stopping" if self._ending.stopping else self._nodes.on_the_way
 
     # --- the loop ---------------------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Coordinator:
 
     @property
     def _stopping(self) -> bool:
-        return bool(self._relayout.ordered or self._ending.recovery.reason) or self._ending.stopping
+        return bool(self._repartitioner.ordered or self._ending.recovery.reason) or self._ending.stopping
 
     def _check(self, now: float) -> None:
         """What time alone brings about."""
@@ -254,7 +254,7 @@ class Coordinator:
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
             if self._nodes.pool is None or self._ending.recovery.reason:
                 continue
-            if await asyncio.to_thread(self._relayout.look, self._hindrance()):
+            if await asyncio.to_thread(self._repartitioner.poll, self._blocked_by()):
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
 
     def _recover(self, rank: int, reason: str) -> None:
@@ -301,7 +301,7 @@ class Coordinator:
         if self.state == "restarting":
             await asyncio.to_thread(self._leave_for_restart)
         if self.state != "restarting":
-            await asyncio.to_thread(self._relayout.give_up, f"the run is over: {self.state}, {self._ending.message}.")
+            await asyncio.to_thread(self._repartitioner.give_up, f"the run is over: {self.state}, {self._ending.message}.")
             self._records.verdict(self.state, self._ending.message, self._step)
         self._write_status()
         for rank in self._nodes.facts:
@@ -316,7 +316,7 @@ class Coordinator:
                 self._event("restart", reason=recovery.reason, restarts=recovery.used + 1, step=self._step)
                 recovery.leave(self._run_dir, self._context.attempt)
             else:
-                self._relayout.carry_out(self._step)
+                self._repartitioner.carry_out(self._step)
         except OSError as error:
             self._ending.state, self._ending.message = "failed", f"the restart could not be prepared: {error}"
 
@@ -329,12 +329,12 @@ class Coordinator:
     def _write_status(self) -> None:
         now = time.time()
         notices = self._records.notices(now)
-        message = self._ending.message or self._relayout.message or self._late(now, notices)
+        message = self._ending.message or self._repartitioner.message or self._late(now, notices)
         nodes = self._nodes
         status = compose_status(
             self._context, nodes.pool, nodes.facts, self._observations, job_id=self._job_id, state=self.state, message=message,
             started_at=self._started_at, step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last,
-            estimate=self._estimate(nodes.trainers), laid_out=self._relayout.last, notices=notices, now=now,
+            estimate=self._estimate(nodes.trainers), repartitioned=self._repartitioner.last, notices=notices, now=now,
         )  # fmt: skip
         self._records.status(status)
 

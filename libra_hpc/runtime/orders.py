@@ -1,6 +1,6 @@
 """An operator's order for another layout, as rank 0 sees it: the file `RunDir.order`, which the command line wrote and which goes when it is answered.
 
-Every order gets one answer, an event that names it: ``laid_out`` or ``repartition_refused``.  The event comes first, then the file goes; an order whose
+Every order gets one answer, an event that names it: ``repartitioned`` or ``repartition_refused``.  The event comes first, then the file goes; an order whose
 answer is in the log already was answered by a rank 0 that died in between, and only its file goes.  So no order is carried out twice, and none is lost
 silently while there is a rank 0 to speak.
 

@@ -1,4 +1,4 @@
-"""A repartition carried out: the ranks of a running job are laid out anew, without giving up its nodes or its place.
+"""A repartition carried out: the ranks of a running job are repartitioned, without giving up its nodes or its place.
 
 Roles of hybrid nodes change while everything runs; core nodes, training parallelism and the engines of a node do not.  For these the run stops at a step
 boundary as it does before a time limit, with a checkpoint, and instead of the run's verdict rank 0 leaves the new configuration and the file `RunDir.again`.
@@ -33,7 +33,7 @@ from .agent_context import AgentContext
 from .orders import REFUSED, Orders
 from .rank_layout import RankLayout
 
-EVENT = "laid_out"
+EVENT = "repartitioned"
 
 
 class _Ordered(NamedTuple):
@@ -46,7 +46,7 @@ class _Ordered(NamedTuple):
 
 
 class Repartitioner:
-    """What rank 0 knows of it; `propose` when the planner decides for one, `look` for an operator's order, `carry_out` once training has stopped.
+    """What rank 0 knows of it; `propose` when the planner decides for one, `poll` for an operator's order, `carry_out` once training has stopped.
 
     ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.
     """
@@ -88,8 +88,8 @@ class Repartitioner:
         self._ordered = _Ordered("planner", decision.changes, config, decision.candidates[0].batch_s if decision.candidates else None)
         return True
 
-    def look(self, hindrance: str) -> bool:
-        """See whether an operator ordered one; True when it is to be carried out now.  ``hindrance``: why none can be at the moment, else empty."""
+    def poll(self, blocked_by: str) -> bool:
+        """See whether an operator ordered one; True when it is to be carried out now.  ``blocked_by``: why none can be at the moment, else empty."""
         self._waits_for = ""
         order = None if self._ordered else self._orders.waiting()
         if order is None:
@@ -101,8 +101,8 @@ class Repartitioner:
         except UserError as error:
             self._orders.refuse(order, str(error))
             return False
-        if hindrance:
-            self._waits_for = hindrance
+        if blocked_by:
+            self._waits_for = blocked_by
             return False
         self._event("repartition_ordered", order=order.id, by="operator", changes=order.values)
         self._ordered = _Ordered("operator", order.values, config, order=order.id)
@@ -155,5 +155,5 @@ class Repartitioner:
 
 
 def said(event: Mapping[str, Any]) -> str:
-    """A ``laid_out`` event in words."""
+    """A ``repartitioned`` event in words."""
     return f"after step {event['step']} by the {event.get('by', 'planner')}: {event['layout']}"

@@ -46,7 +46,7 @@ def compose_status(
     gen_tokens: float,
     decision: DecisionStatus | None,
     estimate: StageEstimate | None,
-    laid_out: str,
+    repartitioned: str,
     notices: list[str],
     now: float,
 ) -> Status:
@@ -70,7 +70,7 @@ def compose_status(
         staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
         nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        estimate=estimate, accuracy=step_accuracy(seen.expected), laid_out=laid_out,
+        estimate=estimate, accuracy=step_accuracy(seen.expected), repartitioned=repartitioned,
         failures=[FailedAttempts(*found) for found in report.failures] if report else [],
         paused=paused, notices=notices,
     )  # fmt: skip

@@ -104,7 +104,7 @@ class Status(msgspec.Struct, frozen=True):
     """The planner's, of the present split."""
     accuracy: StepAccuracy | None = None
     """Of the planner's estimates for the last steps."""
-    laid_out: str = ""
+    repartitioned: str = ""
     """The last new layout of the ranks: after which step, by whom, and what it is."""
     notices: list[str] = []
     """What went wrong in the last minutes, as sentences, newest first."""

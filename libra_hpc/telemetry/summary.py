@@ -48,7 +48,7 @@ class MoveSummary(msgspec.Struct, frozen=True):
 
 
 class LayoutSummary(msgspec.Struct, frozen=True):
-    """The ranks laid out anew."""
+    """The ranks repartitioned."""
 
     step: int
     """The last one in the layout before."""
@@ -156,7 +156,7 @@ def summarise(run: RunDir) -> Summary:
 
 
 def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:
-    changed = [e for e in log if e["kind"] == "laid_out"]
+    changed = [e for e in log if e["kind"] == "repartitioned"]
     boundaries = [0.0, *(series.number(e, "step") for e in changed), math.inf]
     times = [
         [series.number(row, "step_s") for row in rows if low + 1.0 < series.number(row, "step") <= high]
@@ -236,7 +236,7 @@ def render_summary(summary: Summary) -> RenderableType:
     for change in summary.layouts:
         known = (("before", change.before_s, " a step"), ("since", change.after_s, " a step"), ("break", change.break_s, ""))
         seconds = ", ".join(f"{name} {value:.2f} s{what}" for name, value, what in known if value is not None)
-        facts.add_row("laid out", f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else ""))
+        facts.add_row("repartition", f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else ""))
     if summary.checkpoints:
         facts.add_row("checkpoints", ", ".join(f"step {step}" for step in summary.checkpoints[-6:]))
     parts: list[RenderableType] = [facts]

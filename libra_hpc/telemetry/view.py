@@ -140,8 +140,8 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     if status.accuracy is not None:
         grid.add_row("step time", accuracy_line(status.accuracy))
     grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
-    if status.laid_out:
-        grid.add_row("laid out", Text(status.laid_out))
+    if status.repartitioned:
+        grid.add_row("repartition", Text(status.repartitioned))
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
     for number, notice in enumerate(status.notices[:SHOWN_NOTICES] if not over else ()):

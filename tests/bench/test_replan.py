@@ -128,18 +128,18 @@ class _Once:
         self.engines: list[set[int]] = []
 
     def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        if not pool.moving and not pool.laid_out and len(sim.training.steps) > 3:
-            pool.lay_out(sim, self.layout)
+        if not pool.moving and not pool.repartitioned and len(sim.training.steps) > 3:
+            pool.repartition(sim, self.layout)
         self.engines.append({engine.tp for engine in sim.engines.values()})
 
 
-def test_ranks_are_laid_out_anew_at_a_step_boundary_and_every_trajectory_still_trains_once() -> None:
+def test_ranks_are_repartitioned_at_a_step_boundary_and_every_trajectory_still_trains_once() -> None:
     work = drifting(steady, 10, SITE.prompts, SITE.group, seed=9)
     rule = _Once(Layout((1, 3), ((2, 2), (2, 2), (4, 1), (4, 1), (4, 1))))
     done = play(SITE, work, rule, 4, seed=9)
     assert done.tokens == sum(t.context for t in work)
     assert len(done.ends) == 10
-    (back,) = done.laid_out
+    (back,) = done.repartitioned
     boundary = max(end for end in done.ends if end < back)
     assert back - boundary >= SITE.restart_s
     assert min(end for end in done.ends if end > back) > back
@@ -152,13 +152,13 @@ def test_a_run_file_says_the_layout_of_a_site() -> None:
     assert layout_of(run_file(site, SETTINGS)) == Layout((2, 1), ((4, 1),) * 4)
 
 
-def test_what_two_hybrid_nodes_cannot_follow_is_laid_out_anew() -> None:
+def test_what_two_hybrid_nodes_cannot_follow_is_repartitioned() -> None:
     site = msgspec.structs.replace(SITE, core=(2, 2), model="qwen3-8b", token_s=8e-4)
     work = drifting(lambda step: curriculum(step + 24), 56, SITE.prompts, SITE.group, seed=10)
     cheap = SETTINGS.model_copy(update={"repartition_cost_s": 60.0, "interval_s": 60.0})
     done = play(site, work, Tiers(cheap, site), 3, seed=10)
     proposed = [d for d in done.decisions if d.action == "repartition"]
-    assert len(proposed) == len(done.laid_out) >= 1
+    assert len(proposed) == len(done.repartitioned) >= 1
     assert done.tokens == sum(t.context for t in work)
 
 

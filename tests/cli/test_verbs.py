@@ -236,8 +236,8 @@ def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDi
 @pytest.mark.parametrize(
     ("answer", "state", "code", "said"),
     [
-        ({"kind": "laid_out", "step": 41}, "running", 0, ""),
-        ({"kind": "laid_out", "step": 41}, "failed", 1, "error: the run failed in the new layout; `libra-hpc submit --resume quick-001 -o"),
+        ({"kind": "repartitioned", "step": 41}, "running", 0, ""),
+        ({"kind": "repartitioned", "step": 41}, "failed", 1, "error: the run failed in the new layout; `libra-hpc submit --resume quick-001 -o"),
         ({"kind": "repartition_refused", "reason": "no."}, "running", 1, "error: the order was refused: no."),
         (None, "cancelled", 1, "error: the run ended (cancelled) and did not answer the order"),
     ],
@@ -262,7 +262,7 @@ def test_waiting_for_another_layout_ends_with_its_first_step_or_says_why_not(
     assert outcome.err.startswith(said)
     assert bool(outcome.err) == bool(said)
     assert ("step 42/60" in outcome.out) == (answer is None or "step" in answer)
-    assert ("quick-001: laid out anew after step 41" in outcome.out) == (code == 0)
+    assert ("quick-001: repartitioned after step 41" in outcome.out) == (code == 0)
 
 
 def test_status_of_a_run_that_was_never_queued(site: Path, queue: Queue, cli: Cli) -> None:

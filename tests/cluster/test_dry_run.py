@@ -122,7 +122,7 @@ def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: Cluste
     case = DryRun(tmp_path, "slurm", steps=0)
     run = case.submit("--engine", "simulated", "--wait", *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")))
     assert case.ended() == "completed"
-    (done,) = case.events("laid_out")
+    (done,) = case.events("repartitioned")
     started = case.events("job_started")
     assert [event["step"] for event in started] == [0, done["step"]]
     assert {event["attempt"] for event in started} == {1}, "the same job"

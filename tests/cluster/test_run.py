@@ -125,7 +125,7 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
     assert case.ended() == "completed"
     trained_once(run, 16)
 
-    (done,) = case.events("laid_out")
+    (done,) = case.events("repartitioned")
     assert (done["by"], done["order"], done["step"]) == ("operator", told["order"], told["step"])
     assert 1 <= done["step"] < 16
     assert not run.order.exists()

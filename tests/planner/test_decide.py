@@ -222,7 +222,7 @@ class Asked(Repartition):
 
 
 def _stuck(planner: Planner) -> Plant:
-    """A run without hybrid nodes that was laid out anew before, 50 batches after its trajectories became three times as long."""
+    """A run without hybrid nodes that was repartitioned before, 50 batches after its trajectories became three times as long."""
     planner.repartition_after = max(0.0, planner.repartition_after)
     plant = Plant(ideal(1.0, 0.5), hybrids=0)
     plant.run(100, planner)
@@ -245,7 +245,7 @@ def test_another_core_is_looked_for_where_no_node_can_move_once_a_drift_has_last
     assert min(second.since) > 0.0
 
 
-def test_a_core_that_was_laid_out_before_anything_was_measured_is_looked_at_without_a_drift() -> None:
+def test_a_core_that_was_repartitioned_before_anything_was_measured_is_looked_at_without_a_drift() -> None:
     second = Asked()
     plant = Plant(ideal(1.0, 0.5), hybrids=0)
     plant.run(100, Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))

@@ -128,7 +128,7 @@ class Proposes:
         return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
 
 
-def laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
+def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
     """A run whose planner proposes at its first look, and whose training then ends at step ``reached``."""
     monkeypatch.setattr("libra_hpc.runtime.coordinator.live_planner", lambda config: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
@@ -148,7 +148,7 @@ def laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig,
 
 
 def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, DRY_RUN, 3)
+    scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert not scene.run.result.exists(), "the run is not over"
     assert scene.run.again(1).exists()
@@ -156,19 +156,19 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path
     assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     events = list(read_lines(scene.run.events))
-    assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("laid_out", CHANGES, 3)
+    assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("repartitioned", CHANGES, 3)
     status = decode_status(scene.run.status.read_bytes())
-    assert (status.state, status.laid_out) == ("restarting", "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2")
+    assert (status.state, status.repartitioned) == ("restarting", "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2")
 
 
 def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, DRY_RUN, DRY_RUN.run.steps)
+    scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, DRY_RUN.run.steps)
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
     assert not scene.run.again(1).exists()
 
 
 def test_advice_is_only_written_down_where_the_run_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = laid_out(tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3)
+    scene = after_a_repartition(tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3)
     assert not scene.orders(StopTraining)
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
@@ -202,7 +202,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert scene.run.again(1).exists()
     said = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
-    assert said == [("repartition_ordered", "operator"), ("laid_out", "operator")]
+    assert said == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
 
 
 def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When ranks may be laid out anew, what is left for their next start, and the one answer that every order gets."""
+"""When ranks may be repartitioned, what is left for their next start, and the one answer that every order gets."""
 
 from __future__ import annotations
 
@@ -72,53 +72,53 @@ def proposal(changes: dict[str, Any]) -> PlanDecision:
 
 
 def test_nothing_is_touched_before_it_is_carried_out(job: Job) -> None:
-    relayout = job.rank_0()
-    assert relayout.propose(proposal({"train.tp": 2, "rollout.tp": [1, 2]}))
-    assert relayout.ordered
+    repartitioner = job.rank_0()
+    assert repartitioner.propose(proposal({"train.tp": 2, "rollout.tp": [1, 2]}))
+    assert repartitioner.ordered
     assert job.config() == CONFIG
     assert not job.run.again(2).exists()
-    relayout.carry_out(7)
+    repartitioner.carry_out(7)
     assert (job.config().train.tp, job.config().rollout.tp) == (2, [1, 2])
     assert job.run.again(2).exists()
-    assert job.told() == [("laid_out", "planner", "")]
-    assert relayout.last == "after step 7 by the planner: 1 node trains with TP2, 1 hybrid, 1 rolls out with 1xTP1, 1xTP2"
+    assert job.told() == [("repartitioned", "planner", "")]
+    assert repartitioner.last == "after step 7 by the planner: 1 node trains with TP2, 1 hybrid, 1 rolls out with 1xTP1, 1xTP2"
 
 
 def test_a_proposal_that_is_none_is_refused_in_words(job: Job) -> None:
-    relayout = job.rank_0()
-    assert not relayout.propose(proposal({"components.rollout.nodes": 0, "components.train.nodes": 2}))
-    assert not relayout.propose(proposal({"rollout.tp": [1, 2, 4]}))
-    assert not relayout.ordered
+    repartitioner = job.rank_0()
+    assert not repartitioner.propose(proposal({"components.rollout.nodes": 0, "components.train.nodes": 2}))
+    assert not repartitioner.propose(proposal({"rollout.tp": [1, 2, 4]}))
+    assert not repartitioner.ordered
     assert [next(word for word in reason.split() if "." in word) for reason in job.reasons()] == ["components.rollout.nodes", "rollout.tp"]
 
 
 def test_at_most_one_in_an_hour_of_the_run_whoever_did_the_last(job: Job) -> None:
     assert job.rank_0().not_before == float("-inf")
     job.order(train__tp=2)
-    relayout = job.rank_0()
-    assert relayout.look("")
-    relayout.carry_out(3)
+    repartitioner = job.rank_0()
+    assert repartitioner.poll("")
+    repartitioner.carry_out(3)
     assert job.rank_0().not_before == 1000.0 + EVERY_S, "an operator's counts too"
     assert job.rank_0(3, speedup=10.0).not_before == 1000.0 + EVERY_S / 10.0, "a dry run's hour is shorter"
     job.order(train__tp=4)
-    assert job.rank_0().look(""), "and is not held to it"
+    assert job.rank_0().poll(""), "and is not held to it"
 
 
 def test_an_order_waits_while_nodes_are_away_and_is_carried_out_once(job: Job) -> None:
     order = job.order(train__tp=2)
-    relayout = job.rank_0()
-    assert not relayout.look("node 2 is in state to_train")
-    assert relayout.message == "an order for another layout waits: node 2 is in state to_train"
+    repartitioner = job.rank_0()
+    assert not repartitioner.poll("node 2 is in state to_train")
+    assert repartitioner.message == "an order for another layout waits: node 2 is in state to_train"
     assert job.run.order.exists()
-    assert relayout.look("")
-    assert not relayout.look(""), "seen once"
-    assert "as the operator asks" in relayout.message
-    relayout.carry_out(7)
+    assert repartitioner.poll("")
+    assert not repartitioner.poll(""), "seen once"
+    assert "as the operator asks" in repartitioner.message
+    repartitioner.carry_out(7)
     assert not job.run.order.exists()
     after = job.rank_0(step=7)
-    assert not after.look("")
+    assert not after.poll("")
     assert after.last.startswith("after step 7 by the operator: 1 node trains with TP2")
-    assert job.told() == [("repartition_ordered", "operator", order), ("laid_out", "operator", order)]
+    assert job.told() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_an_order_waits_while_nodes_are_away_and_is_carried_out_once(job: Job) -
     ],
 )
 def test_what_is_no_order_is_refused_once(job: Job, data: bytes, why: str) -> None:
-    relayout = job.rank_0()
+    repartitioner = job.rank_0()
     job.run.order.write_bytes(data)
-    assert not relayout.look("")
-    assert not relayout.look("")
+    assert not repartitioner.poll("")
+    assert not repartitioner.poll("")
     (reason,) = job.reasons()
     assert why in reason
     assert not job.run.order.exists()
@@ -154,17 +154,17 @@ def test_what_cannot_be_removed_is_not_answered_again(job: Job, monkeypatch: pyt
     def denied(self: Path, missing_ok: bool = False) -> None:
         raise PermissionError("read-only")
 
-    relayout = job.rank_0()
+    repartitioner = job.rank_0()
     monkeypatch.setattr(Path, "unlink", denied)
     job.run.order.write_bytes(b"no")
-    assert not relayout.look("")
-    assert not relayout.look("")
+    assert not repartitioner.poll("")
+    assert not repartitioner.poll("")
     assert len(job.reasons()) == 1
 
 
 def test_what_is_no_file_is_left_alone(job: Job) -> None:
     job.run.order.mkdir()
-    assert not job.rank_0().look("")
+    assert not job.rank_0().poll("")
     assert job.told() == []
 
 
@@ -174,18 +174,18 @@ def killed_before(job: Job, monkeypatch: pytest.MonkeyPatch, owner: Any, name: s
     def die(*arguments: Any, **fields: Any) -> None:
         raise KeyboardInterrupt
 
-    relayout = job.rank_0()
-    assert relayout.look("")
+    repartitioner = job.rank_0()
+    assert repartitioner.poll("")
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, die)
         with pytest.raises(KeyboardInterrupt):
-            relayout.carry_out(step)
+            repartitioner.carry_out(step)
 
 
 def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_next_attempt(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     order = job.order(train__tp=2)
     killed_before(job, monkeypatch, RunDir, "write_json")
-    assert not job.rank_0(attempt=3).look("")
+    assert not job.rank_0(attempt=3).poll("")
     assert job.told() == [("repartition_ordered", "operator", order), ("repartition_refused", "operator", order)]
     assert "attempt 2 ended before it could be carried out" in job.reasons()[0]
     assert job.config() == CONFIG
@@ -206,19 +206,19 @@ def test_killed_later_it_is_carried_out_and_said_once(job: Job, death: str, monk
     killed_before(job, monkeypatch, owner, name)
     for _ in range(2):
         again = job.rank_0(attempt=attempt, step=7)
-        assert not again.look("")
+        assert not again.poll("")
         assert again.last.startswith("after step 7 by the operator")
-    assert job.told() == [("repartition_ordered", "operator", order), ("laid_out", "operator", order)]
+    assert job.told() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]
     assert job.config().train.tp == 2
     assert not job.run.order.exists()
 
 
 def test_an_order_that_the_run_outruns_is_refused(job: Job) -> None:
-    relayout = job.rank_0()
+    repartitioner = job.rank_0()
     order = job.order(train__tp=2)
-    relayout.give_up("the run is over: completed, step 30 is saved.")
+    repartitioner.give_up("the run is over: completed, step 30 is saved.")
     assert job.told() == [("repartition_refused", "operator", order)]
-    relayout.give_up("")
+    repartitioner.give_up("")
     assert len(job.told()) == 1
 
 
@@ -230,12 +230,12 @@ def test_of_two_orders_the_second_is_not_written(job: Job) -> None:
 
 
 def test_a_configuration_that_is_not_the_one_that_runs_is_not_built_on(job: Job) -> None:
-    relayout = job.rank_0()
+    repartitioner = job.rank_0()
     other = CONFIG.model_dump()
     other["components"]["hybrid"]["nodes"] = 0
     damages: list[Callable[[], object]] = [lambda: job.run.config.write_text("{"), lambda: job.run.write_json(job.run.config, other)]
     for damage in damages:
         damage()
         job.order(train__tp=2)
-        assert not relayout.look("")
+        assert not repartitioner.poll("")
     assert ["cannot be read" in job.reasons()[0], "another layout than the ranks that run" in job.reasons()[1]] == [True, True]
