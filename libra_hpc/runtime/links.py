@@ -133,7 +133,13 @@ async def accept(world: World, deliver: Deliver) -> None:
     streams: set[asyncio.Task[None]] = set()
     try:
         while True:
-            stream, _ = await loop.sock_accept(world.listener)
+            try:
+                stream, _ = await loop.sock_accept(world.listener)
+            except OSError as error:
+                # A caller that was gone before it was served, or too many open files: others are served later.
+                log.warning("a caller was not accepted: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
             task = loop.create_task(_receive(world, stream, deliver))
             streams.add(task)
             task.add_done_callback(streams.discard)
