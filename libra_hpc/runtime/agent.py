@@ -193,7 +193,12 @@ class Agent:
             version = -1
             if self.rollout_node is not None and self.train_node is not None:
                 version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
-            self.mesh.send(0, wire.Heartbeat(self.rank, self.layout.components[self.rank], engines, pids, version, self.mesh.unreachable()))
+            unreachable = self.mesh.unreachable()
+            if 0 in unreachable:
+                # Only rank 0 can take this node back, so it must hear that messages to it were lost.
+                self.mesh.reopen(0)
+            component = self.layout.components[self.rank]
+            self.mesh.send(0, wire.Heartbeat(self.rank, component, engines, pids, version, unreachable))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _outlive_coordinator(self) -> None:
@@ -288,6 +293,7 @@ class Agent:
         """This node was declared lost and is taken back: its engines end, and it begins as a new one."""
         log.warning("this node was declared lost: ending its engines and starting again")
         await asyncio.gather(*(part.reset() for part in (self.rollout_node, self.train_node) if part is not None))
+        self.mesh.remember(0)
         self._hello()
 
     def _on_stop(self, stop: wire.StopAgent) -> None:

@@ -3,8 +3,8 @@
 On the wire: a proof that both ends know the run's secret, then `HEADER` (bytes of the frame, bytes of the blob), frame, blob, and so on.
 
 - A peer that does not read (stopped, slow network) -> what is sent to it waits, for ever.
-- A connection that breaks, or that every address refuses -> what waits is dropped, and so is all that is sent later: what was under way is
-  lost, and a stream with a hole in it must not go on.  `Outgoing.reopen` begins anew, for a peer that is taken back as a new one.
+- A connection that breaks, or that every address refuses -> what waits is dropped, and so is all that is
+  sent later: a stream with a hole in it must not go on.  `Outgoing.reopen` begins a new stream.
 - A caller that cannot prove that it knows the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
 """
 

@@ -1,7 +1,7 @@
 """Which nodes are lost: pure, from what rank 0 has heard, when, and from what the launcher saw.
 
 - The launcher saw the agent's process end -> lost at once.
-- A node's connection to another broke while both live -> the one that leads nothing is lost: what was under way between them is.
+- A node's connection to another broke while both live -> the one that leads nothing is lost, never rank 0.
 - No message for `HEARTBEAT_LOST_S` -> lost; a node that leads a stage has `LEADER_LOST_S`, because losing it restarts every rank.
 - Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read before anyone is judged.
 - A lost node is heard again -> it is taken back (`libra_hpc.runtime.coordinator`), with fresh engines.
@@ -48,15 +48,23 @@ def silent_nodes(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[i
             found.append(Silent(rank, "its agent's process ended", silent_s))
         elif silent_s >= (LEADER_LOST_S if rank in leaders else HEARTBEAT_LOST_S):
             found.append(Silent(rank, f"no heartbeat for {silent_s:.0f} s", silent_s))
-    return found or _cut_off(nodes, {own, *leaders}, gone, now)
+    lost = {silent.rank for silent in found}
+    return [*found, *_cut_off(nodes, own, leaders, lost, now)]
 
 
-def _cut_off(nodes: Mapping[int, NodeFacts], leading: Collection[int], gone: Mapping[int, int], now: float) -> list[Silent]:
-    """The nodes to give up for connections that broke."""
+def _cut_off(
+    nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float
+) -> list[Silent]:
+    """The nodes to give up for a connection that broke between two that live; ``lost`` are those that do not."""
     found = {}
     for rank, node in nodes.items():
-        for peer in node.beat.unreachable if node.beat is not None and gone.get(rank) != node.pid else ():
-            victim, other = (rank, peer) if peer in leading and rank not in leading else (peer, rank)
+        # What a node said before it fell silent is no news.
+        heard = node.beat is not None and rank not in lost and now - node.seen < BROKEN_S
+        for peer in node.beat.unreachable if node.beat is not None and heard else ():
+            if peer in lost:
+                continue
+            keep_peer = peer == own or (peer in leaders and rank not in leaders)
+            victim, other = (rank, peer) if keep_peer else (peer, rank)
             if nodes[victim].pid and now - nodes[victim].since >= BROKEN_S:
                 found[victim] = Silent(victim, f"its connection to node {other} broke", now - nodes[victim].seen)
     return list(found.values())

@@ -68,6 +68,10 @@ class Mesh:
         """Take a forgotten rank back, as one that knows nothing of what was sent before."""
         self._lost.discard(rank)
         self._broke.pop(rank, None)
+        self.reopen(rank)
+
+    def reopen(self, rank: int) -> None:
+        """Try a rank again to which the connection broke; it stays `unreachable`, because messages were lost."""
         if rank in self._links:
             self._links[rank].reopen()
 

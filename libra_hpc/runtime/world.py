@@ -1,7 +1,7 @@
 """How the agents find each other: MPI numbers them and carries their addresses, once, at the start.
 
 After `meet` no agent calls MPI again.  A message library that survives a dead member is needed from then on, and MPI is none:
-MPICH over UCX ends every process that has a TCP or InfiniBand connection to one that died (docs/faults.md).  Messages
+MPICH over UCX ends every process that has a TCP connection to one that died (docs/architecture.md).  Messages
 go over sockets of our own (`libra_hpc.runtime.links`).
 
 - All ranks on one machine -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
@@ -93,9 +93,9 @@ Record = TypeVar("Record", _Place, Endpoint, _Reached)
 def meet(interface: str = "", problem: str = "") -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem`` is a reason of the caller's why this rank cannot go on.  Raises `OperationError`, on every rank alike, with the first problem of
-    any rank (as `NoWorld`).  A rank that fails inside MPI leaves the others waiting there for ever, where no Python runs; so the kernel
-    ends this process with SIGALRM when it takes longer than `MEET_S`, and whoever started it may try again.
+    ``problem`` is a reason of the caller's why this rank cannot go on.  Raises `NoWorld`, on every rank alike, with the first
+    problem of any rank.  A rank that fails inside MPI leaves the others waiting there, where no Python runs.  So the kernel ends
+    this process with SIGALRM after `MEET_S`; whoever started it may try again.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MEET_S)

@@ -48,7 +48,7 @@ class MoveSummary(msgspec.Struct, frozen=True):
 
 
 class LayoutSummary(msgspec.Struct, frozen=True):
-    """The ranks repartitioned."""
+    """One repartition."""
 
     step: int
     """The last one in the layout before."""

@@ -320,6 +320,11 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     assert lost(1, 2) == [(2, "its connection to node 1 broke")]
     assert lost(2, 1) == [(2, "its connection to node 1 broke")]
     assert lost(3, 2) == [(2, "its connection to node 3 broke")]
+    assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
+    assert lost(1, 0) == [(1, "its connection to node 0 broke")]
+    assert sorted(lost(1, 2, gone={3: 13})) == [(2, "its connection to node 1 broke"), (3, "its agent's process ended")]
+    assert lost(3, 2, gone={3: 13}) == [(3, "its agent's process ended")], "the last words of one that died are no news"
+    assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
     assert lost(1, 2, gone={2: 12}) == [(2, "its agent's process ended")]
     assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
 

@@ -7,8 +7,13 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 
+import pytest
+
+from libra_hpc.protocol.mesh import RankLost
 from libra_hpc.runtime import links
+from libra_hpc.runtime import mesh as mesh_module
 from libra_hpc.runtime.links import HEADER, Outgoing, accept
+from libra_hpc.runtime.mesh import Mesh
 from libra_hpc.runtime.world import Endpoint, World
 
 SECRET = secrets.token_bytes(32)
@@ -126,5 +131,27 @@ def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened()
         link.put(b"4", memoryview(b""), taken.append)
         await until(lambda: len(received) == 2)
         assert ([frame for _, frame, _ in received], taken) == ([b"1", b"4"], [True, False, False, True])
+
+    play(script)
+
+
+def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "SETTLE_S", 0.0)
+
+    async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
+        mesh, taken = Mesh(ranks[0], lambda *_: None), list[bool]()
+        mesh.send(1, RankLost(1), b"", taken.append)
+        await until(lambda: received)
+        stream = mesh._links[1]._socket
+        assert stream is not None
+        stream.shutdown(socket.SHUT_RDWR)
+        mesh.send(1, RankLost(2), b"", taken.append)
+        await until(mesh.unreachable)
+        mesh.reopen(1)
+        mesh.send(1, RankLost(3), b"", taken.append)
+        await until(lambda: len(received) == 2)
+        assert (mesh.unreachable(), taken) == ((1,), [True, False, True]), "what was lost is still to be said"
+        mesh.remember(1)
+        assert mesh.unreachable() == ()
 
     play(script)
