@@ -22,12 +22,12 @@ import torch
 
 from bench.gpu_model import random_model
 from bench.harness import median, report
+from libra_hpc.cost_models.lengths import Observed, sketch
+from libra_hpc.cost_models.memory import TrainLayout
+from libra_hpc.cost_models.training_time import BatchWork, TrainCost
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.devices import device as device_named
 from libra_hpc.hardware.models import model_shape
-from libra_hpc.planner.lengths import Observed, sketch
-from libra_hpc.planner.memory import TrainLayout
-from libra_hpc.planner.training import Batch, TrainCost
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
@@ -92,7 +92,7 @@ def main() -> None:
                 loss_tokens = sum(sum(s.loss_mask) for s in samples)
                 done = trainer.step(TrainStep(engine.state.step + 1, 0, (tuple(samples),), (loss_tokens,)))
                 observed = [Observed(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
-                cost = TrainCost(shape, device, 8, Batch(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1))
+                cost = TrainCost(shape, device, 8, BatchWork(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1))
                 layout = TrainLayout(1, 1, 1, 1, 1, micro_tokens)
                 if number:
                     got.append((done.compute_s, done.optimizer_s))

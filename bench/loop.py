@@ -35,6 +35,8 @@ from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
+
+
 def configuration(model: Path, batches: int) -> RunConfig:
     """The quickstart's shape, with a gate that never closes: this measures the loop, not the trainer's pace."""
     return RunConfig.model_validate(
@@ -117,9 +119,7 @@ class TrainRun:
         async def saved(*checkpoint: Any) -> None:
             pass
 
-        self.leader = TrainLeader(
-            config, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), saved, rendezvous=folder, checkpoints=run.checkpoints
-        )
+        self.leader = TrainLeader(config, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), saved, rendezvous=folder, checkpoints=run.checkpoints)
         self.points: Rates = []
         self.done = asyncio.Event()
         self.mesh.handlers = {0: self._coordinator, 1: self._agent}

@@ -16,12 +16,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import report
+from libra_hpc.cost_models.lengths import lognormal, sketch
+from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape
-from libra_hpc.planner.lengths import lognormal, sketch
-from libra_hpc.planner.search import ROLLOUT_TP, Pool, Result, plan
-from libra_hpc.planner.training import Batch
+from libra_hpc.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, plan
 
 RUNS = 5
 CASES = ((48, 512, 0.05), (1024, 4096, 1.0), (10240, 16384, 10.0))
@@ -44,8 +44,8 @@ def main() -> None:
             seconds, result = [], None
             for _ in range(RUNS):
                 started = time.process_time()
-                batch = Batch(trajectories, sketch(observed, trajectories), eta)
-                result = plan(shape, [Pool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)], batch)
+                batch = BatchWork(trajectories, sketch(observed, trajectories), eta)
+                result = plan(shape, [DevicePool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)], batch)
                 seconds.append(time.process_time() - started)
             assert result is not None
             rows.append(row(gpus, trajectories, eta, seconds, goal, result))
@@ -55,7 +55,7 @@ def main() -> None:
     report("planner", f"Exact search, {shape.name} on {gpu.name}, 4,096 observed lengths", columns, rows, notes, raw)
 
 
-def row(gpus: int, trajectories: int, eta: int, seconds: Sequence[float], goal: float, result: Result) -> list[Any]:
+def row(gpus: int, trajectories: int, eta: int, seconds: Sequence[float], goal: float, result: PlanResult) -> list[Any]:
     """One line of the table."""
     best = result.plans[0]
     gap = "exact" if result.gap < 1e-6 else f"{result.gap:.2%}"

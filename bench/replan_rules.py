@@ -24,11 +24,11 @@ import msgspec
 from bench.replan_pool import ReplanPool, Site, StepTruth
 from bench.replan_view import View, Watched
 from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.control.decide import MoveOutcome, Planner
+from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
-from libra_hpc.planner.decide import MoveOutcome, Planner
-from libra_hpc.planner.law import RolloutLaw, RolloutNode
-from libra_hpc.planner.rollout import RolloutOptions
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import make_policy
@@ -85,8 +85,8 @@ class Live:
     """The planner of a live run, by default one with the first tier alone; every order of a decision is carried out at once."""
 
     def __init__(self, settings: PlannerSection, site: Site, planner: Planner | None = None) -> None:
-        node = RolloutNode(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.seats))
-        self.planner = planner or Planner(settings, RolloutLaw(node, lambda device, shape, tp: site.steps()))
+        node = NodeEngines(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.seats))
+        self.planner = planner or Planner(settings, RolloutByNodes(node, lambda device, shape, tp: site.steps()))
         self.decisions: list[PlanDecision] = []
         self.looks = 0
         self._interval_s = settings.interval_s

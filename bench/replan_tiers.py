@@ -1,8 +1,8 @@
 """The second tier in the simulator: the planner of a run file, whose repartitions are carried out.
 
-The site is written as a run file, from which the planner is made by the function a live run uses (`libra_hpc.planner.live`).  When it proposes
+The site is written as a run file, from which the planner is made by the function a live run uses (`libra_hpc.planning.live`).  When it proposes
 another layout, the pool stops at the next step boundary and starts again in it, and a new planner begins with what is written there, knowing nothing of before,
-as live.  At most one in an hour (`libra_hpc.planner.repartition.EVERY_S`).
+as live.  At most one in an hour (`libra_hpc.control.second_tier.EVERY_S`).
 
 The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or PP does not come.
 """
@@ -17,13 +17,13 @@ from bench.replan_view import View
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
+from libra_hpc.control.decide import Planner
+from libra_hpc.control.second_tier import EVERY_S
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planner.decide import Planner
-from libra_hpc.planner.live import live_planner
-from libra_hpc.planner.repartition import EVERY_S
+from libra_hpc.planning.live import live_planner
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.simulator.simulate import Simulation
 

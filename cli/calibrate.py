@@ -88,9 +88,7 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("starting", total=engines)
-        return together(
-            config, engines, device, model, lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)
-        )
+        return together(config, engines, device, model, lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None))
 
 
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:

@@ -12,14 +12,14 @@ import typer
 from libra_hpc.config.load import load_run_file
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.measured import load
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planner.initial import as_planned, initial_plan
-from libra_hpc.planner.request import Assumed, Request, check_gpus, request
-from libra_hpc.planner.search import Result, Search, Steps
-from libra_hpc.planner.sweep import Point, knee, steps, sweep
+from libra_hpc.planning.initial import as_planned, initial_plan
+from libra_hpc.planning.request import Assumed, PlanRequest, check_gpus, request
+from libra_hpc.search.best_plan import PlanResult, PlanSearch
+from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
@@ -37,9 +37,7 @@ DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="GPU
 DevicesFileOption = Annotated[Path | None, typer.Option("--devices", metavar="FILE", help="TOML file with further devices.")]
 ModelOption = Annotated[str, typer.Option("--model", metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder; default: model.path.")]
 TraceOption = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Finished trajectories whose lengths to plan for.")]
-CalibrationOption = Annotated[
-    Path | None, typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has.")
-]
+CalibrationOption = Annotated[Path | None, typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has.")]
 EvenOption = Annotated[bool, typer.Option("--even", help="Assume that nobody can tell long trajectories from short ones beforehand.")]
 LayoutsOption = Annotated[
     str, typer.Option("--layouts", metavar="any|node", help="Layouts: any, or what a run file can say: each node one training replica, or engines of one TP.")
@@ -56,9 +54,7 @@ def plan(
     devices: DevicesFileOption = None,
     model: ModelOption = "",
     trace: TraceOption = None,
-    generated: Annotated[
-        float | None, typer.Option(metavar="N", help="Without --trace: mean generated tokens; default: 1/8 of max_model_len.")
-    ] = None,
+    generated: Annotated[float | None, typer.Option(metavar="N", help="Without --trace: mean generated tokens; default: 1/8 of max_model_len.")] = None,
     sigma: Annotated[float, typer.Option(metavar="X", help="Shape of their log-normal distribution.")] = ASSUMED.sigma,
     prompt: Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens; default: 1/16 of max_model_len.")] = None,
     turns: Annotated[float, typer.Option(metavar="X", help="Mean turns.")] = ASSUMED.turns,
@@ -88,7 +84,7 @@ def plan(
         node_layouts=layouts == "node",
     )
     node = layouts == "node"
-    search = Search(
+    search = PlanSearch(
         asked.shape, asked.pools, asked.batch, space=asked.space, options=asked.options, sorted_lengths=not even, whole_nodes=node,
         steps=lookup if calibration is None else measured_steps(calibration),
     )  # fmt: skip
@@ -109,7 +105,7 @@ def plan(
         show_split(initial_plan(config))
 
 
-def show_plans(asked: Request, result: Result, explain: bool) -> None:
+def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
     """Print the tables of one search."""
     plan_tables.header(asked)
     show(plan_tables.plans(asked, result))
@@ -126,7 +122,7 @@ def show_plans(asked: Request, result: Result, explain: bool) -> None:
         plan_tables.nearest(result)
 
 
-def show_sweep(asked: Request, search: Search, low: int, high: int, json: bool, plot: Path | None) -> None:
+def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json: bool, plot: Path | None) -> None:
     """Compute, print and draw the scaling curve."""
     (pool,) = asked.pools
     check_gpus(low, pool.node_devices)
@@ -154,7 +150,7 @@ def knee_words(points: list[Point], at: int | None) -> str:
     return f"knee at {points[at].devices} GPUs: beyond, a further GPU brings less than the average one of this range"
 
 
-def measured_steps(calibration: Path) -> Steps:
+def measured_steps(calibration: Path) -> StepLookup:
     """Step times of the degrees in a calibration file, and `lookup`'s of the others; raises `UserError` for a file that cannot be read."""
     degrees = load(calibration).kv_capacity
 
@@ -179,7 +175,7 @@ def gpu_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def facts(asked: Request) -> dict[str, object]:
+def facts(asked: PlanRequest) -> dict[str, object]:
     """What was asked, for programs."""
     return {
         "model": asked.shape.name,

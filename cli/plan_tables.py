@@ -9,11 +9,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.planner.memory import USABLE
-from libra_hpc.planner.request import Request, describe
-from libra_hpc.planner.search import Plan, Result
-from libra_hpc.planner.sweep import Point
-from libra_hpc.planner.training import TrainTime
+from libra_hpc.cost_models.memory import USABLE
+from libra_hpc.cost_models.training_time import TrainTime
+from libra_hpc.planning.request import PlanRequest, describe
+from libra_hpc.search.best_plan import PlanResult, RunPlan
+from libra_hpc.search.scaling_curve import Point
 
 from .output import say, show
 
@@ -38,16 +38,15 @@ LEGEND = """nodes: training + rollout; TP, PP, CP, EP, DP: tensor, pipeline, con
 """Under the table of plans."""
 
 
-def title(asked: Request, *, sized: bool = True) -> str:
+def title(asked: PlanRequest, *, sized: bool = True) -> str:
     """Model and devices in a line; ``sized`` says how many."""
     parts = [
-        f"{p.devices} x {p.device.name} ({p.nodes} nodes of {p.node_devices})" if sized else f"{p.device.name}, nodes of {p.node_devices}"
-        for p in asked.pools
+        f"{p.devices} x {p.device.name} ({p.nodes} nodes of {p.node_devices})" if sized else f"{p.device.name}, nodes of {p.node_devices}" for p in asked.pools
     ]
     return f"{asked.shape.name} on {' + '.join(parts)}"
 
 
-def header(asked: Request, *, sized: bool = True) -> None:
+def header(asked: PlanRequest, *, sized: bool = True) -> None:
     """What is planned for."""
     batch = asked.batch
     stages = "stages take turns" if batch.eta == 0 else "stages overlap"
@@ -58,7 +57,7 @@ def header(asked: Request, *, sized: bool = True) -> None:
         show(Text(f"note: {line}"))
 
 
-def plans(asked: Request, result: Result) -> Table:
+def plans(asked: PlanRequest, result: PlanResult) -> Table:
     """One row per number of training nodes, best first."""
     table = _table(
         ("nodes", "right"),
@@ -85,7 +84,7 @@ def plans(asked: Request, result: Result) -> Table:
     return table
 
 
-def remarks(asked: Request, result: Result) -> None:
+def remarks(asked: PlanRequest, result: PlanResult) -> None:
     """What the columns are and what the first row means."""
     show(Text(LEGEND, style="dim"))
     best = result.plans[0]
@@ -110,7 +109,7 @@ def remarks(asked: Request, result: Result) -> None:
         show(Text("a run file says TP x PP of whole nodes; --layouts node plans with such layouts only"))
 
 
-def nearest(result: Result) -> None:
+def nearest(result: PlanResult) -> None:
     """The excluded choices that come nearest to being possible."""
     if not result.excluded:
         say("nothing was excluded")
@@ -120,7 +119,7 @@ def nearest(result: Result) -> None:
         show(Text(f"  {entry.what}: {entry.limit.reason}"))
 
 
-def terms(result: Result) -> Table:
+def terms(result: PlanResult) -> Table:
     """Where the training time of the best plan goes."""
     time = result.plans[0].train.time
     table = _table(("training of the best plan", "left"), ("time", "right"), ("share", "right"))
@@ -131,7 +130,7 @@ def terms(result: Result) -> Table:
     return table
 
 
-def memory(asked: Request, result: Result) -> Table:
+def memory(asked: PlanRequest, result: PlanResult) -> Table:
     """What fills a training device of the best plan."""
     best = result.plans[0]
     usable = USABLE * asked.pools[best.pool].device.memory_bytes
@@ -142,7 +141,7 @@ def memory(asked: Request, result: Result) -> Table:
     return table
 
 
-def segments(asked: Request, result: Result) -> Table:
+def segments(asked: PlanRequest, result: PlanResult) -> Table:
     """Who rolls out what in the best plan."""
     lengths = asked.batch.lengths
     table = _table(
@@ -167,7 +166,7 @@ def segments(asked: Request, result: Result) -> Table:
     return table
 
 
-def excluded(result: Result) -> Table:
+def excluded(result: PlanResult) -> Table:
     """Everything that does not fit, nearest first."""
     table = _table(("does not fit", "left"), ("because", "left"))
     for entry in result.excluded:
@@ -212,12 +211,12 @@ def curve(points: Sequence[Point], at: int | None) -> Table:
     return table
 
 
-def classes(asked: Request, plan: Plan) -> str:
+def classes(asked: PlanRequest, plan: RunPlan) -> str:
     """Replicas per TP class, from large to small."""
     return " ".join(f"{s.replicas}x{_pool(asked, s.pool)}TP{s.tp}" for s in plan.rollout.segments)
 
 
-def _pool(asked: Request, pool: int) -> str:
+def _pool(asked: PlanRequest, pool: int) -> str:
     """The device's name in front of a number, where there are several kinds."""
     return f"{asked.pools[pool].device.name}:" if len(asked.pools) > 1 else ""
 

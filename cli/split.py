@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.planner.initial import Initial, initial_plan
+from libra_hpc.planning.initial import Initial, initial_plan
 
 from . import plan_tables
 from .output import WIDTH, busy, console

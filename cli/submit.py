@@ -17,7 +17,7 @@ from libra_hpc.config.load import apply_override, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.planner.initial import Initial, record
+from libra_hpc.planning.initial import Initial, record
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch

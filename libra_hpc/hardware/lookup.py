@@ -6,6 +6,7 @@ else the roofline.  `StepTimes.source` says in words which it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from .steps import StepTimes
 from .tables import TableTimes, available, load_table
 
 SOURCES = ("auto", "tables", "roofline")
+StepLookup = Callable[[Device, ModelShape, int], StepTimes]
+"""Step times of a model on one replica of so many devices."""
 
 
 def lookup(

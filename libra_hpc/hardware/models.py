@@ -113,9 +113,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Raise `UserError` unless ``tp`` shards this model."""
         if not self.divides(tp):
             valid = [str(n) for n in range(1, self.heads + 1) if self.divides(n)]
-            raise invalid(
-                "tp", tp, f"does not divide the {self.heads} query heads and {self.kv_heads} KV heads of {self.name}", f"one of {', '.join(valid)}"
-            )
+            raise invalid("tp", tp, f"does not divide the {self.heads} query heads and {self.kv_heads} KV heads of {self.name}", f"one of {', '.join(valid)}")
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:

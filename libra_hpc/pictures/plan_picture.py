@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from libra_hpc.planner.search import Plan
-from libra_hpc.planner.sweep import Point, knee
+from libra_hpc.search.best_plan import RunPlan
+from libra_hpc.search.scaling_curve import Point, knee
 
 from .figure_style import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save, style
 
@@ -32,7 +32,7 @@ def draw_sweep(points: Sequence[Point], title: str, out: Path) -> None:
     save(drawn, out)
 
 
-def draw_plans(plans: Sequence[Plan], title: str, out: Path) -> None:
+def draw_plans(plans: Sequence[RunPlan], title: str, out: Path) -> None:
     """Seconds per batch of both stages over the number of training nodes."""
     drawn, panel = _panel(title)
     ordered = sorted((p for p in plans if p.pool == plans[0].pool), key=lambda p: p.nodes)

@@ -24,8 +24,15 @@ class PromptOrder:
     """
 
     def __init__(
-        self, gate: StalenessGate, step: int, low: int, extra: tuple[int, ...], steps: int, group_size: int,
-        kept: Mapping[int, Sequence[Trajectory]], log: Callable[..., None],
+        self,
+        gate: StalenessGate,
+        step: int,
+        low: int,
+        extra: tuple[int, ...],
+        steps: int,
+        group_size: int,
+        kept: Mapping[int, Sequence[Trajectory]],
+        log: Callable[..., None],
     ) -> None:
         self.gate = gate
         self._kept, self._log = dict(kept), log

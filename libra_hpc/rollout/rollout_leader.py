@@ -90,12 +90,8 @@ class RolloutLeader:
     def on_position(self, step: int, low: int, extra: tuple[int, ...], kept: Mapping[int, Sequence[Trajectory]] | None = None) -> None:
         """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
         algorithm, in_order = self._config.algorithm, self._config.algorithm.batch_order == "data"
-        gate = StalenessGate(
-            algorithm.eta, algorithm.prompts_per_step, self._config.max_open_groups, step, in_order
-        )
-        self._supply = PromptOrder(
-            gate, step, low, extra, self._config.run.steps, algorithm.group_size, kept or {}, self._log
-        )
+        gate = StalenessGate(algorithm.eta, algorithm.prompts_per_step, self._config.max_open_groups, step, in_order)
+        self._supply = PromptOrder(gate, step, low, extra, self._config.run.steps, algorithm.group_size, kept or {}, self._log)
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:

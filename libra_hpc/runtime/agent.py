@@ -124,9 +124,7 @@ class Agent:
         """The attempt's start state is known: build the parts of this node."""
         if self.context is not None:
             return
-        context = AgentContext(
-            self.rank, self.layout, self.config, self.run_dir, self.attempt, self.mesh.send, start, self.private, self.shared_memory
-        )
+        context = AgentContext(self.rank, self.layout, self.config, self.run_dir, self.attempt, self.mesh.send, start, self.private, self.shared_memory)
         self.context = context
         if context.component != "planner":
             self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)

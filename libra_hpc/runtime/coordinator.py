@@ -17,7 +17,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from libra_hpc.planner.live import live_planner
+from libra_hpc.planning.live import live_planner
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.plan import NodeFact
 from libra_hpc.runtime import states

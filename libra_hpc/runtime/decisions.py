@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.planner.decide import Planner
+from libra_hpc.control.decide import Planner
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.telemetry.status import DecisionStatus
 

@@ -52,9 +52,7 @@ def silent_nodes(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[i
     return [*found, *_cut_off(nodes, own, leaders, lost, now)]
 
 
-def _cut_off(
-    nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float
-) -> list[Silent]:
+def _cut_off(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float) -> list[Silent]:
     """The nodes to give up for a connection that broke between two that live; ``lost`` are those that do not."""
     found = {}
     for rank, node in nodes.items():

@@ -11,7 +11,7 @@ order waits while a node is lost, starting or on its way, because a new start ne
 What is left behind is checkpoint, configuration, file, and then the event, in this order.  Killed before the second, the run resumes as it was and the
 next attempt refuses the order; killed later, it goes on in the new layout, and its rank 0 writes the event that is missing.
 
-The planner proposes at most one in an hour (`libra_hpc.planner.repartition.EVERY_S`).  An operator may know better and is not held to it; but what an
+The planner proposes at most one in an hour (`libra_hpc.control.second_tier.EVERY_S`).  An operator may know better and is not held to it; but what an
 operator ordered counts for the planner's hour.
 """
 
@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.control.second_tier import EVERY_S
 from libra_hpc.errors import UserError
-from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.rank_roles import SameLayout, describe, repartitioned
 from libra_hpc.protocol.plan import PlanDecision

@@ -326,5 +326,3 @@ class TrainNode:
             return
         self._context.send(0, EngineDied(self._context.rank, KIND, reason))
         self._context.send(self._context.layout.train_leader, EngineDied(self._context.rank, KIND, reason))
-
-

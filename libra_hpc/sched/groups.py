@@ -70,7 +70,7 @@ class TaskStats:
         return other
 
 
-class Prompt:
+class PromptGroup:
     """What is known of one prompt."""
 
     __slots__ = ("_sum", "_version", "contexts", "finished", "log_scale", "running", "running_sum", "scale", "task")

@@ -36,7 +36,7 @@ from libra_hpc.protocol.env import Signal
 
 from .blend import CENTRE
 from .context import Context
-from .groups import Prompt, TaskStats
+from .groups import PromptGroup, TaskStats
 from .protocol import Finished
 from .signals import SignalState, Vocabulary
 from .survival import cell_of
@@ -57,7 +57,7 @@ class Cursor(SignalState):
 
     __slots__ = ("cell", "effect", "future", "left", "payload", "prompt", "reach", "start", "symbol", "task", "trail", "weight", "weighted")
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: PromptGroup) -> None:
         super().__init__()
         self.prompt = prompt
         self.task = prompt.task
@@ -100,7 +100,7 @@ class CausalTree:
         """Trajectories, ever."""
         self._max_prompts, self._max_pairs = max_prompts, max_pairs
         self._tasks: dict[str, TaskStats] = {}
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._prompts: OrderedDict[str, PromptGroup] = OrderedDict()
 
     def __len__(self) -> int:
         """Nodes: prompts and contexts."""
@@ -111,7 +111,7 @@ class CausalTree:
         """The start of a trajectory."""
         prompt = self._prompts.get(prompt_id)
         if prompt is None:
-            prompt = self._prompts[prompt_id] = Prompt(self._task(task))
+            prompt = self._prompts[prompt_id] = PromptGroup(self._task(task))
             if len(self._prompts) > self._max_prompts:
                 self._prompts.popitem(last=False)
         prompt.task.tables[0].started += 1.0
@@ -261,7 +261,7 @@ class CausalTree:
                 if rest > 0.0:
                     self._learn_moment(stats, prompt, trail[i], rest, weight, version)
 
-    def _learn_moment(self, stats: TaskStats, prompt: Prompt, moment: Moment, rest: float, weight: float, version: int) -> None:
+    def _learn_moment(self, stats: TaskStats, prompt: PromptGroup, moment: Moment, rest: float, weight: float, version: int) -> None:
         symbol, before, base, log_scale, failed = moment
         plain, full = stats.plain, stats.full
         target = log(rest) - base
@@ -311,7 +311,7 @@ class CausalTree:
         return stats
 
 
-def _effect(stats: TaskStats, prompt: Prompt, symbol: int, before: int) -> float:
+def _effect(stats: TaskStats, prompt: PromptGroup, symbol: int, before: int) -> float:
     """Sum of the effects of the contexts of a symbol."""
     node = stats.singles.get(symbol)
     if node is None:

@@ -24,7 +24,7 @@ from libra_hpc.rollout.engine.warm_up import lengths
 from libra_hpc.simulated import tokens
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.simulator.sim_engine import IDLE, Engine
-from libra_hpc.simulator.sim_request import Request
+from libra_hpc.simulator.sim_request import SimRequest
 
 from .settings import Pace
 
@@ -36,7 +36,7 @@ class _Turn:
 
     __slots__ = ("admitted", "arrived", "first", "full", "request", "rid", "spans", "spanned")
 
-    def __init__(self, rid: str, request: Request, full: bool, now: float) -> None:
+    def __init__(self, rid: str, request: SimRequest, full: bool, now: float) -> None:
         self.rid, self.request, self.full = rid, request, full
         self.arrived, self.admitted = now, -1.0
         self.spans: list[tuple[int, int]] = []
@@ -63,7 +63,7 @@ class SimulatedEngine:
         self._engine = Engine("simulated", config.tp, steps, limits, 0, config.version, 0.0)
         self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._turns: dict[str, _Turn] = {}
-        self._rids: dict[Request, str] = {}
+        self._rids: dict[SimRequest, str] = {}
         self._waiting: list[_Turn] = []
         self._updates: list[UpdateWeights] = []
         self._extra_s = 0.0
@@ -99,7 +99,7 @@ class SimulatedEngine:
         if self._refuses or room < 1 or message.max_tokens < 1:
             return [_refusal(message.rid, self._refuses or f"prompt: {context.tokens} tokens, max_tokens = {message.max_tokens}: no room for one more.")]
         left = min(context.left, room, message.max_tokens)
-        request = Request(
+        request = SimRequest(
             f"{context.prompt}/{context.sample}", str(context.prompt), context.prompt_tokens // self._config.block_size, context.tokens, left,
             message.priority, message.keep_s * self._pace.speedup,
         )  # fmt: skip
@@ -190,7 +190,7 @@ class SimulatedEngine:
         self._refuses = ""
         return [WeightsApplied(version, self._pace.sync_s / self._pace.speedup)] if ended else []
 
-    def _finish(self, request: Request, version: int, at: float) -> Generated:
+    def _finish(self, request: SimRequest, version: int, at: float) -> Generated:
         turn = self._turns.pop(self._rids.pop(request))
         turn.close_span(version)
         complete = not request.left and turn.full

@@ -103,9 +103,7 @@ class Trainer:
         try:
             with self._pulse.phase(WAITING):
                 config, interrupted = self._config, self._socket.interrupted
-                truth = state.meet(
-                    message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted
-                )
+                truth = state.meet(message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted)
         except state.NotMet as error:
             what = f"generation {message.generation} did not form: {error}"
             return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]

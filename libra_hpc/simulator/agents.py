@@ -16,7 +16,7 @@ from .result import Recorder
 from .run import Sent
 from .settings import EngineSpec, SimSettings
 from .sim_engine import IDLE, Engine
-from .sim_request import Request
+from .sim_request import SimRequest
 
 
 class Agents:
@@ -37,7 +37,7 @@ class Agents:
         self._answered, self._applied, self._freed = answered, applied, freed
         self._at = events.at
         self._count = 0
-        self._requests: dict[Request, Sent] = {}
+        self._requests: dict[SimRequest, Sent] = {}
         self._leaving: dict[str, Callable[[], None]] = {}
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.baselines.oracle import Foresight, Work
+from libra_hpc.simulator.baselines.oracle import Foresight, OracleWork
 
 from .settings import EngineSpec, SimSettings, trajectory_ids
 
@@ -17,9 +17,9 @@ def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec]
     return Foresight(lambda name, turns: left[name][turns], steps, settings.max_num_seqs)
 
 
-def _remaining(spec: TrajectoryRecord) -> list[Work]:
+def _remaining(spec: TrajectoryRecord) -> list[OracleWork]:
     """Work that remains before each turn."""
-    left: list[Work] = []
+    left: list[OracleWork] = []
     decode = new = 0
     tool_s = 0.0
     for index in range(len(spec.turns) - 1, -1, -1):
@@ -27,7 +27,7 @@ def _remaining(spec: TrajectoryRecord) -> list[Work]:
         decode += turn.gen_tokens
         tool_s += turn.tool_s
         fresh = turn.new_tokens if index else spec.prompt_tokens + turn.new_tokens
-        left.append(Work(decode, fresh, new, tool_s))
+        left.append(OracleWork(decode, fresh, new, tool_s))
         new += turn.new_tokens
     left.reverse()
     return left

@@ -12,15 +12,15 @@ from heapq import heappop, heappush
 
 from .cache import BlockCache
 from .settings import SimSettings
-from .sim_request import Counters, Request
+from .sim_request import Counters, SimRequest
 
 
-class Batch:
+class SimulatedBatch:
     """``running`` in the order of admission; a request's `step` says how many tokens of it the step under way computes."""
 
     def __init__(self, cache: BlockCache, limits: SimSettings, counters: Counters) -> None:
-        self.running: list[Request] = []
-        self._waiting: list[tuple[int, int, Request]] = []
+        self.running: list[SimRequest] = []
+        self._waiting: list[tuple[int, int, SimRequest]] = []
         self._cache, self._limits, self._counters = cache, limits, counters
         self._block = limits.block_size
         self._serial = 0
@@ -35,7 +35,7 @@ class Batch:
         """Whether another sequence may run."""
         return len(self.running) < self._limits.max_num_seqs
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimRequest) -> None:
         """A request arrives."""
         self._serial += 1
         request.serial = self._serial
@@ -129,11 +129,11 @@ class Batch:
             budget -= request.step
             running.append(request)
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, request: SimRequest) -> None:
         full = min((request.computed + request.step) // self._block, request.prompt_blocks)
         request.own -= self._cache.publish(request.prompt, full)
 
-    def release(self, request: Request, now: float, keep_s: float = 0.0) -> None:
+    def release(self, request: SimRequest, now: float, keep_s: float = 0.0) -> None:
         """A request gives its blocks back; the full ones stay cached."""
         request.high = max(request.high, request.computed)
         own = max(0, request.computed // self._block - request.prompt_blocks)
@@ -141,13 +141,13 @@ class Batch:
         request.blocks = request.own = request.computed = request.step = 0
         request.decoding = False
 
-    def put_back(self, request: Request, now: float, cause: str) -> None:
+    def put_back(self, request: SimRequest, now: float, cause: str) -> None:
         """A running request loses its blocks and waits again."""
         self.release(request, now)
         request.again = cause
         heappush(self._waiting, (request.priority, request.serial, request))
 
-    def remove(self, request: Request, now: float) -> None:
+    def remove(self, request: SimRequest, now: float) -> None:
         """A request is aborted."""
         if request in self.running:
             self.running.remove(request)
@@ -164,5 +164,5 @@ class Batch:
         return len(running)
 
 
-def _standing(request: Request) -> tuple[int, int]:
+def _standing(request: SimRequest) -> tuple[int, int]:
     return request.priority, request.serial

@@ -9,7 +9,7 @@ import msgspec
 from libra_hpc.sched.protocol import Decision, TurnView
 
 from .sim_engine import Engine
-from .training_stage import StepRecord
+from .training_stage import SimulatedStep
 
 SAMPLED = 256
 """Most decisions kept as text; beyond it every second one kept so far is dropped, and from then on every second one is not looked at."""
@@ -111,7 +111,7 @@ class SimResult(msgspec.Struct, frozen=True):
     """Turns routed to each TP class, ascending."""
     finish_s: list[float]
     """When each trajectory ended, ascending."""
-    steps: list[StepRecord]
+    steps: list[SimulatedStep]
     engines: list[EngineResult]
     sampled: list[SampledDecision]
 
@@ -162,7 +162,7 @@ class Recorder:
             )
         )  # fmt: skip
 
-    def result(self, policy: str, makespan: float, steps: list[StepRecord]) -> SimResult:
+    def result(self, policy: str, makespan: float, steps: list[SimulatedStep]) -> SimResult:
         """Everything, once all engines are `gone`."""
         levels = max(self._by_level, default=-1) + 1
         return SimResult(

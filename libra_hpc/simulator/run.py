@@ -11,7 +11,7 @@ from libra_hpc.sched.protocol import Finished, TurnView
 
 from .settings import SimSettings, trajectory_ids
 from .sim_engine import Engine
-from .sim_request import Request
+from .sim_request import SimRequest
 
 
 class Run:
@@ -100,7 +100,7 @@ class Sent:
 
     __slots__ = ("engine", "epoch", "request", "run", "steps", "turn")
 
-    def __init__(self, run: Run, turn: TurnView, engine: Engine, request: Request, steps: int) -> None:
+    def __init__(self, run: Run, turn: TurnView, engine: Engine, request: SimRequest, steps: int) -> None:
         self.run, self.turn, self.engine, self.request = run, turn, engine, request
         self.steps = steps
         """That the engine had reported then."""

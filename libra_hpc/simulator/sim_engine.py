@@ -17,9 +17,9 @@ from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import EngineStats
 
 from .cache import BlockCache
-from .global_batch import Batch
+from .global_batch import SimulatedBatch
 from .settings import SimSettings
-from .sim_request import Counters, Request
+from .sim_request import Counters, SimRequest
 from .stretch import Stretch
 from .timeline import Timeline
 
@@ -40,8 +40,8 @@ class Engine:
         self._limits = settings
         self._block = settings.block_size
         self._cache = BlockCache(steps.kv_capacity // settings.block_size)
-        self._batch = Batch(self._cache, settings, self.counters)
-        self._aborted: list[Request] = []
+        self._batch = SimulatedBatch(self._cache, settings, self.counters)
+        self._aborted: list[SimRequest] = []
         self._stale: list[tuple[str, bool]] = []
         """Trajectories whose cache changes at the next boundary, and whether it is dropped."""
         self._swap: tuple[int, float] | None = None
@@ -61,13 +61,13 @@ class Engine:
         """Whether it has requests."""
         return bool(self._batch.running or self._batch.waiting)
 
-    def submit(self, request: Request, now: float) -> None:
+    def submit(self, request: SimRequest, now: float) -> None:
         """A request arrives; it takes part in the first step that starts from now on."""
         self._batch.add(request)
         if self._batch.open:
             self._interrupt(now)
 
-    def abort(self, request: Request, now: float) -> None:
+    def abort(self, request: SimRequest, now: float) -> None:
         """End a request at the next boundary; `advance` returns it there."""
         request.aborted = True
         self._aborted.append(request)
@@ -103,7 +103,7 @@ class Engine:
                 self._cache.unkeep(trajectory, now)
         self._stale.clear()
 
-    def advance(self, now: float) -> list[Request]:
+    def advance(self, now: float) -> list[SimRequest]:
         """Do what is due at `next_at`; returns the requests that ended now."""
         done = self._settle(now) if self._stretch.steps else []
         if self._stale:
@@ -148,7 +148,7 @@ class Engine:
             self._stretch.cut(now)
             self.next_at = self._stretch.end
 
-    def _settle(self, now: float) -> list[Request]:
+    def _settle(self, now: float) -> list[SimRequest]:
         """The stretch under way ended: hand out its tokens."""
         start, steps, running, block, counters = self._stretch.start, self._stretch.steps, self._batch.running, self._block, self.counters
         self._stretch.steps = 0
@@ -187,7 +187,7 @@ class Engine:
             self._batch.release(request, now, request.keep_s)
         return done
 
-    def _prefilled(self, request: Request) -> int:
+    def _prefilled(self, request: SimRequest) -> int:
         """A chunk of a request is computed; returns the tokens sampled (0 or 1)."""
         counters = self.counters
         again = min(request.computed + request.step, request.high) - request.computed
@@ -263,7 +263,7 @@ class Engine:
 
     # --- between steps ----------------------------------------------------------------------------------------------------------------------
 
-    def _remove_aborted(self, now: float) -> list[Request]:
+    def _remove_aborted(self, now: float) -> list[SimRequest]:
         gone = [request for request in self._aborted if request.left]
         self._aborted = []
         for request in gone:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Request:
+class SimRequest:
     """A turn: continue a context of ``tokens`` by ``left`` more.
 
     ``computed`` of its tokens are in the KV cache; as in vLLM the last sampled token is not, until the next step computes it.
@@ -60,7 +60,7 @@ class Counters:
         self.cached = 0
         """Tokens found in the prefix cache, at every admission."""
         self.again: dict[str, int] = {}
-        """Of ``prefilled``: tokens that had been computed before, by cause: see `Request.again`."""
+        """Of ``prefilled``: tokens that had been computed before, by cause: see `SimRequest.again`."""
         self.first_prefill = self.first_cached = 0
         """The split of every request's prompt at its first admission, which is what live engines report."""
         self.preemptions = 0

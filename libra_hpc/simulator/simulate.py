@@ -25,7 +25,7 @@ from .event_queue import ROUTING, Events
 from .result import Recorder, SimResult
 from .run import Run, Sent, grouped
 from .settings import EngineSpec, SimSettings, Training, check
-from .sim_request import Request
+from .sim_request import SimRequest
 from .training_stage import TrainingStage
 
 STALLED_S = 3600.0
@@ -192,7 +192,7 @@ class Simulation:
                 recorder.midturn_moves += run.partial > 0
                 last = self.engines.get(turn.engine)
                 recorder.tp_moves += last is not None and last.tp != engine.tp
-            request = Request(
+            request = SimRequest(
                 run.name, turn.prompt_id, run.shared // settings.block_size, turn.context_tokens, run.left, decision.priority,
                 decision.keep_s, run.high, again,
             )  # fmt: skip

@@ -16,7 +16,7 @@ from .run import Run
 from .settings import SimSettings, Training
 
 
-class StepRecord(msgspec.Struct):
+class SimulatedStep(msgspec.Struct):
     """One training step; times in seconds since the start."""
 
     step: int
@@ -43,7 +43,7 @@ class TrainingStage:
         """Training nodes, handed to the training function."""
         self.held = False
         """Whether no step may start."""
-        self.steps: list[StepRecord] = []
+        self.steps: list[SimulatedStep] = []
         self._groups = groups
         self._order: Sequence[str] = list(groups)
         self._next = 0
@@ -53,7 +53,7 @@ class TrainingStage:
         size = settings.batch_groups
         self._gate = StalenessGate(settings.eta, size, self._max_open) if size else None
         self._unfinished = len(groups)
-        self._waiting: list[StepRecord] = []
+        self._waiting: list[SimulatedStep] = []
         self._busy = False
 
     @property
@@ -112,7 +112,7 @@ class TrainingStage:
                 tokens = sum(run.context for name in names for run in self._groups[name])
                 step = len(self.steps) + len(self._waiting) + 1
                 generated = sum(run.attained for name in names for run in self._groups[name])
-                self._waiting.append(StepRecord(step, len(names), tokens, self._gate.consume(names), now, generated=generated))
+                self._waiting.append(SimulatedStep(step, len(names), tokens, self._gate.consume(names), now, generated=generated))
         return True
 
     def begin(self, now: float) -> float | None:

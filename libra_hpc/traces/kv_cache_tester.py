@@ -24,7 +24,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from .record import Bad, gap_s, trajectory, why
 
 
-class Request(msgspec.Struct):
+class KvCacheRequest(msgspec.Struct):
     """One call, or a sub-agent: then only ``t`` and ``requests`` count."""
 
     t: float = 0.0
@@ -36,13 +36,13 @@ class Request(msgspec.Struct):
     input_types: tuple[str, ...] = ()
     api_time: float | None = None
     think_time: float | None = None
-    requests: tuple[Request, ...] = ()
+    requests: tuple[KvCacheRequest, ...] = ()
 
 
 class Session(msgspec.Struct):
     """One document; ``id`` names it."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[KvCacheRequest, ...]
     id: str = ""
 
 
@@ -79,9 +79,9 @@ def _session(session: Session, number: int) -> Iterator[TrajectoryRecord]:
             yield _trajectory(f"{name}/{index}/{episode}", requests)
 
 
-def _threads(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def _threads(requests: Sequence[KvCacheRequest]) -> Iterator[list[KvCacheRequest]]:
     """The main thread's calls first, then those of others in the order of their first call."""
-    threads: dict[tuple[str, int | None], list[Request]] = {}
+    threads: dict[tuple[str, int | None], list[KvCacheRequest]] = {}
     for request in requests:
         if request.type == "subagent":
             continue
@@ -98,8 +98,8 @@ def _threads(requests: Sequence[Request]) -> Iterator[list[Request]]:
             yield from _threads(request.requests)
 
 
-def _episodes(thread: Sequence[Request]) -> Iterator[list[Request]]:
-    episode: list[Request] = []
+def _episodes(thread: Sequence[KvCacheRequest]) -> Iterator[list[KvCacheRequest]]:
+    episode: list[KvCacheRequest] = []
     for request in thread:
         before = episode[-1] if episode else None
         if before is not None and request.context == before.context and bytes(request.hash_ids) == bytes(before.hash_ids):
@@ -113,7 +113,7 @@ def _episodes(thread: Sequence[Request]) -> Iterator[list[Request]]:
     yield episode
 
 
-def _trajectory(prompt_id: str, requests: Sequence[Request]) -> TrajectoryRecord:
+def _trajectory(prompt_id: str, requests: Sequence[KvCacheRequest]) -> TrajectoryRecord:
     turns: list[TurnRecord] = []
     for index, request in enumerate(requests):
         new = max(_context(request) - _context(requests[index - 1]) - requests[index - 1].out, 0) if index else 0
@@ -124,12 +124,12 @@ def _trajectory(prompt_id: str, requests: Sequence[Request]) -> TrajectoryRecord
     return trajectory(prompt_id, 0, _context(requests[0]), turns)
 
 
-def _gap(request: Request, following: Request) -> float:
+def _gap(request: KvCacheRequest, following: KvCacheRequest) -> float:
     seconds = following.t - request.t - (request.api_time or 0.0)
     if request.api_time is None and following.think_time is not None:
         seconds = following.think_time
     return gap_s(seconds)
 
 
-def _context(request: Request) -> int:
+def _context(request: KvCacheRequest) -> int:
     return request.context or 0

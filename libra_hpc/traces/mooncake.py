@@ -26,7 +26,7 @@ BLOCK = 512
 """Tokens of a block, fixed by the format."""
 
 
-class Request(msgspec.Struct, gc=False):
+class MooncakeRequest(msgspec.Struct, gc=False):
     """One line; other fields (``session_id``, ``delay`` of derived formats) are ignored."""
 
     input_length: int
@@ -38,14 +38,14 @@ class Request(msgspec.Struct, gc=False):
 class _Session:
     __slots__ = ("context", "last", "number", "prompt", "prompt_tokens", "seen", "turns")
 
-    def __init__(self, number: int, first: Request) -> None:
+    def __init__(self, number: int, first: MooncakeRequest) -> None:
         self.number = number
         self.prompt = first.hash_ids
         self.prompt_tokens = first.input_length
         self.turns: list[TurnRecord] = []
         self.last, self.context, self.seen = first, 0, first.timestamp
 
-    def add(self, request: Request) -> None:
+    def add(self, request: MooncakeRequest) -> None:
         if self.turns:
             self.turns[-1] = msgspec.structs.replace(self.turns[-1], tool="gap", tool_s=gap_s((request.timestamp - self.seen) / 1000))
         self.turns.append(TurnRecord(request.input_length - self.context if self.turns else 0, request.output_length))
@@ -53,7 +53,7 @@ class _Session:
         self.context = request.input_length + request.output_length
 
 
-_decoder = msgspec.json.Decoder(Request)
+_decoder = msgspec.json.Decoder(MooncakeRequest)
 
 
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
@@ -92,12 +92,12 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
         yield trajectory(prompt_id, sample, session.prompt_tokens, session.turns)
 
 
-def _last_whole_block(request: Request) -> int | None:
+def _last_whole_block(request: MooncakeRequest) -> int | None:
     whole = min(request.input_length // BLOCK, len(request.hash_ids))
     return request.hash_ids[whole - 1] if whole else None
 
 
-def _continued(request: Request, head: dict[int, _Session]) -> _Session | None:
+def _continued(request: MooncakeRequest, head: dict[int, _Session]) -> _Session | None:
     """The session whose last turn is the longest prefix of this prompt."""
     for block in reversed(request.hash_ids):
         session = head.get(block)

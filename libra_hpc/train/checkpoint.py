@@ -56,9 +56,7 @@ def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
     return found
 
 
-def _write_export(
-    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> tuple[int, int]:
+def _write_export(path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -111,9 +111,7 @@ class Worker:
             self._socket.send(error)
             return
         seconds = time.monotonic() - begin
-        self._socket.send(
-            Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt)
-        )
+        self._socket.send(Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt))
 
     def _train(self, message: TrainStep) -> None:
         try:

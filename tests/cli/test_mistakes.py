@@ -18,10 +18,7 @@ from tests.telemetry import synthetic
 from .conftest import Outcome, Queue
 
 GPU_NODES = ["-o", "slurm.device=cuda"] + [
-    word
-    for name in ("train", "hybrid", "rollout")
-    for key in ("gpus=8", "gpu_type=a800", "cpus=8", "mem=64G")
-    for word in ("-o", f"components.{name}.{key}")
+    word for name in ("train", "hybrid", "rollout") for key in ("gpus=8", "gpu_type=a800", "cpus=8", "mem=64G") for word in ("-o", f"components.{name}.{key}")
 ]
 CASES = {
     "unknown key": (["-o", "algorithm.etta=1"], "algorithm.etta = 1: unknown key in [algorithm]"),

@@ -56,9 +56,7 @@ def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
     source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\nx,y,z\n2023-11-16 18:17:04,3180,8\n")
     refused = cli("trace", "convert", str(source), str(out))
     assert (refused.code, refused.out) == (2, "")
-    assert refused.err == (
-        f"error: {source}, line 3: ContextTokens = 'y': not a number; valid: an integer >= 0 (--skip-bad goes on without such lines).\n"
-    )
+    assert refused.err == (f"error: {source}, line 3: ContextTokens = 'y': not a number; valid: an integer >= 0 (--skip-bad goes on without such lines).\n")
     assert not out.exists()
     done = cli("trace", "convert", str(source), str(out), "--skip-bad")
     assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")

@@ -88,9 +88,7 @@ def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, q
 
 @pytest.mark.parametrize(("share", "mode"), [("", 0o700), ("group", 0o750), ("all", 0o755)])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_a_run_directory_is_private_unless_it_is_shared(
-    share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli
-) -> None:
+def test_a_run_directory_is_private_unless_it_is_shared(share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli) -> None:
     before = os.umask(umask)
     try:
         assert cli("submit", "run.toml", *(("-o", f"run.share={share}") if share else ())).code == 0

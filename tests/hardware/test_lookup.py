@@ -74,8 +74,5 @@ def test_wrong_names_and_degrees_are_one_sentence() -> None:
 
 
 def test_a_login_node_needs_no_numeric_package() -> None:
-    code = (
-        "import sys, libra_hpc.hardware.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\n"
-        "print(*{'numpy', 'pandas', 'torch', 'vllm'} & set(sys.modules))"
-    )
+    code = "import sys, libra_hpc.hardware.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\nprint(*{'numpy', 'pandas', 'torch', 'vllm'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -114,7 +114,5 @@ def test_tabulating_without_the_tool_says_what_to_install(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2
-    assert (
-        done.stderr == "error: operator tables are made with aiconfigurator-core, which is not installed; valid: pip install 'libra-hpc[tables]'.\n"
-    )
+    assert done.stderr == "error: operator tables are made with aiconfigurator-core, which is not installed; valid: pip install 'libra-hpc[tables]'.\n"
     assert list(tmp_path.iterdir()) == []

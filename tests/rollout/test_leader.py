@@ -97,17 +97,23 @@ class Moving(Emptiest):
 def configured(**sections: dict[str, Any]) -> RunConfig:
     """Not validated: some plants are smaller than a run file may ask for."""
     config = RunConfig()
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()})
 
 
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
 
     def __init__(
-        self, eta: int = 1, steps: int = 4, turns: int = 2, engines: int = 2, max_model_len: int = 1000, in_order: bool = False,
-        policy: Policy | None = None, prompts: int = 2, group: int = 2,
+        self,
+        eta: int = 1,
+        steps: int = 4,
+        turns: int = 2,
+        engines: int = 2,
+        max_model_len: int = 1000,
+        in_order: bool = False,
+        policy: Policy | None = None,
+        prompts: int = 2,
+        group: int = 2,
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
         self.broken: Callable[[Any], str | None] = lambda message: None

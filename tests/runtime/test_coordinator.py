@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.planner.model import Measured, Split, Times
+from libra_hpc.control.stage_times import Measured, Split, Times
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.mesh import (
     EngineIsReady,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.planner.decide import MoveOutcome, Planner
+from libra_hpc.control.decide import MoveOutcome, Planner
 from libra_hpc.protocol.plan import Candidate, PlanDecision
 from libra_hpc.runtime.decisions import DecisionLog
 from libra_hpc.telemetry.rundir import RunDir

@@ -279,13 +279,7 @@ async def script(mesh):
 def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os\n"
-        "from libra_hpc.runtime import world\n"
-        "world.MEET_S = 3\n"
-        "if os.environ['PMI_RANK'] == '1':\n"
-        "    os._exit(15)\n"
-        "world.meet()\n"
-        "os._exit(0)\n"
+        "import os\nfrom libra_hpc.runtime import world\nworld.MEET_S = 3\nif os.environ['PMI_RANK'] == '1':\n    os._exit(15)\nworld.meet()\nos._exit(0)\n"
     )
     command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "3", "--logs", str(tmp_path), "--", sys.executable, str(program)]
     told = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)

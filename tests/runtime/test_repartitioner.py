@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.control.second_tier import EVERY_S
 from libra_hpc.files import write_once
-from libra_hpc.planner.repartition import EVERY_S
 from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.protocol.plan import PlanDecision
@@ -42,6 +42,7 @@ class Job:
         here = RankLayout.of(self.config())
         context = AgentContext(0, here, config, self.run, attempt, lambda *a, **k: None, Welcome(step, "", 0, ()), self.run.path, self.run.path)
         log = LineLog(self.run.events)
+
         def event(kind: str, **fields: Any) -> None:
             log.write({"t": self.clock, "kind": kind, **fields})
 

@@ -56,9 +56,7 @@ class Scene:
         self.sent: list[Any] = []
         self.newest = 0
         layout = RankLayout(("planner", "train", "rollout"))
-        self.context = AgentContext(
-            NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
-        )
+        self.context = AgentContext(NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders)
         self.node = RolloutNode(self.context)
 
     def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:

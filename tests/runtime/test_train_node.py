@@ -100,15 +100,11 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
     scene.play(script)
     (hung,) = [log for log in scene.of(Log) if log.kind == "hung"]
     assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
-    assert hung.fields["reason"].startswith(
-        "process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers"
-    )
+    assert hung.fields["reason"].startswith("process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers")
     assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
 
 
-def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KILL_S", 0.1)
     monkeypatch.setattr(module, "REPEAT_S", 0.2)
     scene = Scene(here)
@@ -145,9 +141,7 @@ def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path)
             await scene.until(lambda ended=ended: scene.of(ended))
 
     scene.play(script)
-    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, (
-        "one end for each of two parties"
-    )
+    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, "one end for each of two parties"
     reason = scene.of(Fatal)[0].reason
     assert "the replica ended 2 times within 300 s" in reason
     assert reason.endswith("t1.0.log")
@@ -203,9 +197,7 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
     assert [alive.phase for alive in scene.answers(Alive)] == ["snapshot", "checkpoint"], "once for the replica"
 
 
-def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "GIVE_UP", 1)
     scene = Scene(here)
 

@@ -124,12 +124,8 @@ class Side:
         self.leader.on_batch(wire.Batch(step, (wire.Group(step - 1, (sample,)),), {"reward": 0.5}))
 
 
-@pytest.mark.parametrize(
-    ("engine", "second"), [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=pytest.mark.engine)]
-)
-def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, second: int
-) -> None:
+@pytest.mark.parametrize(("engine", "second"), [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=pytest.mark.engine)])
+def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, second: int) -> None:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     if engine == "real":
         from tests.train.support import make_model

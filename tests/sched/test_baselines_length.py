@@ -8,7 +8,7 @@ from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.baselines.la_mlfq import FOLLOW_S, LaMlfq
 from libra_hpc.sched.baselines.length_buckets import LengthBuckets
 from libra_hpc.sched.baselines.libra import Libra
-from libra_hpc.sched.baselines.prefix_tree import RING, Node, PrefixTree, symbol
+from libra_hpc.sched.baselines.prefix_tree import RING, PrefixNode, PrefixTree, symbol
 from libra_hpc.sched.baselines.seer import Seer
 from libra_hpc.sched.dispatch import Dispatcher
 from tests.sched.boards import ERROR, OK, board_of, ended, turn_of
@@ -39,7 +39,7 @@ def test_symbols_carry_tool_size_and_status() -> None:
 
 
 def test_a_node_keeps_the_mean_of_all_and_the_p90_of_the_last() -> None:
-    node = Node()
+    node = PrefixNode()
     for value in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100):
         node.add(value)
     assert (node.mean, node.p90) == (55.0, 90)
@@ -161,7 +161,7 @@ def test_seer_probes_first_then_longest_groups_first() -> None:
         dispatcher.ready(turn_of(name, name.split("/")[0]), 0.0)
     order = []
     for _ in range(6):
-        (turn, decision), = dispatcher.dispatch(1.0)
+        ((turn, decision),) = dispatcher.dispatch(1.0)
         order.append(turn.trajectory)
         board.answered("a", 500)
         if turn.trajectory in ("short/0", "long/0"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_hpc.simulator.baselines.oracle import Foresight, Work
+from libra_hpc.simulator.baselines.oracle import Foresight, OracleWork
 
 
 class Linear:
@@ -25,9 +25,9 @@ class Truth:
     def __init__(self, lengths: dict[str, list[int]]) -> None:
         self._lengths = lengths
 
-    def __call__(self, trajectory: str, turns: int) -> Work:
+    def __call__(self, trajectory: str, turns: int) -> OracleWork:
         left = self._lengths[trajectory][turns:]
-        return Work(sum(left), 50 if turns else 500, 50 * (len(left) - 1), 1.0 * (len(left) - 1))
+        return OracleWork(sum(left), 50 if turns else 500, 50 * (len(left) - 1), 1.0 * (len(left) - 1))
 
 
 def foresight(lengths: dict[str, list[int]]) -> Foresight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.baselines.oracle import Work
+from libra_hpc.simulator.baselines.oracle import OracleWork
 from libra_hpc.simulator.foresight import foresight_of
 from libra_hpc.simulator.policies import make_simulated_policy, simulated_policy_names
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
@@ -20,9 +20,9 @@ def test_the_future_of_each_turn() -> None:
     engines = [EngineSpec("a", 1, Linear(1)), EngineSpec("b", 1, Linear(1)), EngineSpec("c", 4, Linear(4))]
     told = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
     name = "p/0"
-    assert told.truth(name, 0) == Work(170, 500, 37, 6.0)
-    assert told.truth(name, 1) == Work(70, 30, 7, 4.0)
-    assert told.truth(name, 2) == Work(20, 7, 0, 0.0)
+    assert told.truth(name, 0) == OracleWork(170, 500, 37, 6.0)
+    assert told.truth(name, 1) == OracleWork(70, 30, 7, 4.0)
+    assert told.truth(name, 2) == OracleWork(20, 7, 0, 0.0)
     assert {tp: steps.tp for tp, steps in told.steps.items()} == {1: 1, 4: 4}
     assert told.max_num_seqs == 8
 

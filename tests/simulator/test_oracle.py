@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.simulator.baselines.drain import Load, drain_s, prefill_s
-from libra_hpc.simulator.baselines.oracle import Foresight, Oracle, Work
+from libra_hpc.simulator.baselines.oracle import Foresight, Oracle, OracleWork
 from tests.sched.boards import board_of, turn_of
 
 from .futures import Linear
@@ -42,9 +42,9 @@ class Told:
     """Trajectories of one turn with known lengths."""
 
     def __init__(self, lengths: list[int]) -> None:
-        self.left = {f"t{i}": Work(tokens, 100, 0, 0.0) for i, tokens in enumerate(lengths)}
+        self.left = {f"t{i}": OracleWork(tokens, 100, 0, 0.0) for i, tokens in enumerate(lengths)}
 
-    def __call__(self, trajectory: str, turns: int) -> Work:
+    def __call__(self, trajectory: str, turns: int) -> OracleWork:
         return self.left[trajectory]
 
 
@@ -68,7 +68,7 @@ def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
 
 def test_the_oracle_computes_a_long_prompt_once() -> None:
     truth = Told([100, 100, 100, 100])
-    truth.left = {name: Work(100, 50_000, 0, 0.0) for name in truth.left}
+    truth.left = {name: OracleWork(100, 50_000, 0, 0.0) for name in truth.left}
     policy, board = told(truth), board_of(("a", 1), ("b", 1))
     dispatcher = Dispatcher(policy, board)
     for i, name in enumerate(truth.left):
@@ -108,14 +108,14 @@ def test_the_oracle_moves_when_it_pays_and_else_keeps_its_prefix() -> None:
     for i in range(2):
         assert policy.route(turn_of(f"t{i}", context=100), board, 0.0).engine == "slow"
     board.up("fast", 4, 100_000, 0)
-    truth.left["t1"] = Work(50, 10, 0, 0.0)
+    truth.left["t1"] = OracleWork(50, 10, 0, 0.0)
     stays = policy.route(turn_of("t1", context=5_000, at="slow", turns=1), board, 1.0)
     assert (stays.engine, stays.reason.split(",")[0]) == ("slow", "stays on slow"), "the other one decides when slow ends"
-    truth.left["t0"] = Work(3_900, 10, 0, 0.0)
+    truth.left["t0"] = OracleWork(3_900, 10, 0, 0.0)
     moves = policy.route(turn_of("t0", context=5_000, at="slow", turns=1), board, 1.0)
     assert moves.engine == "fast"
     assert moves.reason.startswith("moves to fast: the later of both ends falls by ")
-    truth.left["t0"] = Work(3_000, 10, 0, 0.0)
+    truth.left["t0"] = OracleWork(3_000, 10, 0, 0.0)
     assert policy.route(turn_of("t0", context=6_000, at="fast", turns=2), board, 2.0).engine == "fast"
     board.down("fast")
     assert policy.route(turn_of("t0", context=6_000, at="fast", turns=2), board, 3.0).engine == "slow"
@@ -127,7 +127,7 @@ def test_the_oracle_weighs_the_prefill_it_would_repeat() -> None:
         policy, board = told(truth), board_of(("slow", 1))
         policy.route(turn_of("t0", context=context), board, 0.0)
         board.up("fast", 4, 200_000, 0)
-        truth.left["t0"] = Work(100, 10, 0, 0.0)
+        truth.left["t0"] = OracleWork(100, 10, 0, 0.0)
         assert policy.route(turn_of("t0", context=context, at="slow", turns=1), board, 1.0).engine == engine
 
 
@@ -137,7 +137,7 @@ def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
     dispatcher = Dispatcher(policy, board)
     dispatcher.ready(turn_of("t0", context=100), 0.0)
     assert dispatcher.dispatch(0.0)[0][1].engine == "fast"
-    truth.left["t0"] = Work(100, 10, 0, 0.0)
+    truth.left["t0"] = OracleWork(100, 10, 0, 0.0)
     dispatcher.withdraw("t0")
     policy.forget("t0")
     policy.route(turn_of("t0", context=100, at="fast", turns=1), board, 1.0)

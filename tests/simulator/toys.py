@@ -11,7 +11,7 @@ from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.sim_engine import IDLE, Engine
-from libra_hpc.simulator.sim_request import Request
+from libra_hpc.simulator.sim_request import SimRequest
 from libra_hpc.simulator.simulate import Simulation
 
 
@@ -105,9 +105,9 @@ def engine(steps: StepTimes, **settings: object) -> Engine:
 
 def request(
     name: str, tokens: int, left: int, prompt: str = "", prompt_tokens: int | None = None, priority: int = 0, keep_s: float = 0.0, high: int = 0
-) -> Request:
+) -> SimRequest:
     """A turn; its prompt is its whole context unless given."""
-    return Request(name, prompt or name, (tokens if prompt_tokens is None else prompt_tokens) // 4, tokens, left, priority, keep_s, high, "eviction")
+    return SimRequest(name, prompt or name, (tokens if prompt_tokens is None else prompt_tokens) // 4, tokens, left, priority, keep_s, high, "eviction")
 
 
 def play(engine: Engine, *at: tuple[float, Callable[[float], object]]) -> list[tuple[float, str]]:

@@ -191,9 +191,7 @@ def test_a_daemon_of_a_tool_is_gone_after_its_timeout(keychain_folder: Path, tmp
         assert leader.process.poll() is None
 
 
-def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
-    keychain_folder: Path, tmp_path: Path, subreaper: None
-) -> None:
+def test_a_daemon_of_a_killed_host_comes_to_who_started_it(keychain_folder: Path, tmp_path: Path, subreaper: None) -> None:
     path, before = tmp_path / "pid", reaper.children()
     config = HostConfig(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
     with Leader(config) as leader:

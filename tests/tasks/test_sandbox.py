@@ -151,9 +151,7 @@ def test_timeout_kills_what_the_tool_started(in_sandbox: InSandbox, tmp_path_fac
     assert gone(int(path.read_text()))
 
 
-def test_a_daemon_of_a_tool_is_gone_with_its_call(
-    in_sandbox: InSandbox, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_daemon_of_a_tool_is_gone_with_its_call(in_sandbox: InSandbox, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("daemon") / "pid"
 
     async def body(box: Sandbox) -> tuple[ToolResult, bool, bool]:

@@ -75,9 +75,7 @@ class Disk:
 
 
 @given(rooms=st.lists(st.integers(0, 40), max_size=12), shortens=st.booleans())
-def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(
-    tmp_path_factory: pytest.TempPathFactory, rooms: list[int], shortens: bool
-) -> None:
+def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(tmp_path_factory: pytest.TempPathFactory, rooms: list[int], shortens: bool) -> None:
     path = tmp_path_factory.mktemp("disk") / "a.jsonl"
     log = LineLog(path)
     disk = Disk(log, 0)

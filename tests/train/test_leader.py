@@ -77,9 +77,7 @@ class Replica:
 
 
 class World:
-    def __init__(
-        self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, storage_s: float = 900.0
-    ) -> None:
+    def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, storage_s: float = 900.0) -> None:
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
@@ -419,9 +417,7 @@ def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(monkeyp
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_lack_it(
-    monkeypatch: pytest.MonkeyPatch, freed: bool
-) -> None:
+def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_lack_it(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
     monkeypatch.setattr(leader, "SAVE_LONGEST_S", 0.001)
     world = World(steps=1, storage_s=900.0)
     world.add(1).full = True

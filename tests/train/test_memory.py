@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import torch
 
+from libra_hpc.cost_models.memory import PADDING, activation_bytes_per_token
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.models import ModelShape, model_shape
-from libra_hpc.planner.memory import PADDING, activation_bytes_per_token
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train.checkpoint import load_policy

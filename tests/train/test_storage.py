@@ -33,12 +33,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, a third of what a state of the tiny model takes."""
     where = tmp_path / "small"
     where.mkdir()
-    if (
-        os.getuid()
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)], capture_output=True, check=False
-        ).returncode
-    ):
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)], capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system takes root")
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
@@ -83,9 +78,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     replica.receive(StepDone)
     replica.receive(Warned)
     assert list(shm.iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
-        "step-000001"
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == ["step-000001"]
     assert folders.verify(folder) == ""
     assert all((tensor == before[name]).all() for name, tensor in load_file(folder / "optimizer.safetensors").items())
     resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)

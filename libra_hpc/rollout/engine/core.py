@@ -272,6 +272,4 @@ class RolloutEngine:
 @lru_cache(maxsize=PARAMETER_SETS)
 def _sampling(temperature: float, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
     # Shared between requests: below the front end vLLM only reads it.
-    return SamplingParams(
-        temperature=temperature, max_tokens=max_tokens, stop_token_ids=list(stop_ids), ignore_eos=True, logprobs=0, detokenize=False
-    )
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=list(stop_ids), ignore_eos=True, logprobs=0, detokenize=False)

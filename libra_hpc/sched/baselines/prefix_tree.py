@@ -32,7 +32,7 @@ def symbol(signal: Signal) -> Symbol:
     return signal.tool, size, {"error": "failure", "timeout": "timeout"}.get(signal.outcome, "success")
 
 
-class Node:
+class PrefixNode:
     """Samples of one path."""
 
     __slots__ = ("_p90", "_ring", "children", "count", "mean")
@@ -42,7 +42,7 @@ class Node:
         self.mean = 0.0
         self._ring: deque[float] = deque(maxlen=RING)
         self._p90: float | None = None
-        self.children: dict[Symbol, Node] = {}
+        self.children: dict[Symbol, PrefixNode] = {}
 
     def add(self, value: float) -> None:
         """Learn one sample."""
@@ -64,8 +64,8 @@ class PrefixTree:
     """See the module."""
 
     def __init__(self) -> None:
-        self._global = Node()
-        self._prompts: dict[str, Node] = {}
+        self._global = PrefixNode()
+        self._prompts: dict[str, PrefixNode] = {}
         self._recent: deque[Finished] = deque(maxlen=RECENT)
         self._built = 0
 
@@ -74,13 +74,13 @@ class PrefixTree:
         self._recent.append(record)
         if record.version // REBUILD_VERSIONS > self._built:
             self._built = record.version // REBUILD_VERSIONS
-            self._global, self._prompts = Node(), {}
+            self._global, self._prompts = PrefixNode(), {}
             for old in self._recent:
                 self._learn(old)
         else:
             self._learn(record)
 
-    def look_up(self, prompt_id: str, signals: tuple[Signal, ...]) -> Node:
+    def look_up(self, prompt_id: str, signals: tuple[Signal, ...]) -> PrefixNode:
         """The deepest node that matches; its count is 0 when nothing was learned."""
         node = self._prompts.get(prompt_id, self._global)
         for signal in signals:
@@ -93,8 +93,8 @@ class PrefixTree:
     def _learn(self, record: Finished) -> None:
         if not record.signals:
             return
-        for node in (self._global, self._prompts.setdefault(record.prompt_id, Node())):
+        for node in (self._global, self._prompts.setdefault(record.prompt_id, PrefixNode())):
             node.add(record.generated_tokens)
             for signal, at in zip(record.signals, record.at_signal, strict=False):
-                node = node.children.setdefault(symbol(signal), Node())
+                node = node.children.setdefault(symbol(signal), PrefixNode())
                 node.add(max(0, record.generated_tokens - at))

@@ -76,7 +76,7 @@ def drain_s(loads: Sequence[Load], steps: StepTimes, slots: int) -> float:
     return end
 
 
-class Plan:
+class DrainPlan:
     """The trajectories placed at one engine, and when they end."""
 
     def __init__(self, steps: StepTimes, slots: int) -> None:

@@ -29,14 +29,14 @@ from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
 from libra_hpc.sched.board import Board, EngineView
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
-from libra_hpc.simulator.baselines.drain import Load, Plan, prefill_s
+from libra_hpc.simulator.baselines.drain import DrainPlan, Load, prefill_s
 
 MARGIN = 0.05
 PRIORITIES_PER_S = 10
 """Grain of the engine's integer priority: 0.1 s of remaining time."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class OracleWork(msgspec.Struct, frozen=True):
     """What a trajectory still has to do, its present turn included."""
 
     decode_tokens: int
@@ -51,7 +51,7 @@ class Work(msgspec.Struct, frozen=True):
 class Foresight(NamedTuple):
     """What only a simulator can know."""
 
-    truth: Callable[[str, int], Work]
+    truth: Callable[[str, int], OracleWork]
     """(trajectory, turns done) -> work that remains."""
     steps: Mapping[int, StepTimes]
     """Step times by TP degree."""
@@ -72,7 +72,7 @@ class Oracle(Baseline):
 
     def __init__(self, foresight: Foresight) -> None:
         self._truth, self._steps, self._max_num_seqs = foresight
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, DrainPlan] = {}
         self._placed: dict[str, _Placed] = {}
         self._waits: dict[str, tuple[str, int]] = {}
         """Waiting turns: engine, and the number of ends when it was chosen."""
@@ -138,7 +138,7 @@ class Oracle(Baseline):
             self._plans[placed.engine].remove(placed.load)
 
     def _best(
-        self, turn: TurnView, work: Work, home: EngineView | None, cached: bool, near: EngineView | None, options: list[EngineView]
+        self, turn: TurnView, work: OracleWork, home: EngineView | None, cached: bool, near: EngineView | None, options: list[EngineView]
     ) -> tuple[EngineView, Load, float]:
         """The engine to be at, the load there, and the seconds the end falls by going there."""
         best, best_load, gain, stay_s = home, None, 0.0, 0.0
@@ -181,7 +181,7 @@ class Oracle(Baseline):
             slots = min(engine.cap, self._max_num_seqs)
             plan = self._plans.get(name)
             if plan is None:
-                self._plans[name] = Plan(self._steps[engine.tp], slots)
+                self._plans[name] = DrainPlan(self._steps[engine.tp], slots)
             else:
                 plan.resize(slots)
 
@@ -193,7 +193,7 @@ class Oracle(Baseline):
                 first[engine.tp] = engine
         return list(first.values())
 
-    def _load(self, turn: TurnView, work: Work, engine: EngineView, cached: bool) -> Load:
+    def _load(self, turn: TurnView, work: OracleWork, engine: EngineView, cached: bool) -> Load:
         steps = self._steps[engine.tp]
         fresh = turn.context_tokens
         if cached:

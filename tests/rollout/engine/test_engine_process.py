@@ -257,9 +257,7 @@ def test_idle_it_reports_every_second(engine: EngineUnderTest) -> None:
     engine.wait_stats(since, lambda report: len(engine.stats) >= since + 2)
 
 
-def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_serve_again(
-    engine: EngineUnderTest, new: Model, tmp_path: Path
-) -> None:
+def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_serve_again(engine: EngineUnderTest, new: Model, tmp_path: Path) -> None:
     broken = rewrite(new.weights, tmp_path / "nan.safetensors", lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
     engine.apply(UpdateWeights(str(broken), next(versions), zlib.crc32(broken.read_bytes())))
     for done in engine.generate(turn("sampled", prompt(9), 8), turn("greedy", prompt(9), 8, temperature=0.0)):

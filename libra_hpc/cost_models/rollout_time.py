@@ -1,0 +1,226 @@
+"""Seconds in which the replicas of one TP class roll out their share of a global batch.
+
+*One batch.*  Position x is the number of tokens a trajectory has generated; trajectories that end before x are gone.  With eta = 0 the class starts
+its N trajectories together and drains: T is the integral of the time per position over the live number n(x).  With eta >= 1 the next batches fill the
+gaps: eta + 1 of them are open, so a position lasts as long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every
+longest / (eta + 1) positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).  Computing the
+prompts is added: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n (`RolloutOptions.group`).  So are the
+contexts that a weight update has computed again, all those that run at that moment (`RolloutOptions.updates`).
+
+Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that classes can take the short or the
+long end.  What a position takes is `libra_hpc.cost_models.positions`'; while some wait, all advance in lockstep until the first of them ends: in waves, of
+which the last does not fill the replica (`WAVE`).  Later there is always one that takes a free place.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from libra_hpc.hardware.steps import StepTimes
+
+from .factors import NONE, Factors
+from .memory import Limit
+from .positions import CHUNK, Curve, Positions
+from .training_time import BatchWork
+
+WAVE = 0.5
+"""Share of a wave that is empty in the last one, on average."""
+GROWTH = 1.3
+"""Largest ratio of the contexts at the two ends of a stretch of positions that counts as one."""
+
+
+class RolloutOptions(msgspec.Struct, frozen=True):
+    """How the engines are run."""
+
+    max_num_seqs: int = 256
+    """Most sequences a replica decodes at once."""
+    max_model_len: int = 0
+    """Tokens of one sequence that every replica must be able to hold, however short trajectories are: vLLM does not start with less."""
+    prefix_hits: float = 0.95
+    """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
+    group: int = 1
+    """Trajectories that share a prompt, sent to any replica: it is computed once on each that gets one of them."""
+    updates: int = 0
+    """Weight updates per global batch while trajectories run: each has the running ones computed again."""
+
+
+class _Ladder(NamedTuple):
+    """What is known of one segment: times at some numbers of replicas."""
+
+    counts: list[int]
+    """Rising."""
+    speeds: list[float]
+    """Minus the seconds, hence not falling."""
+
+
+class _Overlapping(NamedTuple):
+    """One segment of batches that overlap."""
+
+    live: float
+    """Trajectories that are open at a time, on all replicas together."""
+    positions: float
+    """From batch to batch."""
+    context: float
+    """Mean tokens of an open trajectory."""
+    below: int
+    """The tabulated context below it."""
+    weight: float
+    """How far it is on the way to the next one."""
+
+
+class ReplicaCost:
+    """One TP class; times are those of ``replicas`` equal replicas."""
+
+    def __init__(self, steps: StepTimes, batch: BatchWork, options: RolloutOptions = RolloutOptions(), factors: Factors = NONE) -> None:  # noqa: B008
+        self.tp, self.source = steps.tp, steps.source
+        self.kv_capacity = steps.kv_capacity
+        self._batch, self._options = batch, options
+        lengths = batch.lengths
+        self._fits = [self._need(last) <= steps.kv_capacity for last in range(len(lengths.bins))]
+        self._ladders: list[list[_Ladder]] = [[_Ladder([], []) for _ in range(last + 1)] for last in range(len(lengths.bins))]
+        self._overlapping: dict[tuple[int, int], _Overlapping] = {}
+        if steps.kv_capacity > 0:
+            most = batch.trajectories * (batch.eta + 1.0)
+            self._positions = Positions(steps, lengths, factors, options.max_num_seqs, options.prefix_hits, most)
+            self._token_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
+            self._prompt_s = lengths.prompt * batch.trajectories * self._token_s
+            self._prepare()
+
+    def limit(self, last: int = 0) -> Limit | None:
+        """Why no replica of this class holds the trajectories of bin ``last``, by default the shortest, or None; ``over`` is in tokens."""
+        need = self._need(last)
+        if self.kv_capacity >= need:
+            return None
+        if self.kv_capacity <= 0:
+            return Limit(float(need), "the weights leave no room for a KV cache")
+        return Limit(float(need - self.kv_capacity), f"its KV cache holds {self.kv_capacity:,} tokens, trajectories may have {need:,}")
+
+    def fits(self, last: int) -> bool:
+        """Whether the longest context that bin ``last`` asks for fits in the KV cache."""
+        return self._fits[last]
+
+    def _need(self, last: int) -> int:
+        return max(self._batch.lengths.bins[last].longest, self._options.max_model_len)
+
+    def position_s(self, live: float, context: float) -> float:
+        """Seconds in which ``live`` open trajectories of ``context`` tokens advance by one token each."""
+        return self._positions.point(*self._positions.between(context), live)
+
+    @property
+    def latency(self) -> float:
+        """Seconds per token of a single trajectory of mean context: orders the classes."""
+        return self.position_s(1.0, min(self._batch.lengths.context, self._positions.top))
+
+    def time(self, first: int, last: int, replicas: float) -> float:
+        """Seconds per global batch when so many replicas serve the trajectories of bins ``first..last``; infinite when the longest does not fit."""
+        return self._time(first, last, replicas) if self.fits(last) else math.inf
+
+    def fewest(self, firsts: range, last: int, seconds: float, most: int) -> Iterator[tuple[int, int]]:
+        """For each bin of ``firsts`` the fewest of at most ``most`` replicas that serve the bins from it to ``last`` within ``seconds``.
+
+        Bins for which ``most`` are too few are left out.  Earlier answers narrow the bisection.
+        """
+        if most < 1 or not self._fits[last]:
+            return
+        ladders, least = self._ladders[last], -seconds
+        for first in firsts:
+            counts, speeds = ladder = ladders[first]
+            i = bisect_left(speeds, least)
+            low = counts[i - 1] if i else 0
+            if i < len(counts) and counts[i] <= most:
+                high = counts[i]
+            elif low >= most or not self._climb(ladder, i, first, last, most, seconds):
+                continue
+            else:
+                high = most
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self._climb(ladder, bisect_left(counts, middle), first, last, middle, seconds):
+                    high = middle
+                else:
+                    low = middle
+            yield first, high
+
+    def _climb(self, ladder: _Ladder, at: int, first: int, last: int, replicas: int, seconds: float) -> bool:
+        """Whether so many replicas keep ``seconds``; their time is kept at rung ``at``."""
+        own = self._time(first, last, replicas)
+        ladder.counts.insert(at, replicas)
+        ladder.speeds.insert(at, -own)
+        return own <= seconds
+
+    def _time(self, first: int, last: int, replicas: float) -> float:
+        share = self._shares[last + 1] - self._shares[first]
+        prompts = self._prompt_s * share * self._prompts(replicas)
+        if self._batch.eta == 0:
+            return prompts + self._drain(first, last, replicas)
+        segment = self._overlapping.get((first, last))
+        if segment is None:
+            segment = self._overlapping[first, last] = self._overlap(first, last)
+        live, context = segment.live / replicas, segment.context
+        running = min(live, float(self._options.max_num_seqs), max(1.0, self.kv_capacity / context))
+        again = self._options.updates * running * context * self._token_s
+        return prompts + again + segment.positions * self._positions.point(segment.below, segment.weight, live)
+
+    def _overlap(self, first: int, last: int) -> _Overlapping:
+        longest, open_batches = self._batch.lengths.bins[last].generated, self._batch.eta + 1
+        tokens = self._tokens[last + 1] - self._tokens[first]
+        square = self._squares[last + 1] - self._squares[first]
+        # A token's mean position is half the mean length, weighted by length.
+        context = self._batch.lengths.context_at(square / tokens / 2)
+        live = self._batch.trajectories * tokens * open_batches / longest
+        return _Overlapping(live, longest / open_batches, context, *self._positions.between(context))
+
+    def _prompts(self, replicas: float) -> float:
+        """Share of the trajectories' prompts that one replica computes."""
+        each, group = 1.0 / replicas, self._options.group
+        return each if group == 1 else max(1.0, each) * (1.0 - (1.0 - min(1.0, each)) ** group) / group
+
+    def _drain(self, first: int, last: int, replicas: float) -> float:
+        shares, at = self._shares, self._positions.at
+        scale = self._batch.trajectories / replicas
+        end = shares[last + 1]
+        total = at(self._through[first], scale * (end - shares[first]))
+        for q in range(first + 1, last + 1):
+            total += at(self._pieces[q], scale * (end - shares[q]))
+        return total
+
+    def _prepare(self) -> None:
+        """Prefix sums over bins; for a draining batch also the time of each stretch of positions at every live number."""
+        bins, lengths, positions = self._batch.lengths.bins, self._batch.lengths, 0.0
+        self._shares = [0.0, *accumulate(b.share for b in bins)]
+        self._tokens = [0.0, *accumulate(b.share * b.generated for b in bins)]
+        self._squares = [0.0, *accumulate(b.share * b.generated**2 for b in bins)]
+        self._pieces: list[Curve] = []
+        self._through: list[Curve] = []
+        width = self._positions.width
+        sums, waits = [0.0] * width, [0.0] * width
+        # A sequence waits for a turn of another one, not for its end: places stay empty in the last turn only.
+        share = WAVE / max(1.0, lengths.turns_per_token * lengths.generated)
+        for b in bins:
+            piece = [0.0] * width
+            for stretch, context in self._stretches(positions, b.generated):
+                piece = _plus(piece, stretch, self._positions.seconds(context))
+                waits = _plus(waits, share * stretch, self._positions.waits(context))
+            sums = _plus(sums, 1.0, piece)
+            self._pieces.append(piece)
+            self._through.append(_plus(sums, 1.0, waits))
+            positions = b.generated
+
+    def _stretches(self, start: float, end: float) -> Iterator[tuple[float, float]]:
+        """Number of positions and context in their middle, of parts in which contexts hardly grow."""
+        at = self._batch.lengths.context_at
+        parts = max(1, math.ceil(math.log(at(end) / at(start)) / math.log(GROWTH)))
+        width = (end - start) / parts
+        for part in range(parts):
+            yield width, at(start + (part + 0.5) * width)
+
+
+def _plus(totals: Curve, weight: float, values: Curve) -> Curve:
+    """``totals + weight * values``."""
+    return [total + weight * value for total, value in zip(totals, values, strict=True)]

@@ -1,0 +1,209 @@
+"""Seconds of training one global batch under one layout.
+
+*Work.*  Forward FLOPs follow from the shape: linear layers and head per token, attention per pair of positions, so that the mean square of the
+context counts and not only its mean.  Backward is twice that; full recomputation adds one forward pass, and so does each log-probability pass before
+the update.  The slowest replica has 1 / dp of the work, but never less than the longest trajectory.  A device computes at ``flops_efficiency`` (large
+matrix products) times `LAYER_EFFICIENCY` (the share of a layer's time that is matrix products) of its peak; a correction factor never takes it above
+the peak, and MFU therefore never exceeds 1.
+
+*Pipeline.*  A replica packs its trajectories into n micro-batches (longest first, next fit); 1F1B without interleaving takes n + pp - 1 slots for n
+micro-batches.  The slowest stage sets the slot: the last one, which also has the head.
+
+*Communication.*  Ring collectives over the link of the group, the one between nodes once the group spans nodes.  TP all-reduces twice per layer and
+direction and EP exchanges tokens twice, both on the critical path; CP's ring of keys and values hides behind attention, the gradient reduction behind
+the backward pass of the last micro-batch; what is longer than that is exposed.  PP sends activations once per slot and direction, exposed without
+interleaving.
+
+*Optimizer.*  Bound by memory bandwidth: gradients, state and weights are read and state and weights written.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.models import ModelShape
+
+from .factors import NONE, Factors
+from .lengths import Lengths
+from .memory import GRAD_BYTES, Limit, TrainLayout, TrainMemory, memory_limit, optimizer_bytes, stage_params, train_memory
+
+LAYER_EFFICIENCY = 0.75
+"""Norms, activations, rotary embedding and launches take about a quarter of a layer; with 0.7 of the peak in products, MFU becomes 0.4..0.5."""
+LINK_EFFICIENCY = 0.8
+"""Share of a link that ring collectives of megabytes reach; `Device.link_efficiency` is that of the small messages of inference."""
+BACKWARD = 2.0
+"""Backward over forward FLOPs."""
+
+
+class BatchWork(msgspec.Struct, frozen=True):
+    """What one global batch asks of either stage."""
+
+    trajectories: int
+    """Prompts times group size."""
+    lengths: Lengths
+    eta: int = 1
+    """Staleness bound: batches that rollout may be ahead; with 0 the stages take turns."""
+    minibatches: int = 1
+    """Optimizer steps per global batch."""
+    forwards: int = 0
+    """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a reference policy."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens trained on."""
+        return self.trajectories * self.lengths.context
+
+    @property
+    def generated(self) -> float:
+        """Tokens generated."""
+        return self.trajectories * self.lengths.generated
+
+
+class TrainTime(msgspec.Struct, frozen=True):
+    """Seconds of one global batch; every communication term is the exposed part."""
+
+    compute: float
+    bubble: float
+    """Time of the pp - 1 slots in which a stage has nothing to do, per optimizer step."""
+    tp: float
+    pp: float
+    cp: float
+    ep: float
+    dp: float
+    optimizer: float
+    micro_batches: int
+    """Per replica and optimizer step."""
+    mfu: float
+    """Model FLOPs (forward and backward of one pass, nothing recomputed) over what the devices could have done meanwhile."""
+
+    @property
+    def total(self) -> float:
+        """All terms."""
+        return self.compute + self.bubble + self.tp + self.pp + self.cp + self.ep + self.dp + self.optimizer
+
+
+def packed(batch: BatchWork, micro_tokens: int) -> float:
+    """Micro-batches of at most ``micro_tokens`` tokens that the batch fills; a longer trajectory is one by itself.
+
+    Trajectories are packed from long to short, so neighbours are alike and a micro-batch takes ``floor(micro_tokens / length)`` of a bin.
+    """
+    return batch.trajectories * sum(b.share / max(1, int(micro_tokens // b.context)) for b in batch.lengths.bins)
+
+
+def forward_flops(shape: ModelShape, context: float, context_square: float) -> float:
+    """FLOPs of one trajectory's forward pass with causal attention."""
+    return context * (shape.layer_flops_per_token + shape.head_flops_per_token) + 0.5 * context_square * shape.attention_flops_per_pair
+
+
+class TrainCost:
+    """Time and memory of layouts of one model on one kind of device, for one batch; everything that layouts share is computed once."""
+
+    def __init__(self, shape: ModelShape, device: Device, devices_per_node: int, batch: BatchWork, factors: Factors = NONE) -> None:
+        self.shape, self.device, self.batch = shape, device, batch
+        self._node, self._factors = devices_per_node, factors
+        lengths = batch.lengths
+        self._flops = batch.trajectories * forward_flops(shape, lengths.context, lengths.context_square)
+        self._attention = 0.5 * lengths.context_square * shape.attention_flops_per_pair * batch.trajectories
+        self._head = batch.tokens * shape.head_flops_per_token
+        self._longest = forward_flops(shape, lengths.longest_context, lengths.longest_context**2) / self._flops
+        efficiency = min(1.0, device.flops_efficiency * LAYER_EFFICIENCY / factors.compute)
+        self._speed = device.peak_flops * efficiency
+        self._packs: dict[int, float] = {}
+
+    def micro_batches(self, layout: TrainLayout) -> int:
+        """Micro-batches of one replica and optimizer step."""
+        packs = self._packs.get(layout.micro_tokens)
+        if packs is None:
+            packs = self._packs[layout.micro_tokens] = packed(self.batch, layout.micro_tokens)
+        return max(1, math.ceil(packs / (layout.dp * self.batch.minibatches)))
+
+    def pack_tokens(self, layout: TrainLayout) -> float:
+        """Tokens of the largest micro-batch."""
+        return max(min(float(layout.micro_tokens), self.batch.tokens), float(self.batch.lengths.longest_context))
+
+    def memory(self, layout: TrainLayout) -> TrainMemory:
+        """Bytes of the fullest device."""
+        return train_memory(self.shape, layout, self.device, self.micro_batches(layout), self.pack_tokens(layout))
+
+    def limit(self, layout: TrainLayout) -> Limit | None:
+        """Why the layout does not fit; None when it does."""
+        return memory_limit(self.memory(layout), self.device)
+
+    def device_seconds(self, layout: TrainLayout) -> float:
+        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: computing and TP traffic, perfectly divided."""
+        compute, tp = self._stage_seconds(layout, 1.0)
+        return (compute + tp) * layout.replica
+
+    def time(self, layout: TrainLayout) -> TrainTime:
+        """Seconds of one global batch, not asking whether the layout fits."""
+        shape, device, batch = self.shape, self.device, self.batch
+        n = self.micro_batches(layout)
+        share = max(1.0 / layout.dp, self._longest)
+        compute, tp = self._stage_seconds(layout, share)
+        passes, comm = self._passes(layout), self._factors.comm
+        layers = shape.layers / layout.pp
+        # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
+        tp += self._reduces(layout) * layers * n * batch.minibatches * device.allreduce_s * comm if layout.tp > 1 else 0.0
+        tokens = share * batch.tokens / layout.cp
+        element = shape.dtype_bytes
+        cp = ep = pp = dp = 0.0
+        if layout.cp > 1:
+            ring = 2 * shape.kv_heads * shape.head_dim / layout.tp * element * tokens * (layout.cp - 1) * layers * passes
+            hidden = share * self._attention * passes / (layout.tp * layout.cp * layout.pp * self._speed)
+            cp = max(0.0, ring / self._link(layout.tp * layout.cp) * comm - hidden)
+        if layout.ep > 1:
+            sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element * (layout.ep - 1) / layout.ep
+            ep = self._reduces(layout) * layers * sent / self._link(layout.tp * layout.cp * layout.ep) * comm
+        slots = (n + layout.pp - 1) / n
+        if layout.pp > 1:
+            pp = slots * (2 + batch.forwards) * tokens / layout.tp * shape.hidden * element / self._link(layout.replica) * comm
+        optimizer = 0.0
+        if layout.dp * layout.cp > 1:
+            backward = compute * BACKWARD / passes / n
+            dp = max(0.0, batch.minibatches * self._reduction(layout) * comm - backward)
+        optimizer = batch.minibatches * self._update(layout) * self._factors.optimizer
+        bubble = (slots - 1.0) * (compute + tp + cp + ep)
+        total = compute + bubble + tp + pp + cp + ep + dp + optimizer
+        mfu = (1.0 + BACKWARD) * self._flops / (total * layout.devices * device.peak_flops)
+        return TrainTime(compute, bubble, tp, pp, cp, ep, dp, optimizer, n, mfu)
+
+    def _passes(self, layout: TrainLayout) -> float:
+        """Work over that of one forward pass."""
+        return 1.0 + BACKWARD + layout.recompute + self.batch.forwards
+
+    def _reduces(self, layout: TrainLayout) -> float:
+        """Collectives per layer: two in each forward, recomputed and backward pass."""
+        return 2.0 * (2 + layout.recompute + self.batch.forwards)
+
+    def _stage_seconds(self, layout: TrainLayout, share: float) -> tuple[float, float]:
+        """Computing, and the TP traffic that is bound by bandwidth, of the slowest stage with ``share`` of the batch."""
+        stage = (self._flops - self._head) / layout.pp + self._head
+        compute = share * stage * self._passes(layout) / (layout.tp * layout.cp * self._speed)
+        if layout.tp == 1:
+            return compute, 0.0
+        message = share * self.batch.tokens / layout.cp * self.shape.hidden * self.shape.dtype_bytes
+        ring = 2 * (layout.tp - 1) / layout.tp * message / self._link(layout.tp)
+        return compute, self._reduces(layout) * self.shape.layers / layout.pp * ring * self._factors.comm
+
+    def _reduction(self, layout: TrainLayout) -> float:
+        """Seconds of reducing gradients over data-parallel ranks, and of gathering weights again when the optimizer is distributed."""
+        common, experts = stage_params(self.shape, layout.tp, layout.pp, layout.ep, True, layout.pp == 1)
+        per_param = GRAD_BYTES + self.shape.dtype_bytes if layout.distributed else 2 * GRAD_BYTES
+        ranks, expert_ranks = layout.dp * layout.cp, layout.dp * layout.cp // layout.ep
+        sent = common * (ranks - 1) / ranks + experts * (expert_ranks - 1) / expert_ranks
+        return per_param * sent / self._link(layout.devices)
+
+    def _update(self, layout: TrainLayout) -> float:
+        common, experts = stage_params(self.shape, layout.tp, layout.pp, layout.ep, True, layout.pp == 1)
+        shard = layout.dp * layout.cp if layout.distributed else 1
+        expert_shard = max(1, shard // layout.ep)
+        moved = GRAD_BYTES + 2 * optimizer_bytes(self.shape) + self.shape.dtype_bytes
+        return (common / shard + experts / expert_shard) * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
+
+    def _link(self, group: int) -> float:
+        """Bytes per second of one device within a group of so many neighbouring ones."""
+        raw = self.device.intra_bytes_s if group <= self._node else self.device.inter_bytes_s
+        return raw * LINK_EFFICIENCY

@@ -1,0 +1,219 @@
+"""The split of ``components.split = "auto"``: the best plan for the nodes of a run file, in the words of a run file.
+
+The nodes of train, hybrid and rollout are a pool.  Where all are alike, the planner says how many train; as many of the others as
+``components.hybrid.nodes`` asks for, but never all, become hybrid nodes and start in rollout.  Where rollout nodes are of another kind, those of the
+training kind that do not train become hybrid nodes.
+
+A run file says less than the search can: each training node is one replica of tp * pp devices, and all engines of a rollout node have one TP degree.
+The search is held to that, so that what is predicted is what is queued.  Nodes for the longest trajectories (large TP) are rollout nodes; hybrid nodes
+have the smallest TP, because their leaving then costs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.config.job import Component
+from libra_hpc.config.load import with_values
+from libra_hpc.config.run import RunConfig
+from libra_hpc.cost_models.factors import NONE
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.devices import Device, device
+from libra_hpc.hardware.supported import TRAINED
+from libra_hpc.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
+
+from .request import PlanRequest, request
+
+KEPT = 5
+"""Plans that are kept and shown."""
+SORTING = ("cmlfq", "length_aware", "libra", "seer")
+"""Scheduling policies that send long trajectories to large TP; under the others every replica gets a fair sample."""
+CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner": ("hybrid_start",)}
+"""Keys the plan fills in; a run file that has one of them as well contradicts itself."""
+KIND = ("partition", "gpu_type", "gpus", "constraint")
+"""What makes nodes of one kind."""
+SHARE = ("cpus", "mem")
+"""What a job gets of a node."""
+
+
+class Initial(msgspec.Struct, frozen=True):
+    """A run file with its split filled in, and what it was chosen from."""
+
+    config: RunConfig
+    asked: PlanRequest
+    result: PlanResult
+    chosen: dict[str, Any]
+    """What was filled in, by dotted key."""
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan behind it."""
+        return self.result.plans[0]
+
+
+def initial_plan(config: RunConfig) -> Initial:
+    """Fill in the split of a run file that says ``auto``.
+
+    Raises `UserError` when the planner does not know the hardware or the model, when nodes of these kinds cannot be divided, when the run file also
+    gives what is to be chosen, and when nothing fits.
+    """
+    _check(config)
+    parts = config.components
+    alike = _kind(parts.train) == _kind(parts.rollout)
+    planned = as_planned(config)
+    asked = request(planned, node_layouts=True)
+    if asked.shape.untrained and config.run.engine == "real":
+        why = f"this version cannot train {asked.shape.name} ({asked.shape.untrained})"
+        raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
+    asked = msgspec.structs.replace(asked, pools=_pools(planned, asked.pools, alike))
+    first = asked.pools[0]
+    space = msgspec.structs.replace(asked.space, replica_devices=first.node_devices, least_devices=first.node_devices)
+    search = PlanSearch(
+        asked.shape, asked.pools, asked.batch, space=space, options=asked.options, sorted_lengths=config.rollout.policy in SORTING, whole_nodes=True
+    )
+    result = search.run(KEPT, trainers=(0,))
+    chosen = written(config, asked.pools, result, alike)
+    return Initial(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
+
+
+def written(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
+    """The best plan in the words of a run file: values by dotted key.  ``alike``: every node may train.
+
+    Raises `UserError` when a node is left over on which no engine holds the longest trajectories.
+    """
+    return _nodes(config, pools, result.plans[0], alike) | _engines(config, pools, result)
+
+
+def as_planned(config: RunConfig) -> RunConfig:
+    """``config`` with the hardware and model that are planned with: a dry run's are those it simulates."""
+    return _with_devices(_as_simulated(config))
+
+
+def record(made: Initial) -> dict[str, Any]:
+    """`plan.json`: what was asked, the best plans, the choice, and where the figures come from."""
+    asked, plan, batch = made.asked, made.plan, made.asked.batch
+    return {
+        "chosen": made.chosen,
+        "predicted": {
+            "batch_s": plan.seconds,
+            "train_s": plan.train.time.total,
+            "rollout_s": plan.rollout.seconds,
+            "tokens_s": plan.tokens_s,
+        },
+        "plan": msgspec.to_builtins(plan),
+        "best": msgspec.to_builtins(made.result.plans),
+        "gap": made.result.gap,
+        "straggler_s": made.result.straggler,
+        "excluded": msgspec.to_builtins(made.result.excluded),
+        "sources": list(made.result.sources),
+        "factors": msgspec.to_builtins(NONE),
+        "inputs": {
+            "model": asked.shape.name,
+            "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in asked.pools],
+            "trajectories": batch.trajectories,
+            "eta": batch.eta,
+            "lengths": msgspec.to_builtins(batch.lengths),
+            "lengths_from": asked.lengths,
+            "notes": list(asked.notes),
+        },
+    }
+
+
+def _check(config: RunConfig) -> None:
+    for section, keys in CHOSEN.items():
+        for key in sorted(getattr(config, section).model_fields_set & set(keys)):
+            value = getattr(getattr(config, section), key)
+            raise invalid(f"{section}.{key}", value, "components.split = 'auto' chooses it", "no such key, or components.split = 'explicit'")
+    if config.run.engine == "real" and config.slurm.device == "cpu" and not config.planner.device:
+        raise invalid(
+            "components.split", "auto", "slurm.device is 'cpu' and the planner has no figures for CPU nodes",
+            "planner.device (a GPU to plan as, or an entry of a file named by planner.devices), or 'explicit' with the nodes of each component",
+        )  # fmt: skip
+    train, hybrid = config.components.train, config.components.hybrid
+    for key in KIND if hybrid.nodes else ():
+        own, valid = getattr(hybrid, key), getattr(train, key)
+        if own != valid:
+            raise invalid(f"components.hybrid.{key}", own, "with components.split = 'auto' hybrid nodes are of the training nodes' kind", repr(valid))
+
+
+def _kind(component: Component) -> tuple[object, ...]:
+    return tuple(getattr(component, key) for key in KIND)
+
+
+def interchangeable(*parts: Component) -> bool:
+    """Whether any node of these components of a running job may do what any other does: they are of one kind, and the job has the same share of each."""
+    return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts if c.nodes}) == 1
+
+
+def _as_simulated(config: RunConfig) -> RunConfig:
+    """A dry run is planned for what it simulates."""
+    if config.run.engine == "real":
+        return config
+    own = {key: getattr(config.planner, key) or getattr(config.simulated, key) for key in ("device", "devices", "model", "trace")}
+    return config.model_copy(update={"planner": config.planner.model_copy(update=own)})
+
+
+def _with_devices(config: RunConfig) -> RunConfig:
+    """Components without GPUs stand for whole nodes of ``planner.device``."""
+    parts = config.components
+    if not config.planner.device or any(c.gpus for c in (parts.train, parts.hybrid, parts.rollout)):
+        return config
+    found = _device(config)
+    filled = {name: getattr(parts, name).model_copy(update={"gpus": found.devices_per_node}) for name in ("train", "hybrid", "rollout")}
+    return config.model_copy(update={"components": parts.model_copy(update=filled)})
+
+
+def _device(config: RunConfig) -> Device:
+    try:
+        return device(config.planner.device, Path(config.planner.devices) if config.planner.devices else None)
+    except UserError as error:
+        raise UserError(str(error).replace("device =", "planner.device =", 1)) from None
+
+
+def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tuple[DevicePool, ...]:
+    """One pool of nodes that are alike, or those that may train and those that roll out only, even where both have the same GPUs."""
+    parts = config.components
+    if alike:
+        (pool,) = merged
+        return (pool,)
+    trainers = parts.train.nodes + parts.hybrid.nodes
+    first, last = merged[0], merged[-1]
+    return DevicePool(first.device, trainers, first.node_devices), DevicePool(last.device, parts.rollout.nodes, last.node_devices)
+
+
+def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
+    parts = config.components
+    left = pools[0].nodes - plan.nodes
+    hybrid = min(parts.hybrid.nodes, left - 1) if alike else left
+    rollout = left - hybrid if alike else parts.rollout.nodes
+    return {"components.train.nodes": plan.nodes, "components.hybrid.nodes": hybrid, "components.rollout.nodes": rollout}
+
+
+def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:
+    """TP of the training replicas, and TP and engines of every hybrid and rollout node, in this order."""
+    plan = result.plans[0]
+    layout = plan.train.layout
+    degrees: list[int] = []
+    for index, pool in enumerate(pools):
+        nodes = pool.nodes - (plan.nodes if index == plan.pool else 0)
+        own = sorted(s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices))
+        # Nodes that have no share of the plan's lengths serve all the same, as well as they can alone.
+        spare = min(((seconds, tp) for p, tp, seconds in result.alone if p == index), default=(0.0, 0))[1]
+        if len(own) < nodes and not spare:
+            raise invalid("components.rollout.gpu_type", pool.device.name, "no TP degree holds the longest trajectories there", "a larger GPU")
+        degrees += own + [spare] * (nodes - len(own))
+    sizes = [pool.node_devices for index, pool in enumerate(pools) for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))]
+    engines = [size // tp for size, tp in zip(sizes, degrees, strict=True)]
+    chosen = {"train.tp": layout.tp, "train.pp": layout.pp, "rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}
+    for key in ("micro_tokens", "recompute"):
+        if key not in config.train.model_fields_set:
+            chosen[f"train.{key}"] = getattr(layout, key)
+    return chosen
+
+
+def _one(values: list[int]) -> int | list[int]:
+    return values[0] if len(set(values)) == 1 else values

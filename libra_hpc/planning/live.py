@@ -1,0 +1,95 @@
+"""The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows, by measurements alone elsewhere.
+
+`RolloutByNodes` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both need to know device, model and the
+engines of every node.  A run on CPU nodes, of a model or device in no table, or with engines of several TP degrees under a policy that does not sort by
+length has no law, and its planner divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no
+repartition, because the nodes cannot change places; where they are of one kind but the job has more of some than of others, a repartition is advice.
+
+In a dry run seconds pass ``simulated.speedup`` times as fast, and so do step times here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.control.decide import Planner
+from libra_hpc.control.second_tier import Repartition, RunningLayout
+from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.lookup import StepLookup, lookup
+from libra_hpc.hardware.models import ModelShape
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.search.best_plan import PlanResult
+
+from .initial import SORTING, as_planned, interchangeable, written
+from .request import request
+
+
+class Faster:
+    """Step times of a clock that runs ``speedup`` times as fast."""
+
+    def __init__(self, steps: StepTimes, speedup: float) -> None:
+        self.tp, self.kv_capacity, self.source = steps.tp, steps.kv_capacity, steps.source
+        self._steps, self._speedup = steps, speedup
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        """Seconds of that clock."""
+        return self._steps.step_s(decodes, kv_tokens, prefill, context) / self._speedup
+
+
+def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
+    """The planner for a run file whose split is filled in; step times are those of ``table``.
+
+    Never raises `UserError`: what it cannot use it does without.
+    """
+    speedup = config.speedup
+
+    def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
+        found = table(device, shape, tp)
+        return found if speedup == 1.0 else Faster(found, speedup)
+
+    engines, sorted_lengths = _engines(config), config.rollout.policy in SORTING
+    if (len(engines) > 1 and not sorted_lengths) or (config.run.engine == "real" and config.slurm.device == "cpu"):
+        return Planner(config.planner)
+    try:
+        planned = as_planned(config)
+        # Lengths come from the run itself, not from the trace it was planned with.
+        planned = planned.model_copy(update={"planner": planned.planner.model_copy(update={"trace": ""})})
+        asked = request(planned, node_layouts=True)
+        rolls = asked.pools[-1]
+        for tp in {tp for tp, _ in engines}:
+            steps(rolls.device, asked.shape, tp)
+    except UserError:
+        return Planner(config.planner)
+    law = RolloutByNodes(NodeEngines(asked.shape, rolls.device, engines, asked.options), steps)
+    if len(asked.pools) > 1:
+        return Planner(config.planner, law)
+    running = RunningLayout(config.train.tp, config.train.pp, config.train.recompute, engines)
+    # Whether layers are recomputed is open: a resolved configuration does not tell whether the user chose it.
+    space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True))
+    batch = asked.batch
+
+    def words(result: PlanResult) -> dict[str, Any]:
+        layout = result.plans[0].train.layout
+        # What memory was counted with.
+        memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
+        return {**written(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
+
+    parts = config.components
+    alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
+    repartition = Repartition(
+        asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps,
+        sorted_lengths=sorted_lengths, words=words if alike else None,
+    )  # fmt: skip
+    return Planner(config.planner, law, repartition)
+
+
+def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """(TP, engines) of every hybrid and rollout node in rank order; one entry where they are alike."""
+    nodes = config.components.hybrid.nodes + config.components.rollout.nodes
+    each = tuple(config.rollout.on_node(i) for i in range(nodes))
+    return each[:1] if len(set(each)) == 1 else each

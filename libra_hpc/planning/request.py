@@ -1,0 +1,180 @@
+"""From a run file to the planner's question: which model, which nodes, which batch, which lengths.
+
+Nodes are those of the components that train or roll out; components with the same kind and number of GPUs form one pool.  Lengths come from a trace.
+Without one they are assumed, as shares of the longest context (`ASSUMED`), and the answer says so: the split depends on them more than on anything
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.cost_models.lengths import Lengths, Observed, lognormal, observe, sketch
+from libra_hpc.cost_models.rollout_time import RolloutOptions
+from libra_hpc.cost_models.training_time import BatchWork
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.devices import Device, device
+from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.search.best_plan import DevicePool
+from libra_hpc.search.train_layout import TrainSpace
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.traces.read import read_trace
+
+
+class Assumed(msgspec.Struct, frozen=True):
+    """A stated log-normal distribution of lengths; None: a share of the longest context."""
+
+    generated: float | None = None
+    """Mean generated tokens of a trajectory; 1/8."""
+    sigma: float = 1.0
+    """Shape: at 1 the longest tenth of the trajectories has 39 % of the tokens, as agentic coding sessions have 31..47 %."""
+    prompt: int | None = None
+    """Prompt tokens; 1/16."""
+    turns: float = 8.0
+    """Mean turns."""
+    new_tokens: float | None = None
+    """Tokens of a tool's result; 1/256."""
+    tool_s: float = 1.0
+    """Seconds of a tool call."""
+
+
+class PlanRequest(msgspec.Struct, frozen=True):
+    """What `libra_hpc.search.best_plan.plan` is asked."""
+
+    shape: ModelShape
+    pools: tuple[DevicePool, ...]
+    batch: BatchWork
+    options: RolloutOptions
+    space: TrainSpace
+    lengths: str
+    """Where the lengths come from, in words."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the answer."""
+
+
+NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
+"""What ``[train]`` of a run file can say: tensor and pipeline parallelism and recomputation, each node one replica."""
+
+
+def request(
+    config: RunConfig,
+    *,
+    model: str = "",
+    device_name: str = "",
+    devices_file: Path | None = None,
+    gpus: int = 0,
+    trace: Path | None = None,
+    assumed: Assumed = Assumed(),  # noqa: B008
+    node_layouts: bool = False,
+) -> PlanRequest:
+    """Put together what to plan; options that are empty or 0 come from ``config``, first from its planner section.
+
+    Raises `UserError` for an unknown model or device, a number of GPUs that is no number of nodes, and a trace that cannot be read.
+    """
+    own = config.planner
+    model, device_name = model or own.model, device_name or own.device
+    devices_file = devices_file or (Path(own.devices) if own.devices else None)
+    trace = trace or (_trace_file(own.trace) if own.trace else None)
+    if not (model or config.model.path):
+        raise invalid("model.path", "", "not given", "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b")
+    shape = msgspec.structs.replace(model_shape(model or config.model.path), dtype_bytes=DTYPE_BYTES[config.model.dtype])
+    pools = pools_of(config, device_name, devices_file, gpus)
+    observed, words = _lengths(trace, assumed, config.rollout.max_model_len)
+    algorithm = config.algorithm
+    trajectories = algorithm.prompts_per_step * algorithm.group_size
+    lengths = sketch(observed, trajectories)
+    forwards = int(algorithm.minibatches > 1) + int(algorithm.kl_coef > 0)
+    notes = []
+    if shape.untrained:
+        notes.append(f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study")
+    if lengths.longest_context > config.rollout.max_model_len:
+        notes.append(f"the trace has contexts of {lengths.longest_context:,} tokens, rollout.max_model_len ends them at {config.rollout.max_model_len:,}")
+    space = TrainSpace()
+    if node_layouts:
+        node = min(p.node_devices for p in pools)
+        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node)
+        if "recompute" in config.train.model_fields_set:
+            space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
+    return PlanRequest(
+        shape,
+        tuple(pools),
+        BatchWork(trajectories, lengths, algorithm.eta, algorithm.minibatches, forwards),
+        RolloutOptions(config.rollout.max_num_seqs, config.rollout.max_model_len),
+        space,
+        words,
+        tuple(notes),
+    )
+
+
+def pools_of(config: RunConfig, device_name: str = "", devices_file: Path | None = None, gpus: int = 0) -> list[DevicePool]:
+    """The nodes to plan for: ``gpus`` devices called ``device_name``, or those of the run file's components."""
+    parts = config.components
+    components = [(name, getattr(parts, name)) for name in ("train", "hybrid", "rollout")]
+    components = [(name, c) for name, c in components if c.nodes > 0]
+    if gpus or not any(c.gpus for _, c in components):
+        named = next((c.gpu_type for _, c in components if c.gpu_type), "")
+        if not (device_name or named) or not gpus:
+            raise UserError("components.train.gpus = 0: no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and --device.")
+        found = _device(device_name or named, devices_file, "device" if device_name else "components.train.gpu_type")
+        per_node = next((c.gpus for _, c in components if c.gpus), found.devices_per_node) if not device_name else found.devices_per_node
+        check_gpus(gpus, per_node)
+        return [DevicePool(found, gpus // per_node, per_node)]
+    merged: dict[tuple[str, int], DevicePool] = {}
+    for name, component in components:
+        if not component.gpus:
+            raise invalid(f"components.{name}.gpus", 0, "the other components have GPUs", "an integer >= 1, or --gpus and --device")
+        if not (device_name or component.gpu_type):
+            raise invalid(f"components.{name}.gpu_type", "", "the planner has to know the GPU", "a device it knows, such as a800, or --device")
+        found = _device(device_name or component.gpu_type, devices_file, "device" if device_name else f"components.{name}.gpu_type")
+        key = (found.name, component.gpus)
+        before = merged[key].nodes if key in merged else 0
+        merged[key] = DevicePool(found, before + component.nodes, component.gpus)
+    return list(merged.values())
+
+
+def check_gpus(gpus: int, per_node: int) -> None:
+    """Raise `UserError` unless so many GPUs are at least two whole nodes."""
+    if gpus < 2 * per_node or gpus % per_node:
+        raise invalid("gpus", gpus, f"nodes have {per_node} of them and each stage needs a node", f"a multiple of {per_node} from {2 * per_node}")
+
+
+def describe(lengths: Lengths) -> str:
+    """A distribution in one line."""
+    return (
+        f"generated {lengths.generated:,.0f} tokens, longest {lengths.bins[-1].generated:,.0f}; context up to {lengths.longest_context:,}; "
+        f"{lengths.turns_per_token * lengths.generated:.1f} turns, {lengths.tool_s_per_token * lengths.generated:.1f} s of tools"
+    )
+
+
+def _device(name: str, devices_file: Path | None, field: str) -> Device:
+    try:
+        return device(name, devices_file)
+    except UserError as error:
+        if field == "device":
+            raise
+        raise UserError(str(error).replace("device =", f"{field} =", 1)) from None
+
+
+def _trace_file(path: str) -> Path:
+    """The file of ``planner.trace``: itself, or the trajectories of a run directory."""
+    return RunDir(path).trajectories if Path(path).is_dir() else Path(path)
+
+
+def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[Observed], str]:
+    if trace is not None:
+        observed = observe(read_trace(trace).trajectories)
+        return observed, f"{len(observed):,} trajectories of {trace.name}"
+    made = lognormal(
+        generated=assumed.generated if assumed.generated is not None else max(1.0, longest / 8),
+        sigma=assumed.sigma,
+        prompt=assumed.prompt if assumed.prompt is not None else max(1, longest // 16),
+        turns=assumed.turns,
+        new_tokens=assumed.new_tokens if assumed.new_tokens is not None else longest / 256,
+        tool_s=assumed.tool_s,
+        longest=longest,
+    )
+    return made, f"assumed log-normal, shape {assumed.sigma:g} (measured ones: --trace FILE)"

@@ -1,0 +1,299 @@
+"""The plan: how many nodes train, in which layout, and which TP classes the others roll out with; exact for what the cost models say.
+
+*Objective.*  Seconds of one global batch: the slower stage when they overlap (eta > 0), both together when they take turns (eta = 0).
+
+*Search.*  The stages share nothing but the nodes, so for each number n of training nodes the best training layout and the best rollout layout are
+found by themselves.  Training uses nodes of one pool (synchronous replicas run at the slowest device's pace), rollout all nodes that are left.
+
+Rollout time R falls with the nodes it has: a layout stays possible when nodes are added.  Let M(n) be the best training time with at most n nodes.
+
+* eta > 0: max(M(n), R(rest)) has a falling and a rising part, so the best n is where they cross, found by bisection: at each n one question, whether
+  a rollout layout within M(n) exists.  The best plan is on one of the two sides of the crossing.
+* eta = 0: branch and bound over intervals of n.  In [a, b] no sum is below the least training time there plus R at a, where rollout has most nodes.
+  An interval whose bound is not better than the best plan by the share `GAP` is dropped.  With up to `ENUMERATED` nodes every n is computed instead.
+
+`PlanResult.bound` is what no plan can beat; `PlanResult.gap` says how far the best one is from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from libra_hpc.cost_models.factors import NONE, Factors
+from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
+from libra_hpc.cost_models.training_time import BatchWork, TrainCost
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.lookup import StepLookup, lookup
+from libra_hpc.hardware.models import ModelShape
+
+from .even_shares import EvenLayouts
+from .tp_classes import Cost, Layout, Layouts
+from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
+
+ENUMERATED = 12
+GAP = 2e-3
+"""Below the models' own error by more than an order of magnitude."""
+ROLLOUT_TP = (1, 2, 4, 8)
+
+
+class DevicePool(msgspec.Struct, frozen=True):
+    """Equal nodes, such as those of one component of a heterogeneous job."""
+
+    device: Device
+    nodes: int
+    node_devices: int
+
+    @property
+    def devices(self) -> int:
+        """In all."""
+        return self.nodes * self.node_devices
+
+
+class RunPlan(msgspec.Struct, frozen=True):
+    """One complete plan and what it is predicted to cost."""
+
+    pool: int
+    """Index of the pool that trains."""
+    nodes: int
+    """Training nodes of it; all others roll out."""
+    train: TrainChoice
+    rollout: Layout
+    seconds: float
+    """Of one global batch."""
+    tokens_s: float
+    """Tokens of finished trajectories, trained on, per second."""
+
+
+class PlanResult(msgspec.Struct, frozen=True):
+    """Plans from best to worst, one for each number of training nodes that was looked at."""
+
+    plans: tuple[RunPlan, ...]
+    bound: float
+    """Seconds that no plan can beat."""
+    excluded: tuple[Excluded, ...]
+    """Impossible choices for the best plan's nodes, nearest to possible first within each stage; training comes first."""
+    alone: tuple[tuple[int, int, float], ...]
+    """Rollout of the best plan's nodes with one class only: (pool, TP, seconds)."""
+    straggler: float
+    """Seconds of the longest trajectories alone: no number of rollout nodes brings a batch sooner."""
+    sources: tuple[str, ...]
+    """Where step times come from."""
+
+    @property
+    def gap(self) -> float:
+        """Share by which the best plan could be off."""
+        return max(0.0, 1.0 - self.bound / self.plans[0].seconds)
+
+
+def plan(
+    shape: ModelShape,
+    pools: Sequence[DevicePool],
+    batch: BatchWork,
+    *,
+    space: TrainSpace = TrainSpace(),  # noqa: B008
+    options: RolloutOptions = RolloutOptions(),  # noqa: B008
+    factors: Factors = NONE,
+    sorted_lengths: bool = True,
+    keep: int = 5,
+    steps: StepLookup = lookup,
+) -> PlanResult:
+    """The best plans for ``shape`` on ``pools``.
+
+    ``sorted_lengths`` says whether the scheduler can send long trajectories to large TP; without, every replica gets a fair sample.  ``keep`` plans are
+    returned, those around the best one.  Raises `UserError` when there are too few nodes or when nothing fits, with the limit that comes nearest.
+    """
+    return PlanSearch(shape, pools, batch, space=space, options=options, factors=factors, sorted_lengths=sorted_lengths, steps=steps).run(keep)
+
+
+class PlanSearch:
+    """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes of the same kinds.
+
+    With ``whole_nodes`` all replicas of a node have one TP degree, as a run file says it; ``degrees`` are those that rollout may have.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        pools: Sequence[DevicePool],
+        batch: BatchWork,
+        *,
+        space: TrainSpace = TrainSpace(),  # noqa: B008
+        options: RolloutOptions = RolloutOptions(),  # noqa: B008
+        factors: Factors = NONE,
+        sorted_lengths: bool = True,
+        whole_nodes: bool = False,
+        degrees: Sequence[int] = ROLLOUT_TP,
+        steps: StepLookup = lookup,
+    ) -> None:
+        self._pools, self._batch = list(pools), batch
+        self._train = [TrainSearch(TrainCost(shape, p.device, p.node_devices, batch, factors), p.node_devices, space) for p in pools]
+        self._costs = [
+            Cost(i, ReplicaCost(steps(p.device, shape, tp), batch, options, factors), p.node_devices // tp if whole_nodes else 1)
+            for i, p in enumerate(pools)
+            for tp in degrees
+            if p.node_devices % tp == 0 and shape.divides(tp)
+        ]
+        kind = Layouts if sorted_lengths else EvenLayouts
+        self._layouts: Layouts | EvenLayouts = kind(self._costs, len(batch.lengths.bins))
+
+    def run(self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None) -> PlanResult:
+        """Search with ``nodes[pool]`` nodes of each pool, by default those of the pools; only pools in ``trainers``, by default all, may train."""
+        have = list(nodes) if nodes is not None else [p.nodes for p in self._pools]
+        if sum(have) < 2:
+            raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
+        overlapping = self._batch.eta > 0
+        found: dict[tuple[int, int], RunPlan] = {}
+        bounds: list[float] = []
+        for pool in range(len(have)) if trainers is None else trainers:
+            most = have[pool] - (0 if sum(have) > have[pool] else 1)
+            look = _Look(self, have, pool, most, found)
+            if most <= ENUMERATED:
+                bounds.append(min((look.seconds(n) for n in range(1, most + 1)), default=math.inf))
+            else:
+                bounds.append(look.crossing() if overlapping else look.branch_and_bound())
+            for n in look.around(keep):
+                look.seconds(n)
+        if not found:
+            raise self._impossible(have)
+        plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
+        best = plans[0]
+        rest = self.rest(have, best.pool, best.nodes)
+        alone = [(c.pool, c.tp, self._layouts.only(c, c.most(rest[c.pool])).seconds) for c in self._layouts.costs if c.most(rest[c.pool])]
+        excluded = [*self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices), *self.excluded_classes()]
+        sources = tuple(dict.fromkeys(c.replica.source for c in self._layouts.costs))
+        return PlanResult(
+            tuple(plans[:keep]),
+            min(min(bounds), best.seconds),
+            tuple(excluded),
+            tuple(a for a in alone if a[2] < math.inf),
+            self._layouts.straggler(),
+            sources,
+        )
+
+    def train_seconds(self, pool: int, nodes: int) -> float:
+        """Best training time on ``nodes`` nodes of a pool."""
+        return self._train[pool].seconds(nodes * self._pools[pool].node_devices)
+
+    def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
+        """Devices of each pool that roll out."""
+        return [(n - (nodes if i == pool else 0)) * self._pools[i].node_devices for i, n in enumerate(have)]
+
+    def rollout_within(self, seconds: float, devices: Sequence[int]) -> bool:
+        """Whether some rollout layout takes at most ``seconds``."""
+        return self._layouts.within(seconds, devices) is not None
+
+    def build(self, have: Sequence[int], pool: int, nodes: int, low: float = 0.0) -> RunPlan | None:
+        """The best plan with ``nodes`` training nodes of ``pool``, whose rollout is known to take ``low`` at least; None when a stage is impossible."""
+        choice = self._train[pool].best(nodes * self._pools[pool].node_devices)
+        if choice is None:
+            return None
+        rollout = self._layouts.best(self.rest(have, pool, nodes), low)
+        if rollout is None:
+            return None
+        a, b = choice.time.total, rollout.seconds
+        seconds = max(a, b) if self._batch.eta > 0 else a + b
+        return RunPlan(pool, nodes, choice, rollout, seconds, self._batch.tokens / seconds)
+
+    def excluded_classes(self) -> list[Excluded]:
+        """Rollout classes that cannot serve the longest trajectories, nearest first."""
+        found = []
+        last = len(self._batch.lengths.bins) - 1
+        for cost in self._costs:
+            what = f"rollout TP{cost.tp} on {self._pools[cost.pool].device.name}"
+            limit = cost.replica.limit(last)
+            if limit is not None:
+                found.append(Excluded(what, limit))
+        return sorted(found, key=lambda e: e.limit.over)
+
+    def _impossible(self, have: Sequence[int]) -> UserError:
+        """Nothing fits: say which stage, and what comes nearest."""
+        devices = [n * p.node_devices for n, p in zip(have, self._pools, strict=True)]
+        if self._layouts.best(devices) is None:
+            nearest = self.excluded_classes()
+            why = f"nearest: {nearest[0].what}, {nearest[0].limit.reason}" if nearest else "no TP divides both the node and the model"
+            return UserError(f"No rollout layout holds trajectories of {self._batch.lengths.longest_context:,} tokens; {why}.")
+        options = [e for i, n in enumerate(have) for k in range(1, n + 1) for e in self._train[i].excluded(k * self._pools[i].node_devices)]
+        if not options:
+            return UserError("No training layout divides both the model and the nodes.")
+        near = min(options, key=lambda e: e.limit.over)
+        return UserError(f"No training layout fits beside a rollout node; nearest: {near.what}, {near.limit.reason}.")
+
+
+class _Look:
+    """The search over the number of training nodes of one pool, 1..most."""
+
+    def __init__(self, search: PlanSearch, have: Sequence[int], pool: int, most: int, found: dict[tuple[int, int], RunPlan]) -> None:
+        self._search, self._have, self._pool, self._most, self._found = search, have, pool, most, found
+        self._done: dict[int, float] = {}
+
+    def seconds(self, nodes: int) -> float:
+        """Seconds of the best plan with so many training nodes; the plan itself is kept."""
+        if nodes not in self._done:
+            # Rollout with more nodes is no slower, so it bounds this one.
+            low = max((self._rollout(n) for n in self._done if n < nodes), default=0.0)
+            plan = self._search.build(self._have, self._pool, nodes, low)
+            if plan is not None:
+                self._found[self._pool, nodes] = plan
+            self._done[nodes] = math.inf if plan is None else plan.seconds
+        return self._done[nodes]
+
+    def around(self, count: int) -> list[int]:
+        """Numbers of training nodes next to the best one so far."""
+        if not self._done or math.isinf(min(self._done.values())):
+            return []
+        best = min(self._done, key=lambda n: self._done[n])
+        near = sorted(range(max(1, best - count), min(self._most, best + count) + 1), key=lambda n: abs(n - best))
+        return near[:count]
+
+    def crossing(self) -> float:
+        """Overlapping stages: evaluate both sides of the crossing; returns the exact optimum."""
+        least, at = self._falling()
+        low, high = 0, self._most + 1
+        # Invariant: rollout keeps up with training for n <= low, and does not for n >= high.
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._search.rollout_within(least[middle], self._search.rest(self._have, self._pool, middle)):
+                low = middle
+            else:
+                high = middle
+        sides = [at[n] for n in (low, high) if 1 <= n <= self._most and at[n]]
+        return min((self.seconds(n) for n in sides), default=math.inf)
+
+    def branch_and_bound(self) -> float:
+        """Stages that take turns: best-first over intervals; returns a lower bound."""
+        best = math.inf
+        open_intervals: list[tuple[float, int, int]] = [(0.0, 1, self._most)]
+        while open_intervals:
+            bound, a, b = heapq.heappop(open_intervals)
+            if bound >= best * (1.0 - GAP):
+                return min(bound, best)
+            best = min(best, self.seconds(a))
+            if a == b:
+                continue
+            middle = (a + 1 + b) // 2
+            for low, high in ((a + 1, middle), (middle + 1, b)):
+                if low <= high:
+                    # Rollout never gets faster by losing nodes: its time at a bounds the whole interval.
+                    heapq.heappush(open_intervals, (self._rollout(a) + self._least(low, high), low, high))
+        return best
+
+    def _rollout(self, nodes: int) -> float:
+        plan = self._found.get((self._pool, nodes))
+        return 0.0 if plan is None else plan.rollout.seconds
+
+    def _least(self, low: int, high: int) -> float:
+        return min(self._search.train_seconds(self._pool, n) for n in range(low, high + 1))
+
+    def _falling(self) -> tuple[list[float], list[int]]:
+        """M(n) and the number of nodes that reaches it, by n; entry 0 is no training at all."""
+        least, at = [math.inf], [0]
+        for n in range(1, self._most + 1):
+            seconds = self._search.train_seconds(self._pool, n)
+            least.append(min(seconds, least[-1]))
+            at.append(n if seconds < least[-2] else at[-1])
+        return least, at

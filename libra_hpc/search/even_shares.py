@@ -1,0 +1,85 @@
+"""Rollout layouts when nobody can tell a long trajectory from a short one beforehand: every replica gets a fair sample, in proportion to its speed.
+
+Within a time T one replica of a class serves the share 1 / r(T) of the batch, r(T) being the (fractional) number of such replicas that would serve
+all of it in T.  The shares of a layout add up, so the best use of a pool's devices within T is the one class with the largest share per device,
+alone: layouts of one class per pool are all that need comparing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from libra_hpc.cost_models.rollout_time import ReplicaCost
+
+from .tp_classes import Cost, Layout, Segment
+
+CLOSE = 1e-9
+"""Relative width at which a bisection over seconds or replicas ends."""
+
+
+class EvenLayouts:
+    """The search over one set of classes; the interface of `libra_hpc.search.tp_classes.Layouts`."""
+
+    def __init__(self, costs: Sequence[Cost], bins: int) -> None:
+        # A fair sample has trajectories of every length, so the longest must fit everywhere.
+        self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
+        self._bins = bins
+
+    def within(self, seconds: float, devices: Sequence[int]) -> Layout | None:
+        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when there is none."""
+        best = self.best(devices)
+        return best if best is not None and best.seconds <= seconds else None
+
+    def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
+        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest trajectories."""
+        chosen: list[tuple[Cost, int]] = []
+        for pool in range(len(devices)):
+            counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
+            chosen += counts
+        if not chosen:
+            return None
+        high = min(c.replica.time(0, self._bins - 1, n) for c, n in chosen)
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            if sum(share for _, _, share in self._picks(chosen, middle)) >= 1.0:
+                high = middle
+            else:
+                low = middle
+        picks = self._picks(chosen, high)
+        return Layout(tuple(Segment(c.pool, c.tp, n, 0, self._bins - 1, high) for c, n, share in picks if share > 0.0))
+
+    def straggler(self) -> float:
+        """Seconds of the longest trajectories alone, on as many replicas as one likes: no layout is faster."""
+        return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
+
+    def only(self, cost: Cost, replicas: int) -> Layout:
+        """All trajectories on one class."""
+        last = self._bins - 1
+        return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
+
+    def _picks(self, chosen: Sequence[tuple[Cost, int]], seconds: float) -> list[tuple[Cost, int, float]]:
+        """Per pool the class that serves the largest share within ``seconds``."""
+        best: dict[int, tuple[Cost, int, float]] = {}
+        for cost, count in chosen:
+            share = served(cost.replica, count, self._bins, seconds)
+            if cost.pool not in best or share > best[cost.pool][2]:
+                best[cost.pool] = (cost, count, share)
+        return list(best.values())
+
+
+def served(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
+    """Share of the batch, possibly above 1, that replicas with a fair sample serve within ``seconds``; 0.0 when the longest takes longer."""
+    last = bins - 1
+    if replica.time(0, last, math.inf) > seconds:
+        return 0.0
+    low, high = 0.0, 1.0
+    while replica.time(0, last, replicas / high) <= seconds and high < 1e9:
+        low, high = high, 2 * high
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        if replica.time(0, last, replicas / middle) <= seconds:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,63 @@
+"""The scaling curve: the best plan at several numbers of nodes, and its knee.
+
+The knee is the point farthest above the straight line from the first to the last one, both axes scaled to 0..1 (Satopaa et al., "Finding a 'Kneedle'
+in a Haystack", 2011): up to there a device brings more than the average one, after it less.  A curve that is nowhere `BENT` above the line has none; one that
+grows by less than `FLAT` has it at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from libra_hpc.errors import UserError
+
+from .best_plan import PlanSearch, RunPlan
+
+POINTS = 16
+"""Most numbers of nodes that one sweep computes."""
+BENT = 0.05
+FLAT = 0.02
+"""Growth over the whole range below which the smallest number of devices is as good as any."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One number of devices; ``plan`` is None where nothing fits."""
+
+    devices: int
+    plan: RunPlan | None
+    why: str = ""
+    """Why there is no plan."""
+
+
+def sweep(search: PlanSearch, node_devices: int, nodes: Sequence[int]) -> list[Point]:
+    """The best plan at each number of nodes of the only pool."""
+    points = []
+    for n in nodes:
+        try:
+            points.append(Point(n * node_devices, search.run(1, [n]).plans[0]))
+        except UserError as error:
+            points.append(Point(n * node_devices, None, str(error)))
+    return points
+
+
+def steps(low: int, high: int) -> list[int]:
+    """At most `POINTS` numbers of nodes from ``low`` to ``high``, both included, evenly spread."""
+    count = min(POINTS, high - low + 1)
+    return sorted({round(low + (high - low) * i / max(1, count - 1)) for i in range(count)})
+
+
+def knee(points: Sequence[Point]) -> int | None:
+    """Index of the knee in ``points``; None when the curve is straight, bends upwards or is too short to tell."""
+    known = [(i, p.devices, p.plan.tokens_s) for i, p in enumerate(points) if p.plan is not None]
+    if len(known) < 3:
+        return None
+    (_, x0, y0), (_, x1, y1) = known[0], known[-1]
+    if max(y for _, _, y in known) < (1.0 + FLAT) * y0:
+        return known[0][0]
+    if y1 <= y0:
+        return max(known, key=lambda k: (k[2], -k[1]))[0]
+    heights = [((y - y0) / (y1 - y0) - (x - x0) / (x1 - x0), i) for i, x, y in known]
+    height, index = max(heights, key=lambda h: h[0])
+    return index if height >= BENT else None

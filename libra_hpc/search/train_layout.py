@@ -1,0 +1,159 @@
+"""The best way to train on a given number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation, exactly.
+
+All layouts whose degrees divide the model and the devices are candidates.  `TrainCost.device_seconds` bounds every layout of one shard shape from
+below whatever its DP, so shapes are tried in the order of that bound and the search ends where the bound, divided by the devices, exceeds the best
+time found: what is skipped cannot be better.  A layout that does not fit in memory is never proposed; why it does not is kept.
+
+TP stays inside a node.  Micro-batches are powers of two; those far shorter than the mean trajectory or far longer than the longest one do not differ
+from their neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from libra_hpc.cost_models.memory import Limit, TrainLayout, TrainMemory
+from libra_hpc.cost_models.training_time import TrainCost, TrainTime
+from libra_hpc.hardware.models import ModelShape
+
+MOST_MICRO_TOKENS = 65536
+"""Largest micro-batch considered, unless one trajectory is longer: kernels are efficient long before."""
+
+
+class TrainSpace(msgspec.Struct, frozen=True):
+    """What the trainer can do; degrees that do not divide the model are left out by themselves."""
+
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    pp: tuple[int, ...] = (1, 2, 4, 8, 16)
+    cp: tuple[int, ...] = (1, 2, 4, 8)
+    ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    recompute: tuple[bool, ...] = (False, True)
+    distributed: tuple[bool, ...] = (False,)
+    """Optimizer state divided over data-parallel ranks; an elastic pool keeps it whole, so that replicas can join and leave."""
+    replica_devices: int = 0
+    """Most devices of one data-parallel replica; 0: any."""
+    least_devices: int = 0
+    """Fewest devices of one: those of a node where each training node is one replica."""
+
+
+class TrainChoice(msgspec.Struct, frozen=True):
+    """A layout that fits, and what it costs."""
+
+    layout: TrainLayout
+    time: TrainTime
+    memory: TrainMemory
+
+
+class Excluded(msgspec.Struct, frozen=True):
+    """A choice that is impossible."""
+
+    what: str
+    limit: Limit
+
+
+class TrainSearch:
+    """Best layouts by number of devices; results are kept, so asking again is free."""
+
+    def __init__(self, cost: TrainCost, devices_per_node: int, space: TrainSpace = TrainSpace()) -> None:  # noqa: B008
+        self._cost = cost
+        shards = [(cost.device_seconds(shard), shard) for shard in _shards(cost, devices_per_node, space)]
+        self._shards = sorted(shards, key=lambda s: s[0])
+        self._replicas = [shard.replica for _, shard in self._shards]
+        self._best: dict[int, TrainChoice | None] = {}
+        self._limits: dict[tuple[int, int, int], Limit | None] = {}
+
+    def best(self, devices: int) -> TrainChoice | None:
+        """The fastest layout of exactly ``devices`` devices that fits; None when there is none."""
+        if devices not in self._best:
+            self._best[devices] = self._search(devices)
+        return self._best[devices]
+
+    def seconds(self, devices: int) -> float:
+        """Its seconds per global batch; infinite when there is none."""
+        found = self.best(devices)
+        return math.inf if found is None else found.time.total
+
+    def candidates(self, devices: int) -> Iterator[TrainLayout]:
+        """Every layout of exactly ``devices`` devices, whether it fits or not."""
+        for _, layout in self._spread(devices):
+            yield layout
+
+    def excluded(self, devices: int) -> list[Excluded]:
+        """For each (TP, PP, CP, EP) of which no variant fits: the variant that comes nearest to fitting, and what it lacks; nearest first."""
+        nearest: dict[tuple[int, int, int, int], tuple[TrainLayout, Limit] | None] = {}
+        for index, layout in self._spread(devices):
+            key = (layout.tp, layout.pp, layout.cp, layout.ep)
+            limit = self._limit(index, layout)
+            seen = nearest.get(key)
+            if limit is None:
+                nearest[key] = None
+            elif key not in nearest or (seen is not None and limit.over < seen[1].over):
+                nearest[key] = (layout, limit)
+        found = [
+            Excluded(f"training {layout}{', recomputed' if layout.recompute else ''}", limit)
+            for entry in nearest.values()
+            if entry is not None
+            for layout, limit in [entry]
+        ]
+        return sorted(found, key=lambda e: e.limit.over)
+
+    def _search(self, devices: int) -> TrainChoice | None:
+        best: tuple[float, TrainLayout, TrainTime] | None = None
+        for index, layout in self._spread(devices):
+            if best is not None and self._shards[index][0] / devices >= best[0]:
+                break
+            if self._limit(index, layout) is None:
+                time = self._cost.time(layout)
+                if best is None or time.total < best[0]:
+                    best = (time.total, layout, time)
+        return None if best is None else TrainChoice(best[1], best[2], self._cost.memory(best[1]))
+
+    def _spread(self, devices: int) -> Iterator[tuple[int, TrainLayout]]:
+        """Layouts of exactly ``devices`` devices, with the index of their shard, in the order of the bound."""
+        for index, (_, shard) in enumerate(self._shards):
+            dp, rest = divmod(devices, self._replicas[index])
+            if dp and not rest and not dp % shard.ep:
+                yield index, TrainLayout(shard.tp, shard.pp, shard.cp, shard.ep, dp, shard.micro_tokens, shard.recompute, shard.distributed)
+
+    def _limit(self, index: int, layout: TrainLayout) -> Limit | None:
+        # Without a distributed optimizer memory depends on dp only through the micro-batches in flight.
+        in_flight = min(layout.pp, self._cost.micro_batches(layout))
+        key = (index, in_flight, layout.dp if layout.distributed else 0)
+        if key not in self._limits:
+            self._limits[key] = self._cost.limit(layout)
+        return self._limits[key]
+
+
+def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterator[TrainLayout]:
+    """Every layout that divides the model, with the least dp that holds its experts."""
+    shape = cost.shape
+    for tp in space.tp:
+        if tp > devices_per_node or not trains(shape, tp):
+            continue
+        for pp in (p for p in space.pp if shape.layers % p == 0):
+            for cp in space.cp:
+                if tp * pp * cp < space.least_devices or (space.replica_devices and tp * pp * cp > space.replica_devices):
+                    continue
+                for ep in (e for e in space.ep if e == 1 or (shape.experts and shape.experts % e == 0)):
+                    for micro in _micro_tokens(cost):
+                        for recompute in space.recompute:
+                            for distributed in space.distributed:
+                                yield TrainLayout(tp, pp, cp, ep, ep, micro, recompute, distributed)
+
+
+def trains(shape: ModelShape, tp: int) -> bool:
+    """Whether Megatron can shard the model so: heads, key/value heads, widths and vocabulary evenly."""
+    return not any(size % tp for size in (shape.heads, shape.kv_heads, shape.intermediate, shape.moe_intermediate, shape.vocab))
+
+
+def _micro_tokens(cost: TrainCost) -> list[int]:
+    lengths = cost.batch.lengths
+    size = 1 << max(0, math.ceil(math.log2(lengths.context)))
+    top = max(MOST_MICRO_TOKENS, 1 << math.ceil(math.log2(lengths.longest_context)))
+    sizes = [size]
+    while sizes[-1] < min(top, cost.batch.tokens):
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -1,0 +1,184 @@
+"""When the planner may go by what is under way, and when it has to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import pytest
+
+from libra_hpc.control.evidence import CHANGING, FORESEEN, PROMPTS, Evidence
+from libra_hpc.control.node_scaling import Scaling
+from libra_hpc.control.stage_times import Measured, Split
+from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+
+BATCH, GROUP = 16, 4
+DOCUMENT, THOUGHT = (8000, 200), (100, 5000)
+"""(prompt, generated tokens)."""
+SPLIT = Split(3, 1)
+TOKEN_S = 1e-3
+"""Of training, on one node."""
+
+
+class PerToken(RolloutByNodes):
+    """A millisecond of a node for every generated token."""
+
+    def __init__(self) -> None:
+        super().__init__(NodeEngines(model_shape("qwen3-14b"), device("a800"), ((4, 1),)))
+        self._mean = 0.0
+
+    def _build(self, snapshot: PlanSnapshot, done: Sequence[TrajectoryFact]) -> None:
+        self._mean, self._cache = fmean(t.generated for t in done), {}
+
+    def _least(self, nodes: int) -> float | None:
+        return self._mean * BATCH * GROUP * 1e-3 / nodes
+
+
+class Run:
+    """Batches of one kind after the other, trained at once; `under_way` are admitted groups nobody has begun."""
+
+    def __init__(self, law: RolloutByNodes | None) -> None:
+        self.evidence = Evidence(law, Scaling(law))
+        self.split, self.now, self.admitted = SPLIT, 0.0, 0
+        self.steps: list[TrainStepFact] = []
+        self.windows: list[RolloutWindowFact] = []
+        self.done: list[TrajectoryFact] = []
+        self.under_way: list[GroupFact] = []
+        self.evidence.split(SPLIT, 0.0)
+
+    def batch(self, kind: tuple[int, int], slow: float = 1.0) -> None:
+        prompt, mean = kind
+        for _ in range(BATCH):
+            for member in range(GROUP):
+                generated = round(mean * (0.7 + 0.2 * member))
+                self.done.append(TrajectoryFact(len(self.done), self.now, generated, prompt + generated, 1, 0.0, self.admitted, prompt))
+            self.admitted += 1
+        newest = self.done[-BATCH * GROUP :]
+        tokens, generated = sum(t.context for t in newest), sum(t.generated for t in newest)
+        seconds = slow * tokens * TOKEN_S / self.split.train
+        self.now += seconds
+        self.steps.append(TrainStepFact(self.now, tokens, generated, self.split.train, seconds))
+        self.windows.append(RolloutWindowFact(self.now, seconds, self.split.rollout, generated, tokens, 0.5))
+
+    def admit(self, kind: tuple[int, int]) -> None:
+        self.under_way += [GroupFact(self.admitted + i, kind[0], GROUP, 0, 0) for i in range(BATCH)]
+        self.admitted += BATCH
+
+    def look(self) -> Measured | str:
+        queue = QueueFact(0, 0, 0.0, 0.0)
+        snapshot = PlanSnapshot(
+            (), tuple(self.steps), tuple(self.windows), tuple(self.done), (), queue, BATCH, GROUP, 1, 100, tuple(self.under_way)
+        )  # fmt: skip
+        self.evidence.observe(snapshot, self.now)
+        return self.evidence.measure(snapshot, self.split)
+
+    def move(self, split: Split) -> None:
+        self.split = split
+        self.evidence.split(split, self.now)
+
+
+def _settled() -> Run:
+    run = Run(PerToken())
+    for _ in range(4):
+        run.batch(THOUGHT)
+    for _ in range(CHANGING + 8):
+        run.batch(DOCUMENT)
+        run.look()
+    return run
+
+
+def _tokens(kind: tuple[int, int]) -> float:
+    return BATCH * GROUP * float(sum(kind))
+
+
+def test_a_steady_loop_is_measured() -> None:
+    run = _settled()
+    measured = run.look()
+    assert isinstance(measured, Measured)
+    assert not measured.foreseen
+    assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
+
+
+def test_new_prompts_are_foreseen_before_one_of_them_is_finished() -> None:
+    run = _settled()
+    run.admit(THOUGHT)
+    run.admit(THOUGHT)
+    measured = run.look()
+    assert isinstance(measured, Measured)
+    assert measured.foreseen
+    assert run.evidence.drift is not None
+    assert run.evidence.drift.quantity == PROMPTS
+    assert measured.times.train == pytest.approx(_tokens(THOUGHT) * TOKEN_S / 3, rel=0.05)
+    assert measured.times.rollout == pytest.approx(BATCH * GROUP * THOUGHT[1] * 1e-3, rel=0.05)
+    assert measured.train_error >= FORESEEN
+    assert run.evidence.direct is not None
+    assert not run.evidence.direct.foreseen
+
+
+def test_after_a_move_what_was_measured_is_carried_over() -> None:
+    run = _settled()
+    run.admit(THOUGHT)
+    run.admit(THOUGHT)
+    run.look()
+    run.move(Split(1, 3))
+    measured = run.look()
+    assert isinstance(measured, Measured)
+    assert run.evidence.direct is None
+    assert measured.split == Split(1, 3)
+    assert measured.times.train == pytest.approx(_tokens(THOUGHT) * TOKEN_S, rel=0.05)
+    assert measured.times.rollout == pytest.approx(BATCH * GROUP * THOUGHT[1] * 1e-3 / 3, rel=0.05)
+
+
+@pytest.mark.parametrize(("slow", "carried"), [(1.05, True), (1.6, False)])
+def test_first_steps_that_disagree_with_what_was_carried_over_are_not_built_upon(slow: float, carried: bool) -> None:
+    run = _settled()
+    run.admit(THOUGHT)
+    run.admit(THOUGHT)
+    run.look()
+    run.move(Split(1, 3))
+    run.batch(DOCUMENT, slow)
+    assert isinstance(run.look(), Measured) is carried
+
+
+def test_a_change_is_over_after_some_steps() -> None:
+    run = _settled()
+    run.admit(THOUGHT)
+    run.look()
+    run.under_way = []
+    for _ in range(CHANGING):
+        run.batch(DOCUMENT)
+    run.look()
+    measured = run.look()
+    assert isinstance(measured, Measured)
+    assert not measured.foreseen
+
+
+def test_the_first_split_may_be_left_after_two_steps_that_agree() -> None:
+    run = Run(PerToken())
+    run.batch(DOCUMENT)
+    assert isinstance(run.look(), str)
+    run.batch(DOCUMENT)
+    measured = run.look()
+    assert isinstance(measured, Measured)
+    assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
+    assert measured.rollout_error > FORESEEN, "the draw of so few groups counts"
+
+
+def test_a_slow_first_step_is_not_believed() -> None:
+    run = Run(PerToken())
+    run.batch(DOCUMENT, slow=3.0)
+    run.batch(DOCUMENT)
+    assert isinstance(run.look(), str)
+
+
+def test_without_a_cost_model_nothing_is_foreseen() -> None:
+    run = Run(None)
+    for _ in range(8):
+        run.batch(DOCUMENT)
+    run.admit(THOUGHT)
+    measured = run.look()
+    assert isinstance(measured, Measured)
+    assert not measured.foreseen

@@ -1,0 +1,111 @@
+"""The second tier and the rollout law, on 48 A800 with operator tables."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.control.second_tier import Repartition, RunningLayout
+from libra_hpc.control.stage_times import Measured, Split, Times
+from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.cost_models.rollout_time import RolloutOptions
+from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, QueueFact, TrajectoryFact
+from libra_hpc.search.best_plan import DevicePool
+from libra_hpc.search.train_layout import TrainSpace
+
+SETTINGS = PlannerSection(repartition_cost_s=600.0)
+SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=(True,), replica_devices=8)
+EARLY = float("-inf")
+
+
+def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
+    rng = random.Random(1)
+    lengths = [max(1, round(min(20_000.0, median * rng.lognormvariate(0.0, 0.8)))) for _ in range(count)]
+    done = tuple(TrajectoryFact(i, float(i), n, 2 * n + 500, 1 + n // 500, 0.5) for i, n in enumerate(lengths))
+    nodes = tuple(NodeFact(i, "train" if i < 1 else "rollout", "train" if i < 1 else "rollout", 0.0) for i in range(6))
+    return PlanSnapshot(nodes, (), (), done, (), QueueFact(0, 0, 0.0, 0.0), 64, 8, 1, 1000)
+
+
+def _repartition() -> Repartition:
+    return Repartition(model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, True, ((8, 1),)), space=SPACE)
+
+
+def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Measured:  # noqa: B008
+    return Measured(split, Times(train, rollout, 1), 0.02, 0.02, 0.0, 0.0, 2e6, 1e6)
+
+
+def test_a_training_bottleneck_of_the_core_is_answered_with_layouts_once() -> None:
+    repartition = _repartition()
+    advice = repartition.advise(snapshot(), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS)
+    assert advice is not None
+    assert (advice.action, advice.node, advice.nodes) == ("repartition", -1, ())
+    assert advice.layout in advice.reason
+    assert "at the next step boundary" in advice.reason
+    assert "train with TP" in advice.layout
+    assert "xTP" in advice.layout
+    best = advice.candidates[0]
+    assert best.train > 1
+    assert best.train + best.rollout == 6
+    assert best.batch_s == min(c.batch_s for c in advice.candidates)
+    assert advice.numbers["pays_s"] > advice.numbers["needed_s"] == 1.5 * 600.0
+    assert repartition.advise(snapshot(), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS) is None
+
+
+def test_what_does_not_pay_for_a_new_start_is_not_proposed() -> None:
+    assert _repartition().advise(snapshot(), measured(600.0, 100.0), EARLY, 500.0, SETTINGS) is None
+
+
+def test_no_trajectories_no_advice() -> None:
+    assert _repartition().advise(snapshot(), measured(600.0, 100.0), 1e9, 20_000.0, SETTINGS) is None
+
+
+def test_a_lost_node_could_not_start_again() -> None:
+    seen = snapshot()
+    nodes = (*seen.nodes[:-1], msgspec.structs.replace(seen.nodes[-1], role="lost"))
+    assert _repartition().advise(msgspec.structs.replace(seen, nodes=nodes), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS) is None
+
+
+def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutByNodes:
+    return RolloutByNodes(NodeEngines(model_shape("qwen3-14b"), device("a800"), engines, RolloutOptions(16)))
+
+
+@pytest.mark.parametrize("engines", [((4, 1),), ((1, 4), (4, 1)) * 4])
+def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple[tuple[int, int], ...]) -> None:
+    law = _law(engines)
+    law.observe(snapshot(), EARLY)
+    seconds = [law.seconds(nodes) or 0.0 for nodes in (2, 4, 8)]
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert 0.49 < law.ratio(2, 4) < law.ratio(4, 8) < 1.0
+
+
+def test_of_unlike_nodes_the_last_ones_stay_in_rollout() -> None:
+    mixed, large = _law(((1, 4), (1, 4), (4, 1), (4, 1))), _law()
+    for law in (mixed, large):
+        law.observe(snapshot(), EARLY)
+    assert mixed.seconds(2) == large.seconds(2)
+    assert mixed.seconds(4) != large.seconds(4)
+
+
+def test_the_law_is_silent_before_it_saw_anything_and_learns_its_factor() -> None:
+    law = _law()
+    assert law.ratio(2, 4) == 0.5
+    assert law.unthrottled(3) is None
+    law.observe(snapshot(), EARLY)
+    model = law.seconds(3)
+    assert model is not None
+    assert law.unthrottled(3) == model
+    law.learn(3, 1.3 * model)
+    assert law.unthrottled(6) == pytest.approx(1.3 * (law.seconds(6) or 0.0))
+
+
+def test_longer_trajectories_are_seen_when_a_batch_of_them_came_in() -> None:
+    law = _law()
+    law.observe(snapshot(1000.0), EARLY)
+    before = law.seconds(4) or 0.0
+    law.observe(snapshot(4000.0, 2048), EARLY)
+    assert (law.seconds(4) or 0.0) > 2.0 * before

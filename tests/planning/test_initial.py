@@ -1,0 +1,157 @@
+"""The split of a run file that leaves it open: what it fills in runs as it says, is the best one can say, and every contradiction is a sentence."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import validate
+from libra_hpc.config.run import RunConfig
+from libra_hpc.cost_models.rollout_time import ReplicaCost
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.planning.initial import Initial, initial_plan, record
+from libra_hpc.preflight.checks import problems
+from libra_hpc.search.tp_classes import Cost, assign
+
+NODE = {"gpus": 8, "gpu_type": "a800"}
+
+
+def run_file(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[str, Any]:
+    parts = {name: {**NODE, "nodes": count} for name, count in zip(("train", "hybrid", "rollout"), nodes, strict=True)}
+    made: dict[str, Any] = {
+        "slurm": {"device": "cuda"},
+        "components": {"split": "auto", **parts},
+        "model": {"path": "qwen3-14b"},
+        "algorithm": {"prompts_per_step": 64},
+        "rollout": {"max_model_len": 32768, "max_num_seqs": 256},
+    }
+    for section, values in sections.items():
+        made[section] = {**made.get(section, {}), **values}
+    return made
+
+
+def planned(data: dict[str, Any]) -> Initial:
+    return initial_plan(validate(data))
+
+
+def node_lists(config: RunConfig) -> tuple[list[int], list[int]]:
+    count = config.components.hybrid.nodes + config.components.rollout.nodes
+    tp, engines = config.rollout.tp, config.rollout.engines_per_node
+    return tp if isinstance(tp, list) else [tp] * count, engines if isinstance(engines, list) else [engines] * count
+
+
+@pytest.mark.parametrize("nodes", [(2, 2, 2), (1, 0, 5), (6, 1, 9), (1, 30, 1)])
+@pytest.mark.parametrize("eta", [0, 1])
+def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, int, int], eta: int) -> None:
+    made = planned(run_file(nodes, algorithm={"prompts_per_step": 64, "eta": eta}))
+    config, parts = made.config, made.config.components
+    assert list(problems(config)) == []
+    assert parts.split == "explicit"
+    assert parts.train.nodes + parts.hybrid.nodes + parts.rollout.nodes == sum(nodes)
+    assert parts.train.nodes == made.plan.nodes
+    assert parts.hybrid.nodes <= nodes[1]
+    assert config.train.tp * config.train.pp == 8
+    degrees, engines = node_lists(config)
+    assert all(tp * count == 8 for tp, count in zip(degrees, engines, strict=True))
+    assert degrees == sorted(degrees), "hybrid nodes, which come first, have the smallest TP"
+    classes = {s.tp: s.replicas for s in made.plan.rollout.segments}
+    assert {tp: sum(n for t, n in zip(degrees, engines, strict=True) if t == tp) for tp in set(degrees)} == classes
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
+    made = planned(run_file(algorithm={"prompts_per_step": 64, "eta": eta}))
+    asked, pool = made.asked, made.asked.pools[0]
+    classes = [Cost(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)]
+    train = {plan.nodes: plan.train.time.total for plan in made.result.plans}
+    best = math.inf
+    for nodes, seconds in train.items():
+        for counts in itertools.product(range(pool.nodes - nodes + 1), repeat=4):
+            if sum(counts) == pool.nodes - nodes:
+                layout = assign(classes, [n * 8 // c.tp for n, c in zip(counts, classes, strict=True)], len(asked.batch.lengths.bins))
+                if layout is not None:
+                    best = min(best, max(seconds, layout.seconds) if eta else seconds + layout.seconds)
+    assert sorted(train) == [1, 2, 3, 4, 5]
+    assert made.plan.seconds == pytest.approx(best, rel=1e-3)
+
+
+def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> None:
+    data = run_file((8, 0, 2), algorithm={"prompts_per_step": 16})
+    data["components"]["rollout"] = {"gpus": 4, "gpu_type": "h100", "nodes": 2}
+    made = planned(data)
+    parts = made.config.components
+    assert parts.train.nodes + parts.hybrid.nodes == 8
+    assert parts.rollout.nodes == 2
+    degrees, engines = node_lists(made.config)
+    sizes = [8] * parts.hybrid.nodes + [4] * parts.rollout.nodes
+    assert [tp * count for tp, count in zip(degrees, engines, strict=True)] == sizes
+    assert made.plan.pool == 0
+
+
+def test_a_scheduler_that_cannot_sort_by_length_gets_one_class() -> None:
+    assert isinstance(planned(run_file(rollout={"max_model_len": 32768, "policy": "least_loaded"})).config.rollout.tp, int)
+
+
+def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
+    line = {"prompt_id": "p", "sample": 0, "prompt_tokens": 500, "turns": [{"new_tokens": 0, "gen_tokens": 900, "tool": "", "tool_s": 0.5}], "reward": 1.0}
+    (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps({**line, "sample": n}) + "\n" for n in range(40)))
+    made = planned(run_file(planner={"trace": str(tmp_path)}))
+    assert made.asked.batch.lengths.generated == pytest.approx(900)
+    assert "40 trajectories" in made.asked.lengths
+
+
+def test_the_record_says_what_was_asked_chosen_and_predicted() -> None:
+    made = planned(run_file())
+    kept = json.loads(json.dumps(record(made), allow_nan=False))
+    assert kept["chosen"]["components.train.nodes"] == made.config.components.train.nodes
+    assert len(kept["best"]) == 5
+    assert kept["best"][0] == kept["plan"]
+    assert kept["predicted"]["batch_s"] == min(plan["seconds"] for plan in kept["best"])
+    assert kept["inputs"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
+    assert set(kept["factors"].values()) == {1.0}
+    assert any("tables" in source for source in kept["sources"])
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "CPU nodes": ({"slurm": {"device": "cpu"}}, "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes"),
+    "train.tp as well": ({"train": {"tp": 4}}, "train.tp = 4: components.split = 'auto' chooses it"),
+    "rollout.tp as well": ({"rollout": {"tp": 1}}, "rollout.tp = 1: components.split = 'auto' chooses it"),
+    "hybrid_start as well": ({"planner": {"hybrid_start": "train"}}, "planner.hybrid_start = 'train': components.split = 'auto' chooses it"),
+    "unknown device": ({"planner": {"device": "a80"}}, "device = 'a80': unknown device"),
+    "unknown model": ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
+    "model too large": ({"model": {"path": "llama-3.1-70b"}, "rollout": {"max_model_len": 131072}}, "No training layout fits"),
+    "no trace": ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_is_one_sentence(case: str) -> None:
+    sections, sentence = CASES[case]
+    with pytest.raises(UserError) as caught:
+        planned(run_file(**sections))
+    assert sentence in str(caught.value)
+
+
+def test_hybrid_nodes_are_of_the_kind_that_trains() -> None:
+    data = run_file()
+    data["components"]["hybrid"] = {"gpus": 4, "gpu_type": "a800"}
+    with pytest.raises(UserError, match=r"components.hybrid.gpus = 4: .* valid: 8"):
+        planned(data)
+
+
+def test_nodes_without_gpus_are_planned_as_a_device_of_the_users_file(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        "[cpunode]\nmemory_bytes = 256e9\npeak_flops = 4e12\nhbm_bytes_s = 200e9\nintra_bytes_s = 50e9\ninter_bytes_s = 12e9\ndevices_per_node = 1\n"
+    )
+    data = run_file((2, 1, 3), slurm={"device": "cpu"}, model={"path": "qwen3-4b"}, planner={"device": "cpunode", "devices": str(tmp_path / "own.toml")})
+    for name, count in zip(("train", "hybrid", "rollout"), (2, 1, 3), strict=True):
+        data["components"][name] = {"nodes": count}
+    made = planned(data)
+    assert [(p.device.name, p.nodes, p.node_devices) for p in made.asked.pools] == [("cpunode", 6, 1)]
+    assert made.config.components.train.gpus == 0

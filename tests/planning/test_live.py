@@ -1,0 +1,88 @@
+"""The planner of a live run knows what the run file lets it know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import validate, with_values
+from libra_hpc.config.run import RunConfig
+from libra_hpc.control.decide import Planner
+from libra_hpc.control.stage_times import Split
+from libra_hpc.planning.live import Faster, live_planner
+from libra_hpc.preflight.checks import problems
+from tests.control.plant_costs import FakeSteps
+from tests.control.test_second_tier import measured, snapshot
+
+NODE = {"gpus": 4, "gpu_type": "a800"}
+
+
+def _config(**changes: Any) -> RunConfig:
+    data: dict[str, Any] = {
+        "slurm": {"device": "cuda"},
+        "model": {"path": "qwen3-14b"},
+        "components": {"train": {"nodes": 2, **NODE}, "hybrid": {"nodes": 2, **NODE}, "rollout": {"nodes": 2, **NODE}},
+        "rollout": {"tp": 4, "max_model_len": 16384},
+        "train": {"tp": 4},
+    }
+    for key, value in changes.items():
+        data[key] = {**data.get(key, {}), **value}
+    return validate(data)
+
+
+def _planner(**changes: Any) -> Planner:
+    return live_planner(_config(**changes))
+
+
+def _knows(planner: Planner) -> tuple[bool, bool]:
+    return planner.law is not None, planner.repartition is not None
+
+
+def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> None:
+    assert _knows(_planner()) == (True, True)
+
+
+def test_what_a_repartition_proposes_is_a_run_file() -> None:
+    config = _config(planner={"hybrid_start": "train"}, model={"path": "qwen3-8b"}, rollout={"max_model_len": 32768}, train={"recompute": True})
+    # As agents read it: every field counts as set.
+    config = RunConfig.model_validate_json(config.model_dump_json())
+    planner = live_planner(config)
+    assert planner.repartition is not None
+    advice = planner.repartition.advise(snapshot(), measured(600.0, 60.0, Split(2, 4)), float("-inf"), 1e6, config.planner)
+    assert advice is not None
+    config = with_values(config, advice.changes)
+    parts = config.components
+    assert parts.train.nodes == advice.candidates[0].train
+    assert parts.train.nodes + parts.hybrid.nodes + parts.rollout.nodes == 6
+    assert config.planner.hybrid_start == "rollout"
+    assert {"train.micro_tokens", "train.recompute"} <= advice.changes.keys(), "what the memory was counted with"
+    assert not list(problems(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "knows"),
+    [
+        ({"slurm": {"device": "cpu"}}, (False, False)),
+        ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1]}}, (True, True)),
+        ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1], "policy": "sticky"}}, (False, False)),
+        ({"components": {"train": {"nodes": 2, "gpus": 4, "gpu_type": "h100"}, "hybrid": {"nodes": 0}}}, (True, False)),
+        ({"components": {"rollout": {"nodes": 2, "gpus": 4, "gpu_type": "abacus"}}}, (False, False)),
+        ({"planner": {"trace": "no/such/file"}}, (True, True)),
+    ],
+)
+def test_what_the_run_file_does_not_say_is_done_without(changes: dict[str, Any], knows: tuple[bool, bool]) -> None:
+    assert _knows(_planner(**changes)) == knows
+
+
+def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
+    bare = {"nodes": 2}
+    dry_run = _planner(
+        run={"engine": "simulated"}, slurm={"device": "cpu"}, simulated={"device": "a800", "model": "qwen3-14b"},
+        components={"train": bare, "hybrid": bare, "rollout": bare}, train={"tp": 8}, rollout={"tp": 8},
+    )  # fmt: skip
+    assert _knows(dry_run) == (True, True)
+    slow = FakeSteps(2, capacity=77, fixed=1.0)
+    fast = Faster(slow, 10.0)
+    assert fast.step_s(4, 100, 8, 2) == slow.step_s(4, 100, 8, 2) / 10.0
+    assert (fast.tp, fast.kv_capacity) == (2, 77)

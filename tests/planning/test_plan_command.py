@@ -1,0 +1,232 @@
+"""`libra-hpc plan`: tables that fit, JSON, sweeps, pictures, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from libra_hpc_cli import app
+
+from libra_hpc.hardware.devices import device
+from libra_hpc.search.scaling_curve import Point, knee, steps
+
+RUN = """
+[components.train]
+nodes = 2
+gpus = 8
+gpu_type = "a800"
+[components.hybrid]
+nodes = 2
+gpus = 8
+gpu_type = "a800"
+[components.rollout]
+nodes = 2
+gpus = 8
+gpu_type = "a800"
+[model]
+path = "qwen3-14b"
+[algorithm]
+prompts_per_step = 64
+[rollout]
+max_model_len = 32768
+max_num_seqs = 256
+"""
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = app.run(("plan", "run.toml", *arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("more", [(), ("--explain",), ("--gpus", "16..64"), ("--layouts", "node"), ("--even",), ("-o", "algorithm.eta=0")])
+def test_tables_fit_a_hundred_columns(call: Call, more: tuple[str, ...]) -> None:
+    code, out, err = call(*more)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 100
+    assert "TP8" in out
+    assert "tokens/s" in out
+
+
+def test_the_default_tells_split_limits_and_sources(call: Call) -> None:
+    _, out, _ = call()
+    assert "qwen3-14b on 48 x a800 (6 nodes of 8); 512 trajectories a batch, eta 1 (stages overlap)" in out
+    assert "assumed log-normal" in out
+    assert "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel" in out
+    assert "rollout steps: operator tables" in out
+    assert "proved optimal" in out
+    assert "choices do not fit (--explain for all)" in out
+    assert "GB over" in out
+
+
+def test_small_figures_keep_two_digits_and_nothing_excluded_is_said(call: Call, tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256}
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": 32, "torch_dtype": "bfloat16", **shape}))
+    _, out, _ = call("--model", "tiny", "--explain")
+    assert re.search(r"forward and backward +\d[.\d]* ms +\d+%", out)
+    assert re.search(r"weights +0\.000\d+ ", out)
+    assert re.search(r"\n \d+ x TP1 .* \d+\.\d s ", out)
+    assert "nothing was excluded" in out
+    assert "because" not in out
+
+
+def test_json_is_the_whole_result(call: Call) -> None:
+    code, out, _ = call("--json", "--best", "3")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["plans"]) == 3
+    best = found["plans"][0]
+    layout = best["train"]["layout"]
+    assert layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 8 * best["nodes"]
+    assert best["seconds"] >= max(segment["seconds"] for segment in best["rollout"]["segments"])
+    assert found["request"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
+    assert found["gap"] == 0.0
+
+
+def test_components_of_two_kinds_are_two_pools(call: Call) -> None:
+    code, out, _ = call("-o", "components.rollout.gpu_type=h100", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["request"]["pools"] == [{"device": "a800", "nodes": 4, "node_devices": 8}, {"device": "h100", "nodes": 2, "node_devices": 8}]
+    assert {s["pool"] for s in found["plans"][0]["rollout"]["segments"]} <= {0, 1}
+    code, out, _ = call("-o", "components.rollout.gpu_type=h100")
+    assert code == 0
+    assert "32 x a800 (4 nodes of 8) + 16 x h100 (2 nodes of 8)" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_sweep_is_a_curve_with_its_knee(call: Call, tmp_path: Path) -> None:
+    code, out, _ = call("--gpus", "16..128", "--json", "--plot", "curve.png")
+    found = json.loads(out)
+    assert code == 0
+    assert [p["devices"] for p in found["points"]] == list(range(16, 129, 8))
+    speeds = [p["plan"]["tokens_s"] for p in found["points"]]
+    assert speeds == sorted(speeds)
+    assert 16 < found["knee"] < 128
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
+    turn = {"new_tokens": 0, "gen_tokens": 500, "tool": None, "outcome": None, "tool_s": 0.0}
+    lines = [json.dumps({"prompt_id": f"p{i}", "sample": 0, "prompt_tokens": 100, "turns": [turn], "reward": None}) for i in range(20)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    code, out, _ = call("--trace", "trace.jsonl")
+    assert code == 0
+    assert "lengths: 20 trajectories of trace.jsonl" in out
+    assert "generated 500 tokens, longest 500; context up to 600" in out
+
+
+def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "more.toml").write_text(
+        "[mi250x]\nmemory_bytes = 64e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 50e9\ninter_bytes_s = 25e9\ndevices_per_node = 8\n"
+    )
+    code, out, _ = call("--devices", "more.toml", "--device", "mi250x", "--gpus", "32")
+    assert code == 0
+    assert "rollout steps: roofline of qwen3-14b on mi250x" in out
+
+
+MISTAKES: dict[tuple[str, ...], str] = {
+    ("--devices", "absent"): "device file = 'absent': No such file or directory; valid: ",
+    ("--gpus", "99999999"): "--gpus = '99999999': too many to search through; valid: at most 65536.",
+    ("--device", "a80"): "device = 'a80': unknown device; valid: ",
+    ("-o", "components.train.gpu_type=a80"): "components.train.gpu_type = 'a80': unknown device; valid: ",
+    ("--model", "qwen3-14"): "(did you mean 'qwen3-14b'?)",
+    ("-o", "model.path="): "model.path = '': not given; valid: a model folder",
+    ("--gpus", "20"): "gpus = 20: nodes have 8 of them and each stage needs a node; valid: a multiple of 8 from 16.",
+    ("--gpus", "8..64"): "gpus = 8: nodes have 8",
+    ("--gpus", "64..16"): "--gpus = '64..16': an empty range",
+    ("--gpus", "many"): "--gpus = 'many': malformed; valid: a number such as 48 or a range such as 16..128.",
+    ("--trace", "absent.jsonl"): "absent.jsonl cannot be read",
+    ("--generated", "0"): "generated = 0.0: out of range; valid: a number >= 1.",
+    ("--layouts", "nodes"): "--layouts = 'nodes': unknown value; valid: any, node (did you mean 'node'?).",
+    ("-o", "components.hybrid.gpus=0"): "components.hybrid.gpus = 0: the other components have GPUs",
+    ("-o", "components.rollout.gpu_type="): "components.rollout.gpu_type = '': the planner has to know the GPU",
+    ("--plot", "no/such/folder.png"): "no/such/folder.png: the picture cannot be written (No such file or directory).",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_one_sentence(call: Call, arguments: tuple[str, ...]) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert MISTAKES[arguments] in line
+
+
+def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) -> None:
+    dry_run = RUN.replace('[model]\npath = "qwen3-14b"\n', '[simulated]\nmodel = "qwen3-8b"\n')
+    assert dry_run != RUN
+    (tmp_path / "run.toml").write_text(dry_run)
+    code, _, told = call()
+    assert (code, "model.path = ''" in told) == (2, True), "a real run needs a model of its own"
+    (tmp_path / "run.toml").write_text('[run]\nengine = "simulated"\n' + dry_run)
+    code, told, _ = call("--json")
+    assert code == 0
+    assert json.loads(told)["request"]["model"] == "qwen3-8b"
+
+
+def test_a_model_that_cannot_be_trained_is_planned_for_study_and_never_split(call: Call) -> None:
+    note = "this version cannot train qwen3-30b-a3b (a mixture of experts, and this version trains dense models only); the plan is for study"
+    code, out, _ = call("--model", "qwen3-30b-a3b")
+    assert code == 0
+    assert note in " ".join(out.split())
+    assert note in json.loads(call("--model", "qwen3-30b-a3b", "--json")[1])["request"]["notes"]
+    assert "cannot train" not in call()[1]
+    auto = ("-o", "components.split=auto", "-o", "slurm.device=cuda", "-o", "planner.model=qwen3-30b-a3b", "-o", "algorithm.prompts_per_step=8")
+    code, _, err = call(*auto)
+    assert code == 2
+    assert "components.split = 'auto': this version cannot train qwen3-30b-a3b (a mixture of experts" in err
+
+
+def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npath = "qwen3-14b"\n')
+    code, _, err = call()
+    assert code == 2
+    assert "no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and --device." in err
+    assert call("--gpus", "16", "--device", "a800")[0] == 0
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys, libra_hpc_cli.plan; print([m for m in ('torch', 'numpy', 'pandas', 'matplotlib', 'vllm', 'mpi4py') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_points_of_a_sweep() -> None:
+    assert steps(2, 6) == [2, 3, 4, 5, 6]
+    many = steps(2, 1280)
+    assert (many[0], many[-1], len(many)) == (2, 1280, 16)
+
+
+def curve(*speeds: float) -> list[Point]:
+    """Points of 8, 16, ... devices with so many tokens per second."""
+    from libra_hpc.search.best_plan import DevicePool, RunPlan, plan
+    from libra_hpc.search.tp_classes import Layout
+    from tests.control.plant_costs import QWEN, agentic, fake
+
+    made = plan(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake, keep=1).plans[0]
+    return [Point(8 * i, RunPlan(0, 1, made.train, Layout(made.rollout.segments), 1.0, speed)) for i, speed in enumerate(speeds, 1)]
+
+
+def test_knee() -> None:
+    assert knee(curve(100, 200, 300, 310, 320)) == 2
+    assert knee(curve(100, 100.2, 100.3, 100.3)) == 0
+    assert knee(curve(100, 200, 300, 400)) is None
+    assert knee(curve(100, 110, 130, 200)) is None
+    assert knee(curve(100, 200)) is None
+    assert knee(curve(100, 100, 100)) == 0
