@@ -35,6 +35,7 @@ chaos: dev
 
 lint: dev
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy libra_hpc cli envs sbatch
 
 bench: venv

@@ -1,8 +1,9 @@
 """The bare loops that `bench/loop.py` compares with, each in a process of its own; prints one JSON line.
 
-``vllm``: the recorded prompts, all queued at once on an engine with the same arguments, each continued by the recorded number of tokens; no leader, no
-agent, no environment.  ``megatron``: mcore's model, DDP wrapper, schedule and optimizer over the recorded batches, packed the same way, with the plain
-policy-gradient sum as loss; no leader, no agent, no export, no snapshot, no metrics.
+``vllm``: the recorded prompts, all queued at once on an engine with the same arguments, each continued by the recorded
+number of tokens; no leader, no agent, no environment.  ``megatron``: mcore's model, DDP wrapper, schedule and optimizer
+over the recorded batches, packed the same way, with the plain policy-gradient sum as loss; no leader, no agent, no
+export, no snapshot, no metrics.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ def vllm(config: RunConfig, payload: bytes) -> float:
 
     rollout = config.rollout
     engine_config = EngineConfig(
-        model=config.model.path, dtype=config.model.dtype, max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
-        kv_cache_mb=rollout.kv_cache_mb, block_size=rollout.block_size, threads=rollout.threads,
-    )  # fmt: skip
+        model=config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_mb=rollout.kv_cache_mb,
+        block_size=rollout.block_size,
+        threads=rollout.threads,
+    )
     prepare_process(engine_config)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
@@ -43,7 +49,12 @@ def vllm(config: RunConfig, payload: bytes) -> float:
         ids = array("i")
         ids.frombytes(prompt)
         sampling = SamplingParams(
-            max_tokens=length, min_tokens=length, temperature=temperature, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=length,
+            min_tokens=length,
+            temperature=temperature,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         engine.add_request(str(i), {"prompt_token_ids": ids.tolist()}, sampling)
     points: Rates = [(time.monotonic(), 0)]
@@ -72,7 +83,9 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 
     device = choose("cpu", 0, config.train.threads)
     split = init_world(device, 1, 1, 0, local_store(), 60.0)
-    engine = TrainEngine(read_shape(Path(config.model.path)), device, torch.float32, split, OptimizerSettings(lr=config.optimizer.lr))
+    engine = TrainEngine(
+        read_shape(Path(config.model.path)), device, torch.float32, split, OptimizerSettings(lr=config.optimizer.lr)
+    )
     start(engine, Path(config.model.path), "")
     batches = msgspec.msgpack.decode(payload, type=list[Batch])
     run = get_forward_backward_func()
@@ -99,9 +112,14 @@ def megatron(config: RunConfig, payload: bytes) -> float:
         with compat.mcore_device():
             if packs:
                 run(
-                    forward_step_func=forward, data_iterator=iter(packs), model=[model], num_microbatches=len(packs),
-                    seq_length=max(p.tokens.shape[1] for p in packs), micro_batch_size=1, forward_only=False,
-                )  # fmt: skip
+                    forward_step_func=forward,
+                    data_iterator=iter(packs),
+                    model=[model],
+                    num_microbatches=len(packs),
+                    seq_length=max(p.tokens.shape[1] for p in packs),
+                    micro_batch_size=1,
+                    forward_only=False,
+                )
             model.scale_gradients(1.0 / max(1, sum(len(p.targets) for p in packs)))
             optimizer.step()
         tokens += sum(p.tokens.shape[1] for p in packs)

@@ -1,7 +1,8 @@
 """Fifty faults in one run: what each costs, and whether the run learned what it would have learned without them.
 
-The quickstart's run with real engines (Megatron-Core, vLLM, environment hosts), once undisturbed and once with faults drawn from a seed, one after the other.
-A fault waits until the last one is over: every node at work again, and a new step committed.
+The quickstart's run with real engines (Megatron-Core, vLLM, environment hosts), once undisturbed and once with faults
+drawn from a seed, one after the other. A fault waits until the last one is over: every node at work again, and a new
+step committed.
 
     python -m bench.chaos [--faults 50] [--seed 0] [--steps 800] [--executor local]      about an hour on two cores
 """
@@ -32,13 +33,20 @@ PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
 PATIENCE_S = 300.0
 AT_WORK = ("train", "rollout")
 OVERRIDES = {
-    "components.hybrid.nodes": 1, "checkpoint.every": 10, "slurm.restarts": 1000, "deadlines.floor_s": 10.0, "deadlines.first_s": 90.0,
-    "deadlines.restarts": 50, "planner.moves_per_hour": 60, "slurm.time_limit": '"04:00:00"',
-}  # fmt: skip
+    "components.hybrid.nodes": 1,
+    "checkpoint.every": 10,
+    "slurm.restarts": 1000,
+    "deadlines.floor_s": 10.0,
+    "deadlines.first_s": 90.0,
+    "deadlines.restarts": 50,
+    "planner.moves_per_hour": 60,
+    "slurm.time_limit": '"04:00:00"',
+}
 
 
 class Kind(NamedTuple):
-    """A kind of fault: a signal to the agent of a rank, or to its child that runs ``module``; ``stopped_s`` > 0: it is continued after so long."""
+    """A kind of fault: a signal to the agent of a rank, or to its child that runs ``module``; ``stopped_s`` > 0: it
+    is continued after so long."""
 
     name: str
     weight: int
@@ -76,9 +84,22 @@ class Victim:
     """A run in progress."""
 
     def __init__(self, folder: Path, model: Path, steps: int, seed: int, executor: str) -> None:
-        changes = {**OVERRIDES, "run.steps": steps, "run.seed": seed, "run.dir": f'"{folder}"', "model.path": f'"{model}"'}
+        changes = {
+            **OVERRIDES,
+            "run.steps": steps,
+            "run.seed": seed,
+            "run.dir": f'"{folder}"',
+            "model.path": f'"{model}"',
+        }
         words = [word for key, value in changes.items() for word in ("-o", f"{key}={value}")]
-        command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(ROOT / "examples" / "quickstart.toml"), "--executor", executor, *words]
+        command = [
+            str(Path(sys.executable).with_name("libra-hpc")),
+            "submit",
+            str(ROOT / "examples" / "quickstart.toml"),
+            "--executor",
+            executor,
+            *words,
+        ]
         subprocess.run(command, check=True, env=engine_environment(), stdout=subprocess.DEVNULL)
         self.run, self._steps = RunDir(folder / "quickstart-001"), steps
 
@@ -109,7 +130,9 @@ class Victim:
             return False
         nodes = [node for node in status["nodes"] if node["component"] != "planner"]
         return all(
-            node["role"] in AT_WORK and any(state == "ready" and name[0] == node["role"][0] for name, state in node["engines"].items()) for node in nodes
+            node["role"] in AT_WORK
+            and any(state == "ready" and name[0] == node["role"][0] for name, state in node["engines"].items())
+            for node in nodes
         )
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -119,7 +142,9 @@ class Victim:
             if self.step() != step:
                 stepped, step = time.monotonic(), self.step()
             if time.monotonic() - stepped > PATIENCE_S:
-                raise SystemExit(f"no step for {PATIENCE_S:.0f} s: {self.run.read_json(self.run.status).get('message')}")
+                raise SystemExit(
+                    f"no step for {PATIENCE_S:.0f} s: {self.run.read_json(self.run.status).get('message')}"
+                )
             time.sleep(0.1)
 
 
@@ -158,7 +183,12 @@ def disturbed(victim: Victim, faults: int, steps: int, seed: int) -> list[Fault]
         fault = inject(victim, kind, rng.choice(kind.ranks))
         if fault is not None:
             done.append(fault)
-            print(f"{len(done)}/{faults} at step {fault.step}: {fault.name}: {fault.next_step_s:.1f} s, {fault.full_s:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{len(done)}/{faults} at step {fault.step}: {fault.name}: {fault.next_step_s:.1f} s,"
+                f" {fault.full_s:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     victim.wait(victim.over)
     return done
 
@@ -176,12 +206,17 @@ def facts(victim: Victim) -> dict[str, Any]:
     for event in kept:
         dropped.update(event["dropped"])
     return {
-        "state": run.read_json(run.result).get("state"), "message": run.read_json(run.result).get("message"),
-        "steps_once": [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "steps": len(rows),
-        "trained_groups": position["low"] + len(position["extra"]), "restarts": len(victim.events("recovered")),
-        "staleness_max": max(row["staleness_max"] for row in rows), "reward": sum(last) / len(last),
-        "kept": sum(event["trajectories"] for event in kept), "dropped": dict(dropped),
-    }  # fmt: skip
+        "state": run.read_json(run.result).get("state"),
+        "message": run.read_json(run.result).get("message"),
+        "steps_once": [row["step"] for row in rows] == list(range(1, len(rows) + 1)),
+        "steps": len(rows),
+        "trained_groups": position["low"] + len(position["extra"]),
+        "restarts": len(victim.events("recovered")),
+        "staleness_max": max(row["staleness_max"] for row in rows),
+        "reward": sum(last) / len(last),
+        "kept": sum(event["trajectories"] for event in kept),
+        "dropped": dict(dropped),
+    }
 
 
 def main() -> None:
@@ -210,9 +245,14 @@ def main() -> None:
             steps, full = [fault.next_step_s for fault in found], [fault.full_s for fault in found]
             rows.append([kind.name, len(found), median(steps), max(steps), median(full), max(full)])
     notes = [f"{name}: {json.dumps(end)}" for name, end in ends.items()]
-    notes.append(f"{len(faults)} faults, seed {arguments.seed}, {arguments.steps} steps of 8 prompts x 8; seconds from the fault.")
+    notes.append(
+        f"{len(faults)} faults, seed {arguments.seed}, {arguments.steps} steps of 8 prompts x 8; seconds from the"
+        " fault."
+    )
     columns = ["fault", "times", "next step, median s", "max", "full strength, median s", "max"]
-    report("chaos", "What a fault costs", columns, rows, notes, {"faults": [fault._asdict() for fault in faults], **ends})
+    report(
+        "chaos", "What a fault costs", columns, rows, notes, {"faults": [fault._asdict() for fault in faults], **ends}
+    )
 
 
 if __name__ == "__main__":

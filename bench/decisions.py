@@ -1,10 +1,11 @@
 """What one scheduling decision costs: C-MLFQ at 10,000 turns in flight over 64 engines of three TP classes.
 
-One decision = `Policy.key` (the step in the causal tree and the estimate) + `Policy.route` + the board's `sent` and `answered`.  The policy is warm: 4,000
-trajectories of groups of eight have finished.  Each trajectory makes its next turn in random order, so caches see what a leader's do.  Times are of single
-calls, less the cost of reading the clock: wall time, which is what a turn waits, and the thread's CPU time, which leaves out what other processes of a
-shared machine take.  Every pass is a process of its own, compiled and interpreted (`libra_hpc.compiled`) by turns.  Each quantile is the median over the
-passes.
+One decision = `Policy.key` (the step in the causal tree and the estimate) + `Policy.route` + the board's `sent` and
+`answered`.  The policy is warm: 4,000 trajectories of groups of eight have finished.  Each trajectory makes its next
+turn in random order, so caches see what a leader's do.  Times are of single calls, less the cost of reading the clock:
+wall time, which is what a turn waits, and the thread's CPU time, which leaves out what other processes of a shared
+machine take.  Every pass is a process of its own, compiled and interpreted (`libra_hpc.compiled`) by turns.  Each
+quantile is the median over the passes.
 
     python -m bench.decisions [--passes 5]
 """
@@ -46,9 +47,15 @@ CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "CPU": tim
 def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
     """Results of random tools."""
     return tuple(
-        Signal(rng.choice(("bash", "edit", "search")), rng.choice(("ok", "ok", "error")), rng.randrange(2000), rng.expovariate(1.0), rng.choice((0, 0, 1)))
+        Signal(
+            rng.choice(("bash", "edit", "search")),
+            rng.choice(("ok", "ok", "error")),
+            rng.randrange(2000),
+            rng.expovariate(1.0),
+            rng.choice((0, 0, 1)),
+        )
         for _ in range(count)
-    )  # fmt: skip
+    )
 
 
 def record(rng: random.Random, name: str, prompt: str) -> Finished:
@@ -73,11 +80,20 @@ def views(rng: random.Random, count: int, at: dict[str, str]) -> list[TurnView]:
     """The next turns of ``count`` trajectories that have done six."""
     return [
         TurnView(
-            f"t{i}", f"p{i // 8}", i % 8, "task", rng.randrange(2000, 40_000), rng.randrange(200, 6000), 6, 100.0, at.get(f"t{i}", ""), signals(rng, 6),
+            f"t{i}",
+            f"p{i // 8}",
+            i % 8,
+            "task",
+            rng.randrange(2000, 40_000),
+            rng.randrange(200, 6000),
+            6,
+            100.0,
+            at.get(f"t{i}", ""),
+            signals(rng, 6),
             LIMIT,
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
@@ -96,11 +112,16 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
     extra = signals(rng, 1)
     nexts = [
         replace(
-            t, context_tokens=t.context_tokens + 600, attained_tokens=t.attained_tokens + 150, turns=7, ready_at=101.0, engine=at[t.trajectory],
+            t,
+            context_tokens=t.context_tokens + 600,
+            attained_tokens=t.attained_tokens + 150,
+            turns=7,
+            ready_at=101.0,
+            engine=at[t.trajectory],
             signals=t.signals + extra,
         )
         for t in turns
-    ]  # fmt: skip
+    ]
     order = list(range(INFLIGHT))
     rng.shuffle(order)
     empty = median([-clock() + clock() for _ in range(1000)])
@@ -117,7 +138,17 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
         decisions.append((clock() - start - empty) / 1000)
     for i in order[:FINISHED]:
         done = record(rng, f"t{i}", f"p{i // 8}")
-        done = Finished(done.trajectory, done.prompt_id, i % 8, "task", done.generated_tokens + 6000, 8, done.at_signal[:7], nexts[i].signals, 0)
+        done = Finished(
+            done.trajectory,
+            done.prompt_id,
+            i % 8,
+            "task",
+            done.generated_tokens + 6000,
+            8,
+            done.at_signal[:7],
+            nexts[i].signals,
+            0,
+        )
         start = clock()
         policy.finished(done, 102.0)
         ends.append((clock() - start - empty) / 1000)
@@ -133,7 +164,9 @@ def children(passes: int) -> dict[str, list[dict[str, list[float]]]]:
         for way, flag in ways.items():
             for clock in CLOCKS:
                 command = [sys.executable, "-m", "bench.decisions", "--seed", str(seed), "--clock", clock]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | {compiled.INTERPRETED: flag})
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, check=True, env=os.environ | {compiled.INTERPRETED: flag}
+                )
                 found.setdefault(f"{way}, {clock}", []).append(json.loads(done.stdout))
     return found
 
@@ -154,12 +187,24 @@ def main() -> None:
     for what, bounds in (("decision", "5 / 20"), ("finished", "50")):
         for way, passes in raw.items():
             quantiles = [[one[what][i] for one in passes] for i in range(len(QUANTILES))]
-            rows.append((f"{what}, {way}", *map(median, quantiles), f"{min(quantiles[0]):.3g}..{max(quantiles[0]):.3g}", bounds))
+            rows.append(
+                (f"{what}, {way}", *map(median, quantiles), f"{min(quantiles[0]):.3g}..{max(quantiles[0]):.3g}", bounds)
+            )
     notes = (
-        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; medians over {given.passes} passes, by turns.",
+        (
+            f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; medians over"
+            f" {given.passes} passes, by turns."
+        ),
         "A decision is answered + key + route + sent; finished is of trajectories with seven signals.",
     )
-    report("decisions", "Cost of scheduling, microseconds", ("what", "p50", "p90", "p99", "range of p50", "aim p50 / p99"), rows, notes, raw)
+    report(
+        "decisions",
+        "Cost of scheduling, microseconds",
+        ("what", "p50", "p90", "p99", "range of p50", "aim p50 / p99"),
+        rows,
+        notes,
+        raw,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Model folders of real size with random weights, for measurements on a GPU: time and memory do not depend on what the weights say.
+"""Model folders of real size with random weights, for measurements on a GPU: time and memory do not depend on what the
+weights say.
 
-The tensors are those that trainer and engine expect (`libra_hpc.weights.names.hf_shapes`), bfloat16, drawn on the GPU and written to ``/dev/shm``.
+The tensors are those that trainer and engine expect (`libra_hpc.weights.names.hf_shapes`), bfloat16, drawn on the GPU
+and written to ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -20,19 +22,34 @@ from libra_hpc.weights.names import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
 SPREAD = 0.02
-"""Standard deviation of the weights, the usual one of an untrained transformer: activations neither vanish nor overflow."""
+"""Standard deviation of the weights, the usual one of an untrained transformer: activations neither vanish nor
+overflow."""
 MAX_POSITIONS = 40960
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
     """The ``config.json`` of a dense Qwen3 of this shape."""
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": MAX_POSITIONS, "attention_bias": False, "use_sliding_window": False, "bos_token_id": 1,
-        "eos_token_id": 2, "num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "intermediate_size": shape.intermediate, "vocab_size": shape.vocab,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": MAX_POSITIONS,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied_embeddings,
-    }  # fmt: skip
+    }
 
 
 @contextmanager

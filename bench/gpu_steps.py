@@ -1,9 +1,11 @@
-"""Are the step times that planner and simulator use those of this GPU?  Real vLLM steps of a model of real size against the operator tables.
+"""Are the step times that planner and simulator use those of this GPU?  Real vLLM steps of a model of real size against
+the operator tables.
 
     python -m bench.gpu_steps --device h200 --models qwen3-4b,qwen3-8b
 
-For each model an engine with random weights is measured as `libra-hpc calibrate` does, and every measured step is compared with what the tables say of
-it.  Neither side knows the other: the tables come from operators measured elsewhere (`libra_hpc/hardware/tables`).
+For each model an engine with random weights is measured as `libra-hpc calibrate` does, and every measured step is
+compared with what the tables say of it.  Neither side knows the other: the tables come from operators measured
+elsewhere (`libra_hpc/hardware/tables`).
 """
 
 from __future__ import annotations
@@ -39,11 +41,24 @@ def kind(point: StepPoint) -> str:
 
 def measure(model: Path, device: str, name: str, out: Path, max_model_len: int, max_num_seqs: int) -> None:
     """Run the calibration in a process of its own, which gives the GPU back at its end."""
-    config = EngineConfig(model=str(model), dtype="bfloat16", device="cuda", max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    config = EngineConfig(
+        model=str(model), dtype="bfloat16", device="cuda", max_model_len=max_model_len, max_num_seqs=max_num_seqs
+    )
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(msgspec.json.encode(config))
         file.flush()
-        argv = ["-m", "libra_hpc.rollout.measure_steps", "--config", file.name, "--device", device, "--model", name, "--out", str(out)]
+        argv = [
+            "-m",
+            "libra_hpc.rollout.measure_steps",
+            "--config",
+            file.name,
+            "--device",
+            device,
+            "--model",
+            name,
+            "--out",
+            str(out),
+        ]
         subprocess.run([sys.executable, *argv], check=True)
 
 
@@ -71,11 +86,33 @@ def main() -> None:
             by_table = [tables.step_s(*step) / p.seconds for step, p in zip(steps, points, strict=True)]
             by_roofline = [roofline.step_s(*step) / p.seconds for step, p in zip(steps, points, strict=True)]
             spread = f"{quantile(by_table, 0.1):.2f}..{quantile(by_table, 0.9):.2f}"
-            rows.append([name, label, len(points), 1e3 * median([p.seconds for p in points]), median(by_table), spread, median(by_roofline)])
+            rows.append(
+                [
+                    name,
+                    label,
+                    len(points),
+                    1e3 * median([p.seconds for p in points]),
+                    median(by_table),
+                    spread,
+                    median(by_roofline),
+                ]
+            )
             raw.append({"model": name, "kind": label, "tables": by_table, "roofline": by_roofline})
         capacity, fit = found.kv_capacity[1], fit_steps(found.points)
-        rows.append([name, "KV capacity, tokens", "", capacity, tables.kv_capacity / capacity, "", roofline.kv_capacity / capacity])
-        rows.append([name, "own fit, median error", fit.points, "", f"{fit.median_error:.1%}", f"p90 {fit.p90_error:.1%}", ""])
+        rows.append(
+            [
+                name,
+                "KV capacity, tokens",
+                "",
+                capacity,
+                tables.kv_capacity / capacity,
+                "",
+                roofline.kv_capacity / capacity,
+            ]
+        )
+        rows.append(
+            [name, "own fit, median error", fit.points, "", f"{fit.median_error:.1%}", f"p90 {fit.p90_error:.1%}", ""]
+        )
     columns = ["model", "steps", "number", "median, ms", "tables / real", "p10..p90", "roofline / real"]
     limits = f"contexts up to {arguments.max_model_len} tokens, up to {arguments.max_num_seqs} sequences"
     notes = [f"vLLM in bfloat16, TP 1, {limits}; long: 3,000 tokens and more."]

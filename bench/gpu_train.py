@@ -2,8 +2,9 @@
 
     python -m bench.gpu_train --device h200 --model qwen3-4b [--micro-tokens 4096,8192]
 
-A Megatron-Core replica of one GPU takes GRPO steps over random trajectories; seconds and the allocator's peak are compared with `TrainCost`, which knows
-the shape, the device's data sheet and the lengths.  Then the replica goes to standby and comes back, and writes its weights as at every step of a run.
+A Megatron-Core replica of one GPU takes GRPO steps over random trajectories; seconds and the allocator's peak are
+compared with `TrainCost`, which knows the shape, the device's data sheet and the lengths.  Then the replica goes to
+standby and comes back, and writes its weights as at every step of a run.
 """
 
 from __future__ import annotations
@@ -52,7 +53,15 @@ def trajectories(seed: int, vocab: int) -> list[Sample]:
         n = int(LENGTHS[0] * (LENGTHS[1] / LENGTHS[0]) ** source.random())
         mask = [0] * (n - n // 3) + [1] * (n // 3)
         tokens = [source.randrange(3, vocab) for _ in range(n)]
-        out.append(Sample(f"{seed}-{i}", pack_i32(tokens), bytes(mask), pack_f32([-12.0 * m for m in mask]), source.choice((-1.0, 1.0))))
+        out.append(
+            Sample(
+                f"{seed}-{i}",
+                pack_i32(tokens),
+                bytes(mask),
+                pack_f32([-12.0 * m for m in mask]),
+                source.choice((-1.0, 1.0)),
+            )
+        )
     return out
 
 
@@ -92,7 +101,9 @@ def main() -> None:
                 loss_tokens = sum(sum(s.loss_mask) for s in samples)
                 done = trainer.step(TrainStep(engine.state.step + 1, 0, (tuple(samples),), (loss_tokens,)))
                 observed = [Observed(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
-                cost = TrainCost(shape, device, 8, BatchWork(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1))
+                cost = TrainCost(
+                    shape, device, 8, BatchWork(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1)
+                )
                 layout = TrainLayout(1, 1, 1, 1, 1, micro_tokens)
                 if number:
                     got.append((done.compute_s, done.optimizer_s))
@@ -106,21 +117,51 @@ def main() -> None:
                 ("  forward and backward, s", median([c for c, _ in got]), median([t.compute for t in expected])),
                 ("  optimizer, s", median([o for _, o in got]), median([t.optimizer for t in expected])),
                 ("MFU", mfu, median([t.mfu for t in expected])),
-                ("weights + gradients + optimizer, GB", state_bytes / 1e9, (memory.weights + memory.gradients + memory.optimizer) / 1e9),
-                ("activations + logits at the peak, GB", (peak - state_bytes) / 1e9, (memory.activations + memory.logits) / 1e9),
+                (
+                    "weights + gradients + optimizer, GB",
+                    state_bytes / 1e9,
+                    (memory.weights + memory.gradients + memory.optimizer) / 1e9,
+                ),
+                (
+                    "activations + logits at the peak, GB",
+                    (peak - state_bytes) / 1e9,
+                    (memory.activations + memory.logits) / 1e9,
+                ),
                 ("peak, GB", peak / 1e9, (memory.total - memory.workspace) / 1e9),
             ):
                 rows.append([f"micro {micro_tokens}", label, real, said, said / real])
-            raw.append({"micro_tokens": micro_tokens, "seconds": got, "predicted": [t.total for t in expected], "peak": peak, "state": state_bytes})
+            raw.append(
+                {
+                    "micro_tokens": micro_tokens,
+                    "seconds": got,
+                    "predicted": [t.total for t in expected],
+                    "peak": peak,
+                    "state": state_bytes,
+                }
+            )
         for _ in range(2):
             release, reclaim = timed(engine.release), timed(engine.reclaim)
         written = timed(lambda: checkpoint.export(engine, Path(scratch) / "weights.safetensors"))
         size = (Path(scratch) / "weights.safetensors").stat().st_size / 1e9
-        for label, took in (("to standby, s", release), ("back from standby, s", reclaim), (f"export of {size:.1f} GB to /dev/shm, s", written)):
+        for label, took in (
+            ("to standby, s", release),
+            ("back from standby, s", reclaim),
+            (f"export of {size:.1f} GB to /dev/shm, s", written),
+        ):
             rows.append(["move", label, took, "", ""])
     columns = ["", "what", "real", "planner", "planner / real"]
-    notes = [f"{TRAJECTORIES} trajectories of {LENGTHS[0]} to {LENGTHS[1]} tokens, log-uniform; one optimizer step; medians of {STEPS - 1}."]
-    report("gpu_train", f"Training {arguments.model} on one {arguments.device} against the planner's model", columns, rows, notes, raw)
+    notes = [
+        f"{TRAJECTORIES} trajectories of {LENGTHS[0]} to {LENGTHS[1]} tokens, log-uniform; one optimizer step; medians"
+        f" of {STEPS - 1}."
+    ]
+    report(
+        "gpu_train",
+        f"Training {arguments.model} on one {arguments.device} against the planner's model",
+        columns,
+        rows,
+        notes,
+        raw,
+    )
 
 
 if __name__ == "__main__":

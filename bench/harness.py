@@ -1,6 +1,7 @@
 """What the benchmarks share: one-process wiring of real engines without MPI, tiny inputs, and the report.
 
-`LocalMesh` delivers mesh messages inside one process through the event loop; everything else (leader, node halves, child processes) is the production code.
+`LocalMesh` delivers mesh messages inside one process through the event loop; everything else (leader, node halves,
+child processes) is the production code.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class LocalMesh:
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[Any, bytes], None]] = {}
 
-    def send(self, rank: int, message: Any, blob: bytes | memoryview = b"", done: Callable[[bool], None] | None = None) -> None:
+    def send(
+        self, rank: int, message: Any, blob: bytes | memoryview = b"", done: Callable[[bool], None] | None = None
+    ) -> None:
         """Deliver soon; a message to a rank without handler is dropped."""
         handler = self.handlers.get(rank)
         if done is not None:
@@ -61,9 +64,17 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    memory = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    memory = next(
+        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")
+    )
     cores = len(os.sched_getaffinity(0))
-    return {"cpu": model, "cores": cores, "memory_gib": round(memory / 2**20, 1), "python": platform.python_version(), "load": os.getloadavg()[0]}
+    return {
+        "cpu": model,
+        "cores": cores,
+        "memory_gib": round(memory / 2**20, 1),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
 
 
 def policy(seed: int, steps: int = 3000) -> Path:
@@ -71,8 +82,16 @@ def policy(seed: int, steps: int = 3000) -> Path:
     folder = POLICIES / f"bench-{seed}"
     if not (folder / "config.json").exists():
         print(f"making {folder.name} ({steps} supervised steps) ...", file=sys.stderr)
-        code = f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, seed={seed}, steps={steps})"
-        subprocess.run([sys.executable, "-c", code], check=True, env=engine_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        code = (
+            f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, seed={seed}, steps={steps})"
+        )
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            env=engine_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     return folder
 
 
@@ -81,7 +100,9 @@ def engine_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], raw: Any) -> None:
+def report(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], raw: Any
+) -> None:
     """Print the table and write the JSON file."""
     where = machine()
     table = Table(title=title)
@@ -93,14 +114,27 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
-    console.print(f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}, load {where['load']:.1f}", highlight=False)
+    console.print(
+        f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}, load"
+        f" {where['load']:.1f}",
+        highlight=False,
+    )
     RESULTS.mkdir(exist_ok=True)
     at = time.strftime("%Y-%m-%dT%H:%M:%S")
-    stamp = {"benchmark": name, "machine": where, "at": at, "columns": list(columns), "rows": [list(r) for r in rows], "raw": raw}
+    stamp = {
+        "benchmark": name,
+        "machine": where,
+        "at": at,
+        "columns": list(columns),
+        "rows": [list(r) for r in rows],
+        "raw": raw,
+    }
     (RESULTS / f"{name}.json").write_text(json.dumps(stamp, indent=1) + "\n")
 
 
-def by_work(pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]) -> dict[str, list[Row]]:
+def by_work(
+    pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]
+) -> dict[str, list[Row]]:
     """Play ``jobs``, (work, seed, ...), in order, and say each row as it comes; rows by work."""
     found: dict[str, list[Row]] = {job[0]: [] for job in jobs}
     for job, row in zip(jobs, pool.map(play, jobs), strict=True):

@@ -1,10 +1,12 @@
-"""What knowing more would bring: C-MLFQ told the true lengths from the k-th turn of every trajectory on, against the clairvoyant oracle.
+"""What knowing more would bring: C-MLFQ told the true lengths from the k-th turn of every trajectory on, against the
+clairvoyant oracle.
 
-The same engines, batches and seeds as `bench.policies`.  Told are the tokens that are left and those that tools will add, not the seconds in tools, nor
-anything about the engines; decisions, costs and margins are those of the policy as it is.  ``never`` is the policy itself: the distance to the columns left
-of it is what knowledge would bring, and the distance of ``0`` to 1 is what the decisions lose.  ``its prompt`` is told, from the start, the law of its
-prompt's lengths (a lognormal with the mean and the scatter of all its samples, those to come included) and nothing of its own length but that it is not over
-yet: the most that anybody can know where siblings alone tell.  A clean start each time.
+The same engines, batches and seeds as `bench.policies`.  Told are the tokens that are left and those that tools will
+add, not the seconds in tools, nor anything about the engines; decisions, costs and margins are those of the policy as
+it is.  ``never`` is the policy itself: the distance to the columns left of it is what knowledge would bring, and the
+distance of ``0`` to 1 is what the decisions lose.  ``its prompt`` is told, from the start, the law of its prompt's
+lengths (a lognormal with the mean and the scatter of all its samples, those to come included) and nothing of its own
+length but that it is not over yet: the most that anybody can know where siblings alone tell.  A clean start each time.
 
     python -m bench.knowledge [--seeds 5] [--work NAME|NAME] [--jobs 2]
 """
@@ -56,7 +58,9 @@ class Law(NamedTuple):
         beyond = (self.mean - log(attained)) / self.scatter
         if beyond < -6.0:
             return attained * self.scatter / -beyond
-        return exp(self.mean + 0.5 * self.scatter**2) * NORMAL.cdf(beyond + self.scatter) / NORMAL.cdf(beyond) - attained
+        return (
+            exp(self.mean + 0.5 * self.scatter**2) * NORMAL.cdf(beyond + self.scatter) / NORMAL.cdf(beyond) - attained
+        )
 
 
 def laws(work: Sequence[TrajectoryRecord]) -> dict[str, Law]:
@@ -136,7 +140,10 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         rows = by_work(pool, play, jobs, lambda row: ", ".join(f"{label} {ratio:.3f}" for label, ratio in row.items()))
     lines = [[name, *(interval([row[label] for row in found]) for label in FROM)] for name, found in rows.items()]
-    notes = [f"makespan over the oracle's, told from the k-th turn on; {options.seeds} seeds, 512 trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"]
+    notes = [
+        f"makespan over the oracle's, told from the k-th turn on; {options.seeds} seeds, 512 trajectories, {GPUS} x"
+        f" {DEVICE}, {MODEL}, {BUCKETS} repeated"
+    ]
     report("knowledge", "C-MLFQ that is told the truth", ("work", *FROM), lines, notes, rows)
 
 

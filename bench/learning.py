@@ -1,5 +1,6 @@
-"""Is the learning real?  Three seeds, each: warm-started policy -> the real loop (agents, Slurm or local ranks, Megatron, vLLM) with staleness bound 1, and
-the same seed synchronously (bound 0); both policies and the start are evaluated on the same 512 episodes at temperature 1.
+"""Is the learning real?  Three seeds, each: warm-started policy -> the real loop (agents, Slurm or local ranks,
+Megatron, vLLM) with staleness bound 1, and the same seed synchronously (bound 0); both policies and the start are
+evaluated on the same 512 episodes at temperature 1.
 
     python bench/learning.py [--seeds 0,1,2] [--steps 200] [--executor local]
 """
@@ -55,7 +56,14 @@ def train(folder: Path, model: Path, seed: int, steps: int, eta: int, executor: 
     """One run; returns its directory and the seconds it took from the first to the last step."""
     run_file = folder / f"run-{seed}-{eta}.toml"
     run_file.write_text(RUN_FILE.format(dir=folder / f"runs-{eta}", seed=seed, steps=steps, model=model, eta=eta))
-    command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(run_file), "--wait", "--executor", executor]
+    command = [
+        str(Path(sys.executable).with_name("libra-hpc")),
+        "submit",
+        str(run_file),
+        "--wait",
+        "--executor",
+        executor,
+    ]
     subprocess.run(command, check=True, env=engine_environment(), stdout=subprocess.DEVNULL)
     run = max((folder / f"runs-{eta}").glob("learning-*"))
     times = [json.loads(line)["t"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -64,8 +72,20 @@ def train(folder: Path, model: Path, seed: int, steps: int, eta: int, executor: 
 
 def evaluate(folder: Path, config: Path) -> dict[str, Any]:
     """Reward on the fixed episodes."""
-    argv = [sys.executable, "-m", "libra_hpc.rollout.evaluate", "--policy", str(folder), "--config", str(config), "--episodes", str(EPISODES)]
-    output = subprocess.run(argv, check=True, env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    argv = [
+        sys.executable,
+        "-m",
+        "libra_hpc.rollout.evaluate",
+        "--policy",
+        str(folder),
+        "--config",
+        str(config),
+        "--episodes",
+        str(EPISODES),
+    ]
+    output = subprocess.run(
+        argv, check=True, env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
@@ -90,11 +110,36 @@ def main() -> None:
                 metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
                 stale = max(m["staleness_max"] for m in metrics)
                 gain = after["reward"] - begin["reward"]
-                rows.append([f"{seed}, {label}", begin["reward"], after["reward"], f"{gain:+.3f}", after["reward_stderr"], stale, seconds])
-                raw.append({"seed": seed, "eta": eta, "before": begin, "after": after, "run_s": seconds, "wall_s": time.monotonic() - started})
-                print(f"seed {seed} {label}: {begin['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s", file=sys.stderr)
+                rows.append(
+                    [
+                        f"{seed}, {label}",
+                        begin["reward"],
+                        after["reward"],
+                        f"{gain:+.3f}",
+                        after["reward_stderr"],
+                        stale,
+                        seconds,
+                    ]
+                )
+                raw.append(
+                    {
+                        "seed": seed,
+                        "eta": eta,
+                        "before": begin,
+                        "after": after,
+                        "run_s": seconds,
+                        "wall_s": time.monotonic() - started,
+                    }
+                )
+                print(
+                    f"seed {seed} {label}: {begin['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s",
+                    file=sys.stderr,
+                )
     columns = ["seed", "reward before", "reward after", "gain", "std. error", "max staleness", "s for the steps"]
-    notes = [f"{arguments.steps} steps of 8 prompts x 8 samples; evaluation: {EPISODES} fixed episodes at temperature 1; goal: gain >= 0.25 in every seed."]
+    notes = [
+        f"{arguments.steps} steps of 8 prompts x 8 samples; evaluation: {EPISODES} fixed episodes at temperature 1;"
+        " goal: gain >= 0.25 in every seed."
+    ]
     report("learning", "Learning through the real loop", columns, rows, notes, raw)
 
 

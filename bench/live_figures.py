@@ -1,7 +1,9 @@
-"""What a live run says about its scheduling policy: pure functions of the lines in `trajectories.jsonl` and of the engines' step logs.
+"""What a live run says about its scheduling policy: pure functions of the lines in `trajectories.jsonl` and of the
+engines' step logs.
 
-The runs are synchronous (``eta = 0``): batch b is the prompts ``b * prompts .. (b + 1) * prompts - 1``, all of them start when the weights of the
-step before are applied, and nothing is trained meanwhile.  So the time from a batch's first start to its last end is the rollout's alone.
+The runs are synchronous (``eta = 0``): batch b is the prompts ``b * prompts .. (b + 1) * prompts - 1``, all of them
+start when the weights of the step before are applied, and nothing is trained meanwhile.  So the time from a batch's
+first start to its last end is the rollout's alone.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     moves: float
     """Turns on another engine than the trajectory's last, per batch."""
     reprefilled: float
-    """Context tokens that those left behind and the new engine had to prefill, per batch; what siblings had cached there is not taken off."""
+    """Context tokens that those left behind and the new engine had to prefill, per batch; what siblings had cached
+    there is not taken off."""
     turns: float
     """Per batch."""
     shares: dict[str, float]
@@ -48,27 +51,43 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures(policy: str, seed: int, phase: str, lines: Sequence[Line], prompts: int) -> Figures:
-    """The figures of ``lines``, the trajectories of whole batches of ``prompts`` prompts; raises `OperationError` when there are none."""
+    """The figures of ``lines``, the trajectories of whole batches of ``prompts`` prompts; raises `OperationError`
+    when there are none."""
     if not lines:
         raise OperationError(f"{policy}, seed {seed}: no trajectory of phase {phase!r} has ended")
     batches: dict[int, list[Line]] = {}
     for line in lines:
         batches.setdefault(line["index"] // prompts, []).append(line)
-    spans = [max(line["finished_at"] for line in batch) - min(line["started_at"] for line in batch) for batch in batches.values()]
+    spans = [
+        max(line["finished_at"] for line in batch) - min(line["started_at"] for line in batch)
+        for batch in batches.values()
+    ]
     completion = quantiles([line["finished_at"] - line["started_at"] for line in lines])
     left = [tokens for line in lines for tokens in moved(line)]
     engines = Counter(turn["engine"] for line in lines for turn in line["turns"])
     generated = sum(turn["gen_tokens"] for line in lines for turn in line["turns"])
     count = len(batches)
     return Figures(
-        policy=policy, seed=seed, phase=phase, batches=count, batch_s=median(spans), p50_s=completion.p50, p95_s=completion.p95, p99_s=completion.p99,
-        tokens_per_s=generated / sum(spans), moves=len(left) / count, reprefilled=sum(left) / count, turns=engines.total() / count,
-        shares={name: engines[name] / engines.total() for name in sorted(engines)}, reward=fmean(line["reward"] for line in lines),
-    )  # fmt: skip
+        policy=policy,
+        seed=seed,
+        phase=phase,
+        batches=count,
+        batch_s=median(spans),
+        p50_s=completion.p50,
+        p95_s=completion.p95,
+        p99_s=completion.p99,
+        tokens_per_s=generated / sum(spans),
+        moves=len(left) / count,
+        reprefilled=sum(left) / count,
+        turns=engines.total() / count,
+        shares={name: engines[name] / engines.total() for name in sorted(engines)},
+        reward=fmean(line["reward"] for line in lines),
+    )
 
 
 def moved(line: Line) -> list[int]:
-    """Context tokens left behind by each move of a trajectory: all that its next turn on another engine had before the tool's answer."""
+    """Context tokens left behind by each move of a trajectory: all that its next turn on another engine had before
+    the tool's answer."""
     context, last, out = line["prompt_tokens"], "", []
     for turn in line["turns"]:
         if last and turn["engine"] != last:
@@ -96,14 +115,20 @@ def step_ms(points: Sequence[StepPoint]) -> float:
 
 
 def table(found: Sequence[Figures], policies: Sequence[str], degrees: dict[str, int]) -> list[list[Any]]:
-    """Rows of phase and figure: each policy's median over the seeds, then the first policy over each other: median and range of the ratios within
-    a seed."""
+    """Rows of phase and figure: each policy's median over the seeds, then the first policy over each other: median
+    and range of the ratios within a seed."""
     rows: list[list[Any]] = []
     names = {
-        "batch_s": "rollout of a batch, s", "p50_s": "completion p50, s", "p95_s": "completion p95, s", "p99_s": "completion p99, s",
-        "tokens_per_s": "tokens/s", "turns": "turns per batch", "moves": "moves per batch", "reprefilled": "re-prefilled per batch",
+        "batch_s": "rollout of a batch, s",
+        "p50_s": "completion p50, s",
+        "p95_s": "completion p95, s",
+        "p99_s": "completion p99, s",
+        "tokens_per_s": "tokens/s",
+        "turns": "turns per batch",
+        "moves": "moves per batch",
+        "reprefilled": "re-prefilled per batch",
         "reward": "reward",
-    }  # fmt: skip
+    }
     for phase in dict.fromkeys(one.phase for one in found):
         of = {(one.policy, one.seed): one for one in found if one.phase == phase}
         for field, name in names.items():
@@ -120,6 +145,10 @@ def _cells(values: dict[tuple[str, int], float], policies: Sequence[str]) -> lis
     first, *others = policies
     cells: list[Any] = [median([value for (policy, _), value in values.items() if policy == name]) for name in policies]
     for other in others:
-        ratios = [value / values[other, seed] for (policy, seed), value in values.items() if policy == first and values.get((other, seed))]
+        ratios = [
+            value / values[other, seed]
+            for (policy, seed), value in values.items()
+            if policy == first and values.get((other, seed))
+        ]
         cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})" if ratios else "-")
     return cells

@@ -1,12 +1,13 @@
-"""Scheduling policies on real engines of two tensor-parallel degrees: the quickstart on the embedded Slurm, under each policy, with the same seeds.
+"""Scheduling policies on real engines of two tensor-parallel degrees: the quickstart on the embedded Slurm, under each
+policy, with the same seeds.
 
-`examples/quickstart.toml` with two rollout nodes, one vLLM engine of TP=1 and one of TP=2, and no hybrid node; everything else is a run of a user:
-`libra-hpc submit`, Slurm, agents, Megatron, vLLM, environment host.  Three things are set so that the runs compare: ``eta = 0`` (see
-`bench.live_figures`), the planner is off, and no prompt is admitted before both engines are up (`bench.live_task`).  The policies take turns, in the
-reverse order with every other seed.
+`examples/quickstart.toml` with two rollout nodes, one vLLM engine of TP=1 and one of TP=2, and no hybrid node;
+everything else is a run of a user: `libra-hpc submit`, Slurm, agents, Megatron, vLLM, environment host.  Three things
+are set so that the runs compare: ``eta = 0`` (see `bench.live_figures`), the planner is off, and no prompt is admitted
+before both engines are up (`bench.live_task`).  The policies take turns, in the reverse order with every other seed.
 
-The same seeds mean the same prompts and the same start of the policy network; what it samples differs from run to run, so the batches are equal in
-distribution only.
+The same seeds mean the same prompts and the same start of the policy network; what it samples differs from run to run,
+so the batches are equal in distribution only.
 
     python bench/live_policies.py [--policies cmlfq,least_loaded] [--seeds 0,1,2] [--steps 40] [--json]
 """
@@ -46,7 +47,8 @@ ENGINES = {"r2.0": 1, "r3.0": 2}
 PROMPTS = 8
 """Prompts of a step, as in the quickstart."""
 WARM_UP = 2
-"""Batches of each phase that do not count: first steps of an engine are slow, and a policy has seen nothing of a new mix."""
+"""Batches of each phase that do not count: first steps of an engine are slow, and a policy has seen nothing of a new
+mix."""
 PATIENCE_S = 600.0
 """Longest run, some ten times the usual one."""
 LOOK_S = 0.5
@@ -79,7 +81,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """An embedded Slurm of this benchmark alone; yields the environment in which its commands and `libra-hpc` find it."""
+    """An embedded Slurm of this benchmark alone; yields the environment in which its commands and `libra-hpc` find
+    it."""
     # Short: Slurm's sockets live below it.
     home = Path(tempfile.mkdtemp(prefix="libra-", dir="/tmp"))
     try:
@@ -93,15 +96,28 @@ def cluster() -> Iterator[dict[str, str]]:
 def overrides(scheduler: str, seed: int, steps: int, folder: Path) -> list[str]:
     """What differs from the quickstart."""
     return [
-        f"run.dir={folder / 'runs'}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={policy(0)}", "slurm.executor=slurm",
-        "components.hybrid.nodes=0", "components.rollout.nodes=2", f"rollout.tp={list(ENGINES.values())}", f"rollout.policy={scheduler}",
-        "rollout.record_steps=true", "algorithm.eta=0", f"algorithm.prompts_per_step={PROMPTS}", "planner.enabled=false", "checkpoint.every=0",
-        f"task.name={Path(__file__).with_name('live_task.py')}:HeldKeyChain", f"task.options.gate={folder / 'gate'}",
-    ]  # fmt: skip
+        f"run.dir={folder / 'runs'}",
+        f"run.seed={seed}",
+        f"run.steps={steps}",
+        f"model.path={policy(0)}",
+        "slurm.executor=slurm",
+        "components.hybrid.nodes=0",
+        "components.rollout.nodes=2",
+        f"rollout.tp={list(ENGINES.values())}",
+        f"rollout.policy={scheduler}",
+        "rollout.record_steps=true",
+        "algorithm.eta=0",
+        f"algorithm.prompts_per_step={PROMPTS}",
+        "planner.enabled=false",
+        "checkpoint.every=0",
+        f"task.name={Path(__file__).with_name('live_task.py')}:HeldKeyChain",
+        f"task.options.gate={folder / 'gate'}",
+    ]
 
 
 def start(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Path) -> RunDir:
-    """Submit a run and return once both engines are up; its prompts wait for ``folder / "gate"``.  Raises `OperationError` when they never are."""
+    """Submit a run and return once both engines are up; its prompts wait for ``folder / "gate"``.  Raises
+    `OperationError` when they never are."""
     command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(RUN_FILE), "--json"]
     for override in overrides(scheduler, seed, steps, folder):
         command += ["-o", override]
@@ -130,9 +146,14 @@ def play(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Pat
     logs = {name: read_steps(run.logs(1) / f"{name}.steps.jsonl")[1] for name in ENGINES}
     phases = by_phase(read_lines(run.trajectories), PROMPTS, WARM_UP)
     return Run(
-        scheduler, seed, load, seconds, [figures(scheduler, seed, phase, lines, PROMPTS) for phase, lines in phases.items()],
-        {name: step_ms(points) for name, points in logs.items()}, {name: sum(point.prefill for point in points) for name, points in logs.items()},
-    )  # fmt: skip
+        scheduler,
+        seed,
+        load,
+        seconds,
+        [figures(scheduler, seed, phase, lines, PROMPTS) for phase, lines in phases.items()],
+        {name: step_ms(points) for name, points in logs.items()},
+        {name: sum(point.prefill for point in points) for name, points in logs.items()},
+    )
 
 
 def wait(run: RunDir, env: dict[str, str], condition: Callable[[], bool], ended: bool = False) -> None:
@@ -144,7 +165,10 @@ def wait(run: RunDir, env: dict[str, str], condition: Callable[[], bool], ended:
             asked, over = now, submit.state(run, env).state.ended
         if (over and not condition()) or now > began + PATIENCE_S:
             result = run.read_json(run.result)
-            raise OperationError(f"{run.path}: {result.get('reason') or result.get('state') or 'the job made no progress'}; see {run.logs(1)}")
+            raise OperationError(
+                f"{run.path}: {result.get('reason') or result.get('state') or 'the job made no progress'}; see"
+                f" {run.logs(1)}"
+            )
         time.sleep(LOOK_S)
 
 
@@ -171,7 +195,11 @@ def order(policies: list[str], turn: int) -> list[str]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policies", default="cmlfq,least_loaded", help=f"the first is compared with the others; of {', '.join(policy_names())}")
+    parser.add_argument(
+        "--policies",
+        default="cmlfq,least_loaded",
+        help=f"the first is compared with the others; of {', '.join(policy_names())}",
+    )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true", help="print every run's figures instead of the table")
@@ -202,9 +230,14 @@ def main() -> None:
 def show(runs: list[Run], policies: list[str], steps: int) -> None:
     """The table, and what explains it."""
     columns = ["", *policies, *(f"{policies[0]} / {other}" for other in policies[1:])]
-    degrees = "; ".join(f"TP={tp} " + ", ".join(f"{run.step_ms[name]:.1f}" for run in runs) for name, tp in ENGINES.items())
+    degrees = "; ".join(
+        f"TP={tp} " + ", ".join(f"{run.step_ms[name]:.1f}" for run in runs) for name, tp in ENGINES.items()
+    )
     notes = [
-        f"Quickstart task, {steps} steps of {PROMPTS} prompts, eta 0, {len(runs) // len(policies)} seeds; medians over seeds.",
+        (
+            f"Quickstart task, {steps} steps of {PROMPTS} prompts, eta 0, {len(runs) // len(policies)} seeds; medians"
+            " over seeds."
+        ),
         f"Ratios are taken within a seed: median and range.  The first {WARM_UP} batches of each phase do not count.",
         f"Median step without prefill, ms, by run: {degrees}.",
         f"Load averages at the starts of the runs: {', '.join(f'{run.load:.1f}' for run in runs)}.",

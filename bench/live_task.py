@@ -1,7 +1,7 @@
 """The quickstart's task, held until a file appears, so that every batch of a run sees the same engines.
 
-An engine of two processes starts some ten seconds after one of one; by then a short run on the first alone would be over.  The environment host
-reports ready only once its task is made, and without a host no prompt is admitted.
+An engine of two processes starts some ten seconds after one of one; by then a short run on the first alone would be
+over.  The environment host reports ready only once its task is made, and without a host no prompt is admitted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the loop costs: rollout through the leader, agent half and environment host against the same prompts given to vLLM directly, and training through the
-train leader and agent half against a bare Megatron loop on the same batches.
+"""What the loop costs: rollout through the leader, agent half and environment host against the same prompts given to
+vLLM directly, and training through the train leader and agent half against a bare Megatron loop on the same batches.
 
-The parts run one after the other, so each has the machine to itself.  Rates are taken between 10 % and 90 % of the tokens: start and tail are not the loop's.
+The parts run one after the other, so each has the machine to itself.  Rates are taken between 10 % and 90 % of the
+tokens: start and tail are not the loop's.
 
     python bench/loop.py [--batches 40] [--repeat 3]
 """
@@ -47,7 +48,13 @@ def configuration(model: Path, batches: int) -> RunConfig:
             "algorithm": {"eta": batches, "prompts_per_step": 8, "group_size": 8},
             "optimizer": {"lr": 3e-4},
             "checkpoint": {"every": 0},
-            "rollout": {"max_model_len": 640, "kv_cache_mb": 64, "max_trajectories": 128, "max_inflight": 96, "max_num_seqs": 64},
+            "rollout": {
+                "max_model_len": 640,
+                "kv_cache_mb": 64,
+                "max_trajectories": 128,
+                "max_inflight": 96,
+                "max_num_seqs": 64,
+            },
         }
     )
 
@@ -119,7 +126,18 @@ class TrainRun:
         async def saved(*checkpoint: Any) -> None:
             pass
 
-        self.leader = TrainLeader(config, 1, 0, DataOrder(), self.mesh.send, 2, lambda: (), saved, rendezvous=folder, checkpoints=run.checkpoints)
+        self.leader = TrainLeader(
+            config,
+            1,
+            0,
+            DataOrder(),
+            self.mesh.send,
+            2,
+            lambda: (),
+            saved,
+            rendezvous=folder,
+            checkpoints=run.checkpoints,
+        )
         self.points: Rates = []
         self.done = asyncio.Event()
         self.mesh.handlers = {0: self._coordinator, 1: self._agent}
@@ -129,7 +147,9 @@ class TrainRun:
             case wire.EngineIsReady():
                 self.leader.on_generation(1, (1,))
             case wire.StepReport(metrics=metrics):
-                self.points.append((time.monotonic(), (self.points[-1][1] if self.points else 0) + int(metrics["trained_tokens"])))
+                self.points.append(
+                    (time.monotonic(), (self.points[-1][1] if self.points else 0) + int(metrics["trained_tokens"]))
+                )
             case wire.TrainingFinished():
                 self.done.set()
 
@@ -156,7 +176,9 @@ class TrainRun:
 def child(part: str, config: RunConfig, payload: Path) -> float:
     """Run one of the bare loops in a process of its own and return its rate."""
     argv = [sys.executable, str(Path(__file__).with_name("bare.py")), part, config.model_dump_json(), str(payload)]
-    output = subprocess.run(argv, check=True, env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    output = subprocess.run(
+        argv, check=True, env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ).stdout
     return float(json.loads(output.splitlines()[-1])["tokens_per_s"])
 
 
@@ -165,7 +187,9 @@ def once(config: RunConfig, folder: Path, batches: int) -> tuple[float, float, f
     run = RunDir.create(folder, "loop")
     rollout = RolloutRun(config, run)
     asyncio.run(rollout.run(batches))
-    requests = [(request, rollout.lengths[rid]) for rid, request in rollout.requests.items() if rollout.lengths.get(rid)]
+    requests = [
+        (request, rollout.lengths[rid]) for rid, request in rollout.requests.items() if rollout.lengths.get(rid)
+    ]
     (folder / "requests").write_bytes(Codec(Any).encode([[r.prompt, n, r.temperature] for r, n in requests]))
     direct = child("vllm", config, folder / "requests")
 
@@ -193,15 +217,34 @@ def main() -> None:
             results.append(once(config, Path(folder), arguments.batches))
     columns = list(zip(*results, strict=True))
     rows = []
-    for name, ours, theirs in (("rollout, tokens/s", columns[0], columns[1]), ("training, tokens/s", columns[2], columns[3])):
+    for name, ours, theirs in (
+        ("rollout, tokens/s", columns[0], columns[1]),
+        ("training, tokens/s", columns[2], columns[3]),
+    ):
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         rows.append([name, median(ours), median(theirs), median(ratios), f"{min(ratios):.2f}..{max(ratios):.2f}"])
     notes = [
-        f"{arguments.batches} batches of 64 trajectories, task keychain, 148 k parameters, fp32, one thread an engine; medians of {arguments.repeat} runs.",
-        "rollout: leader + agent half + environment host + tools against `add_request` of the same prompts and lengths, all at once.",
-        "training: train leader + agent half, export of every step, snapshot of every fourth, against mcore's schedule and optimizer on the same packs.",
+        (
+            f"{arguments.batches} batches of 64 trajectories, task keychain, 148 k parameters, fp32, one thread an"
+            f" engine; medians of {arguments.repeat} runs."
+        ),
+        (
+            "rollout: leader + agent half + environment host + tools against `add_request` of the same prompts and"
+            " lengths, all at once."
+        ),
+        (
+            "training: train leader + agent half, export of every step, snapshot of every fourth, against mcore's"
+            " schedule and optimizer on the same packs."
+        ),
     ]
-    report("loop", "What the loop costs", ["", "through the loop", "bare", "ratio (median)", "ratio (range)"], rows, notes, results)
+    report(
+        "loop",
+        "What the loop costs",
+        ["", "through the loop", "bare", "ratio (median)", "ratio (range)"],
+        rows,
+        notes,
+        results,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How long the exact search takes on one core, and how far its answer can be from the optimum.
 
-Qwen3-14B on A800 nodes of eight; 4,096 observed trajectories of a heavy-tailed agentic distribution, compressed anew in every run as the live planner
-would.  CPU seconds of this process, best and worst of `RUNS`; step-time tables are loaded before.  Batches grow with the cluster.
+Qwen3-14B on A800 nodes of eight; 4,096 observed trajectories of a heavy-tailed agentic distribution, compressed anew in
+every run as the live planner would.  CPU seconds of this process, best and worst of `RUNS`; step-time tables are loaded
+before.  Batches grow with the cluster.
 """
 
 from __future__ import annotations
@@ -61,7 +62,16 @@ def row(gpus: int, trajectories: int, eta: int, seconds: Sequence[float], goal: 
     gap = "exact" if result.gap < 1e-6 else f"{result.gap:.2%}"
     rest = gpus // (best.train.layout.devices // best.nodes) - best.nodes
     times = (f"{best.train.time.total:.1f} s", f"{best.rollout.seconds:.1f} s")
-    return [gpus, trajectories, eta, f"{1e3 * min(seconds):.0f}..{1e3 * max(seconds):.0f}", f"{1e3 * goal:.0f}", gap, f"{best.nodes}+{rest}", *times]
+    return [
+        gpus,
+        trajectories,
+        eta,
+        f"{1e3 * min(seconds):.0f}..{1e3 * max(seconds):.0f}",
+        f"{1e3 * goal:.0f}",
+        gap,
+        f"{best.nodes}+{rest}",
+        *times,
+    ]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""Every scheduling policy on the same simulated engines and the same work: makespan against the clairvoyant oracle and against C-MLFQ.
+"""Every scheduling policy on the same simulated engines and the same work: makespan against the clairvoyant oracle and
+against C-MLFQ.
 
-Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not) and questions about long documents, in one batch
-of 512 trajectories from a clean start; the same in the third epoch, every policy having played two batches of other trajectories of the same prompts
-before; and any trace file given with ``--trace`` (a sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4.
-Per seed, all policies play the same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval (Student's t over
-seeds).  Step times are operator tables; queueing, batching, caching and preemption are the simulator's.
+Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not) and questions
+about long documents, in one batch of 512 trajectories from a clean start; the same in the third epoch, every policy
+having played two batches of other trajectories of the same prompts before; and any trace file given with ``--trace`` (a
+sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4. Per seed, all policies
+play the same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval
+(Student's t over seeds).  Step times are operator tables; queueing, batching, caching and preemption are the
+simulator's.
 
-    python -m bench.policies [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...] [--jobs 2]
+    python -m bench.policies [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...]
+    [--jobs 2]
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ Row = dict[str, dict[str, float]]
 
 
 def work_of(name: str, seed: int, trajectories: int) -> list[TrajectoryRecord]:
-    """The work of one seed: generated (all epochs), or groups drawn from a trace until there are enough trajectories."""
+    """The work of one seed: generated (all epochs), or groups drawn from a trace until there are enough
+    trajectories."""
     if name in WORK:
         preset, dials = WORK[name]
         return generate(preset, Dials(trajectories=trajectories * dials.get("epochs", 1), seed=seed, **dials))
@@ -106,13 +111,26 @@ def rows_of(rows: Sequence[Row], policies: Sequence[str]) -> list[list[Any]]:
     for policy in sorted(policies, key=lambda p: statistics.fmean(row[p]["makespan_s"] for row in rows)):
         mean = {key: statistics.fmean(row[policy][key] for row in rows) for key in rows[0][policy]}
         against = {
-            other: interval([row[policy]["makespan_s"] / row[other]["makespan_s"] for row in rows]) if other in policies else "-"
+            other: (
+                interval([row[policy]["makespan_s"] / row[other]["makespan_s"] for row in rows])
+                if other in policies
+                else "-"
+            )
             for other in ("oracle", "cmlfq")
         }
         lines.append(
-            [policy, f"{mean['makespan_s']:,.0f}", against["oracle"], against["cmlfq"], f"{mean['p50_s']:,.0f}", f"{mean['p95_s']:,.0f}",
-             f"{mean['moves']:,.0f}", f"{mean['reprefilled']:.0%}", f"{mean['idle']:.0%}"]
-        )  # fmt: skip
+            [
+                policy,
+                f"{mean['makespan_s']:,.0f}",
+                against["oracle"],
+                against["cmlfq"],
+                f"{mean['p50_s']:,.0f}",
+                f"{mean['p95_s']:,.0f}",
+                f"{mean['moves']:,.0f}",
+                f"{mean['reprefilled']:.0%}",
+                f"{mean['idle']:.0%}",
+            ]
+        )
     return lines
 
 
@@ -130,11 +148,16 @@ def main() -> None:
     names = [name for name in options.work.split("|") if name] + options.trace
     jobs = [(name, seed, options.trajectories, policies) for name in names for seed in range(options.seeds)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = by_work(pool, play, jobs, lambda row: ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items()))
+        found = by_work(
+            pool, play, jobs, lambda row: ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items())
+        )
     columns = ("policy", "makespan s", "x oracle", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
     for name, rows in found.items():
         label = Path(name).name.split(".")[0] if name in options.trace else name
-        notes = [f"{options.seeds} seeds, {options.trajectories} trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"]
+        notes = [
+            f"{options.seeds} seeds, {options.trajectories} trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS}"
+            " repeated"
+        ]
         slug = "".join(c if c.isalnum() else "_" for c in label)
         report(f"policies_{slug}", label, columns, rows_of(rows, policies), notes, rows)
 

@@ -1,9 +1,11 @@
-"""Planning against the simulator: drifting workloads on 48 A800, the live planner beside static splits, verl's rule and a clairvoyant.
+"""Planning against the simulator: drifting workloads on 48 A800, the live planner beside static splits, verl's rule and
+a clairvoyant.
 
-Three workloads (`bench.replan_work`), five seeds; every rule plays the same trajectories and pays for its moves.  The planner starts from an even split
-and sees what a live run would show it.  ``x static``: against the best static split *in hindsight* of all that come near; ``x verl``: against verl's rule at
-the better of two numbers of training nodes, that split and one more; ``x clairvoyant``: against the better of two played schedules made from the static
-runs.  The last line is the case without drift.
+Three workloads (`bench.replan_work`), five seeds; every rule plays the same trajectories and pays for its moves.  The
+planner starts from an even split and sees what a live run would show it.  ``x static``: against the best static split
+*in hindsight* of all that come near; ``x verl``: against verl's rule at the better of two numbers of training nodes,
+that split and one more; ``x clairvoyant``: against the better of two played schedules made from the static runs.  The
+last line is the case without drift.
 
     python -m bench.replan [--seeds 5] [--steps 120] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2]
 """
@@ -24,9 +26,11 @@ from bench.replan_work import LAWS, drifting, steady
 
 SITE = Site()
 WORSE = 1.25
-"""Static splits are played outwards from the even one until two in a row take this much longer than the best: neither the best nor a clairvoyant uses those."""
+"""Static splits are played outwards from the even one until two in a row take this much longer than the best:
+neither the best nor a clairvoyant uses those."""
 SWITCH_S = 60.0
-"""What a change of split costs the clairvoyant's plan, in seconds of the loop: a node is away for some 75 s, and a twelfth to a third of a stage with it."""
+"""What a change of split costs the clairvoyant's plan, in seconds of the loop: a node is away for some 75 s, and a
+twelfth to a third of a stage with it."""
 Job = tuple[str, int, int]
 
 
@@ -81,9 +85,13 @@ def idle(job: Job) -> dict[str, Any]:
     rule = Live(SETTINGS, SITE)
     done = play(SITE, drifting(steady, steps, SITE.prompts, SITE.group, seed), rule, best, seed)
     return {
-        "split": best, "steps": steps, "looks": rule.looks, "moves": done.moves, "hours": done.seconds / 3600.0,
+        "split": best,
+        "steps": steps,
+        "looks": rule.looks,
+        "moves": done.moves,
+        "hours": done.seconds / 3600.0,
         "decisions": [d.reason for d in done.decisions],
-    }  # fmt: skip
+    }
 
 
 def options_of(doc: str | None, seeds: int, idle_steps: int) -> argparse.Namespace:
@@ -99,15 +107,22 @@ def options_of(doc: str | None, seeds: int, idle_steps: int) -> argparse.Namespa
 
 
 def play_all(
-    options: argparse.Namespace, compare: Callable[[Job], dict[str, Any]], idle: Callable[[Job], dict[str, Any]], told: Sequence[str], counts: str
+    options: argparse.Namespace,
+    compare: Callable[[Job], dict[str, Any]],
+    idle: Callable[[Job], dict[str, Any]],
+    told: Sequence[str],
+    counts: str,
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any] | None]:
-    """Every workload and seed, and the case without drift unless ``--idle-steps`` is 0; each row says its columns ``told``, then ``counts`` filled in."""
+    """Every workload and seed, and the case without drift unless ``--idle-steps`` is 0; each row says its columns
+    ``told``, then ``counts`` filled in."""
     names = [name for name in options.work.split("|") if name]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     jobs = [(name, seed, options.steps) for name in names for seed in seeds]
     with ProcessPoolExecutor(options.jobs) as pool:
         still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
-        found = by_work(pool, compare, jobs, lambda row: ", ".join([*(f"{k} {row[k]:.3f}" for k in told), counts.format(**row)]))
+        found = by_work(
+            pool, compare, jobs, lambda row: ", ".join([*(f"{k} {row[k]:.3f}" for k in told), counts.format(**row)])
+        )
         return found, still.result() if still else None
 
 
@@ -125,16 +140,33 @@ def main() -> None:
         mean = means(rows)
         low = min(row["static"] for row in rows)
         lines.append(
-            [name, f"{mean['static']:.3f}", f"{low:.3f}", f"{mean['verl']:.3f}", f"{mean['clairvoyant']:.3f}", f"{mean['clairvoyant_static']:.3f}",
-             f"{mean['moves']:.1f}", f"{mean['switching']:.1%}"]
-        )  # fmt: skip
-    notes = [f"{options.seeds} seeds, {options.steps} steps, 12 nodes of 4 A800; goals: x static 1.15, x verl 1.10, x clairvoyant 0.95"]
-    notes.append("clairv. / static: what re-planning can bring at all; lost: node time between order and work in the new role")
+            [
+                name,
+                f"{mean['static']:.3f}",
+                f"{low:.3f}",
+                f"{mean['verl']:.3f}",
+                f"{mean['clairvoyant']:.3f}",
+                f"{mean['clairvoyant_static']:.3f}",
+                f"{mean['moves']:.1f}",
+                f"{mean['switching']:.1%}",
+            ]
+        )
+    notes = [
+        f"{options.seeds} seeds, {options.steps} steps, 12 nodes of 4 A800; goals: x static 1.15, x verl 1.10, x"
+        " clairvoyant 0.95"
+    ]
+    notes.append(
+        "clairv. / static: what re-planning can bring at all; lost: node time between order and work in the new role"
+    )
     if quiet:
-        still_words = f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} looks), {quiet['split']} nodes train"
+        still_words = (
+            f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} looks), {quiet['split']} nodes train"
+        )
         notes.append(f"no drift: {quiet['moves']} moves in {still_words}")
     columns = ("work", "x static", "least", "x verl", "x clairv.", "clairv./static", "moves", "lost")
-    report("replan", "The live planner against the simulator", columns, lines, notes, {"work": found, "no drift": quiet})
+    report(
+        "replan", "The live planner against the simulator", columns, lines, notes, {"work": found, "no drift": quiet}
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """The pool of a simulated run: nodes that train or roll out, and what it takes to move one.
 
-The first nodes train and the last ones roll out for ever (`Site.core`); those between are hybrid.  Nodes carry one engine each, until they are repartitioned.
+The first nodes train and the last ones roll out for ever (`Site.core`); those between are hybrid.  Nodes carry one
+engine each, until they are repartitioned.
 
-* *To rollout*: the node leaves the trainers when the step under way is over; its engine accepts turns ``to_rollout_s`` later.
-* *To training*: the engine gets no more turns, ends those it has, and is taken down; ``to_train_s`` later the node takes part in the next step to begin.
+* *To rollout*: the node leaves the trainers when the step under way is over; its engine accepts turns ``to_rollout_s``
+  later.
+* *To training*: the engine gets no more turns, ends those it has, and is taken down; ``to_train_s`` later the node
+  takes part in the next step to begin.
 * *Repartitioned* (`ReplanPool.repartition`): no step begins after the one under way; when it is over
 everything stops, trajectories that have not ended are lost,
   and ``restart_s`` later all nodes work again, as what the new layout says.
 * The first step after a change of the training nodes takes ``regroup_s`` longer.
 
-The seconds of a training step are the simulator's own and not a formula that the planner knows: a fixed part, tokens at a rate, a table of how much of the
-added nodes' speed arrives (`EFFICIENCY`, in the form of data-parallel scaling, shaken by the seed), log-normal noise, and now and then a slow step.
+The seconds of a training step are the simulator's own and not a formula that the planner knows: a fixed part, tokens at
+a rate, a table of how much of the added nodes' speed arrives (`EFFICIENCY`, in the form of data-parallel scaling,
+shaken by the seed), log-normal noise, and now and then a slow step.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.7
 SHAKEN = 0.02
 """Standard deviation of the table between machines (seeds)."""
 REPORT_S = 5.0
-"""Between two reports of an engine.  Batches take minutes, and the sticky policy reads nothing from reports: every second of a live run would change
-nothing."""
+"""Between two reports of an engine.  Batches take minutes, and the sticky policy reads nothing from reports: every
+second of a live run would change nothing."""
 NOISE = 0.03
 SLOW_SHARE, SLOW = 0.02, 1.3
 """One step in fifty takes this much longer: a checkpoint, a neighbour on the network."""
@@ -44,9 +48,10 @@ SLOW_SHARE, SLOW = 0.02, 1.3
 class Site(msgspec.Struct, frozen=True, kw_only=True):
     """48 A800 as 12 nodes of 4, with a sixteenth of the trajectories.
 
-    What is meant: batches of 256 prompts with 8 samples each, engines with 64 seats.  Simulated: 16 prompts, 4 seats, and every sequence stands for
-    `stands_for` = 16 that run in step with it: engines are as full, as slow and as short of KV cache as they would be (`Grouped`), a training token
-    costs sixteen times its time, and a run takes seconds; single batches scatter more.
+    What is meant: batches of 256 prompts with 8 samples each, engines with 64 seats.  Simulated: 16 prompts, 4 seats,
+    and every sequence stands for `stands_for` = 16 that run in step with it: engines are as full, as slow and as short
+    of KV cache as they would be (`Grouped`), a training token costs sixteen times its time, and a run takes seconds;
+    single batches scatter more.
     """
 
     nodes: int = 12
@@ -65,20 +70,22 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     core: tuple[int, int] = (1, 1)
     """Nodes that only train, and that only roll out."""
     eta: int = 2
-    """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, as asynchronous systems run, nodes decide."""
+    """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, as asynchronous
+    systems run, nodes decide."""
     sync_s: float = 2.0
     fixed_s: float = 6.0
     """Of a training step, whatever its tokens and nodes."""
     token_s: float = 16 * 0.9e-4
-    """Per simulated token on one node, for sixteen tokens: 14.8e9 weights, 6 FLOPs each at half the peak of 4 A800, for the 60 % of the groups whose rewards
-    differ; the others give no gradient and are skipped."""
+    """Per simulated token on one node, for sixteen tokens: 14.8e9 weights, 6 FLOPs each at half the peak of 4 A800,
+    for the 60 % of the groups whose rewards differ; the others give no gradient and are skipped."""
     to_rollout_s: float = 30.0
     """A standby engine wakes and loads weights."""
     to_train_s: float = 45.0
     """A replica starts and receives the state."""
     regroup_s: float = 5.0
     restart_s: float = 240.0
-    """A checkpoint is written, processes start, weights are loaded, engines compile and capture their graphs: minutes on any large run."""
+    """A checkpoint is written, processes start, weights are loaded, engines compile and capture their graphs:
+    minutes on any large run."""
 
     def steps(self, tp: int = 0) -> StepTimes:
         """Step times of an engine; by default that of a node at the start."""
@@ -86,7 +93,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grouped:
-    """Step times of an engine whose every sequence stands for ``size`` that run in step; tokens and capacity are counted per sequence simulated."""
+    """Step times of an engine whose every sequence stands for ``size`` that run in step; tokens and capacity are
+    counted per sequence simulated."""
 
     def __init__(self, steps: StepTimes, size: int) -> None:
         self.tp, self.source = steps.tp, steps.source
@@ -160,14 +168,24 @@ class ReplanPool:
         self._place(Layout(site.core, ((site.tp, 1),) * (site.nodes - site.core[0])), train, 0.0)
 
     def simulation(
-        self, work: Sequence[TrajectoryRecord], policy: Policy, truth: StepTruth, control: Callable[[Simulation, float], None], look_s: float
+        self,
+        work: Sequence[TrajectoryRecord],
+        policy: Policy,
+        truth: StepTruth,
+        control: Callable[[Simulation, float], None],
+        look_s: float,
     ) -> Simulation:
         """A run on these nodes; ``control`` is called every ``look_s`` seconds, after the nodes advanced."""
         site = self.site
         settings = SimSettings(
-            batch_groups=site.prompts, eta=site.eta, max_num_seqs=site.seats, max_inflight=site.seats * 3 // 2, sync_s=site.sync_s, report_s=REPORT_S,
+            batch_groups=site.prompts,
+            eta=site.eta,
+            max_num_seqs=site.seats,
+            max_inflight=site.seats * 3 // 2,
+            sync_s=site.sync_s,
+            report_s=REPORT_S,
             train_nodes=self.count("train"),
-        )  # fmt: skip
+        )
 
         def step(sim: Simulation, now: float) -> None:
             self.advance(sim, now)
@@ -238,7 +256,9 @@ class ReplanPool:
             if done:
                 self._ways.remove(way)
                 self._role(way.rank, way.direction.removeprefix("to_"), now)
-                self.switches.append(SwitchFact(now, "to_train" if way.direction == "to_train" else "to_rollout", now - way.ordered))
+                self.switches.append(
+                    SwitchFact(now, "to_train" if way.direction == "to_train" else "to_rollout", now - way.ordered)
+                )
 
     def _repartition(self, sim: Simulation, layout: Layout, now: float) -> None:
         if self._back_at == inf and sim.training.idle:
@@ -255,7 +275,9 @@ class ReplanPool:
         """Give every node its component, role and engines; ``train`` nodes train."""
         first, last = layout.core[0], self.site.nodes - layout.core[1]
         kinds = ["train" if rank < first else "hybrid" if rank < last else "rollout" for rank in range(self.site.nodes)]
-        self.nodes = [NodeFact(rank, kind, "train" if rank < train else "rollout", now) for rank, kind in enumerate(kinds)]
+        self.nodes = [
+            NodeFact(rank, kind, "train" if rank < train else "rollout", now) for rank, kind in enumerate(kinds)
+        ]
         self._engines_of = {first + i: engines for i, engines in enumerate(layout.engines)}
 
     def _serving_engines(self) -> list[EngineSpec]:

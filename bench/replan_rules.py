@@ -1,6 +1,7 @@
 """Planning judged by the simulator: a drifting workload, an elastic pool, and a rule that moves nodes.
 
-The rollout stage is `Simulation`, training seconds are `replan_pool.StepTruth`; nothing here knows the planner's cost model.  Rules:
+The rollout stage is `Simulation`, training seconds are `replan_pool.StepTruth`; nothing here knows the planner's cost
+model.  Rules:
 
 * `Static`: never moves.
 * `Live`: the live `Planner`, shown the snapshot a live run would show it.
@@ -8,9 +9,11 @@ The rollout stage is `Simulation`, training seconds are `replan_pool.StepTruth`;
 * `VerlLike` (`replan_verl`): the published adaptive rule of another framework.
 * `Schedule`: moves at stated steps; with the schedule of `best_schedule` it is the clairvoyant.
 
-The *clairvoyant* knows how long every step takes under every static split, since all of them were played.  `best_schedule` is the cheapest path through (step,
-split), a change costing ``switch_s``; it is then played like any other rule, with its orders given one or two steps ahead of time, so it pays for its moves
-like everybody.  It cannot know what a mixed run brings (a batch that is half done when nodes change), so it is a strong plan and not a proved bound.
+The *clairvoyant* knows how long every step takes under every static split, since all of them were played.
+`best_schedule` is the cheapest path through (step, split), a change costing ``switch_s``; it is then played like any
+other rule, with its orders given one or two steps ahead of time, so it pays for its moves like everybody.  It cannot
+know what a mixed run brings (a batch that is half done when nodes change), so it is a strong plan and not a proved
+bound.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ POLICY = "sticky"
 """Turns go back to the engine that has their context; all engines are alike here, so no policy can do much better."""
 
 SETTINGS = PlannerSection(interval_s=20.0, horizon_s=3600.0, switch_cost_s=60.0, min_dwell_s=60.0)
-"""``[planner]`` of these runs: batches take minutes, not seconds, so looks, horizon and prior cost are those of a large run."""
+"""``[planner]`` of these runs: batches take minutes, not seconds, so looks, horizon and prior cost are those of a
+large run."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -82,7 +86,8 @@ class Static:
 
 
 class Live:
-    """The planner of a live run, by default one with the first tier alone; every order of a decision is carried out at once."""
+    """The planner of a live run, by default one with the first tier alone; every order of a decision is carried out
+    at once."""
 
     def __init__(self, settings: PlannerSection, site: Site, planner: Planner | None = None) -> None:
         node = NodeEngines(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.seats))
@@ -140,13 +145,20 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
     ends = [s.end_at for s in result.steps]
     live = rule if isinstance(rule, Live) else None
     return Played(
-        ends[-1], sum(s.tokens for s in result.steps), ends, len(pool.ordered), sum(s.seconds for s in pool.switches), live.decisions if live else [],
-        live.planner.outcomes if live else [], pool.repartitioned,
-    )  # fmt: skip
+        ends[-1],
+        sum(s.tokens for s in result.steps),
+        ends,
+        len(pool.ordered),
+        sum(s.seconds for s in pool.switches),
+        live.decisions if live else [],
+        live.planner.outcomes if live else [],
+        pool.repartitioned,
+    )
 
 
 def best_schedule(runs: dict[int, Played], switch_s: float) -> list[int]:
-    """Training nodes for each step: the cheapest path when step k takes what it took under each static split and a change costs ``switch_s`` seconds."""
+    """Training nodes for each step: the cheapest path when step k takes what it took under each static split and a
+    change costs ``switch_s`` seconds."""
     splits = sorted(runs)
     lasted = {n: [b - a for a, b in pairwise([0.0, *_smooth(runs[n].ends)])] for n in splits}
     cost = {n: lasted[n][0] for n in splits}
@@ -163,7 +175,8 @@ def best_schedule(runs: dict[int, Played], switch_s: float) -> list[int]:
 
 
 def _smooth(ends: Sequence[float]) -> list[float]:
-    """The same ends, with each step's length averaged over itself and its neighbours: what one batch shifts to the next is nobody's gain."""
+    """The same ends, with each step's length averaged over itself and its neighbours: what one batch shifts to the
+    next is nobody's gain."""
     lengths = [b - a for a, b in pairwise([0.0, *ends])]
     out, total = [], 0.0
     for i in range(len(lengths)):

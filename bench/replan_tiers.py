@@ -1,10 +1,12 @@
 """The second tier in the simulator: the planner of a run file, whose repartitions are carried out.
 
-The site is written as a run file, from which the planner is made by the function a live run uses (`libra_hpc.planning.live`).  When it proposes
-another layout, the pool stops at the next step boundary and starts again in it, and a new planner begins with what is written there, knowing nothing of before,
-as live.  At most one in an hour (`libra_hpc.control.second_tier.EVERY_S`).
+The site is written as a run file, from which the planner is made by the function a live run uses
+(`libra_hpc.planning.live`).  When it proposes another layout, the pool stops at the next step boundary and starts again
+in it, and a new planner begins with what is written there, knowing nothing of before, as live.  At most one in an hour
+(`libra_hpc.control.second_tier.EVERY_S`).
 
-The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or PP does not come.
+The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or
+PP does not come.
 """
 
 from __future__ import annotations
@@ -67,13 +69,15 @@ def run_file(site: Site, settings: PlannerSection) -> RunConfig:
         "slurm": {"device": "cuda"},
         "model": {"path": site.model},
         "components": {
-            "train": {"nodes": train, **node}, "hybrid": {"nodes": site.nodes - train - rollout, **node}, "rollout": {"nodes": rollout, **node},
+            "train": {"nodes": train, **node},
+            "hybrid": {"nodes": site.nodes - train - rollout, **node},
+            "rollout": {"nodes": rollout, **node},
         },
         "algorithm": {"prompts_per_step": site.prompts, "group_size": site.group, "eta": site.eta},
         "train": {"tp": site.tp, "recompute": True},
         "rollout": {"tp": site.tp, "max_num_seqs": site.seats, "policy": POLICY, "max_model_len": site.max_model_len},
         "planner": settings.model_dump(),
-    }  # fmt: skip
+    }
     return validate(data)
 
 

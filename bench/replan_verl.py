@@ -1,15 +1,20 @@
-"""verl's published adaptive rule for hybrid replicas, on this pool (`dynamic_schedule`, policy ``default``, with its published constants).
+"""verl's published adaptive rule for hybrid replicas, on this pool (`dynamic_schedule`, policy ``default``, with its
+published constants).
 
-Training always uses the same nodes.  Those of them that are hybrid may, between two steps, serve beside the standalone rollout nodes:
+Training always uses the same nodes.  Those of them that are hybrid may, between two steps, serve beside the standalone
+rollout nodes:
 
-* After a step they are *activated* if fewer finished samples wait than the wait threshold = ratio x samples of a step, and the shortfall's time, missing
-  samples x seconds per sample, exceeds the cost of switching: the mean of the last `SWITCHES` = 3 measured cycles, `SWITCH_S` = 10 s before the first.
+* After a step they are *activated* if fewer finished samples wait than the wait threshold = ratio x samples of a step,
+  and the shortfall's time, missing samples x seconds per sample, exceeds the cost of switching: the mean of the last
+  `SWITCHES` = 3 measured cycles, `SWITCH_S` = 10 s before the first.
 * They are *deactivated* when the threshold is reached, and the next step waits until all of them train again.
-* After each step the ratio, 0.3 at first, grows by clip(waited / required, 0.02, 0.1) if the trainer really waited for samples, else it falls by 0.02.
+* After each step the ratio, 0.3 at first, grows by clip(waited / required, 0.02, 0.1) if the trainer really waited for
+  samples, else it falls by 0.02.
 * Seconds per sample are those of the last step that waited, `PESSIMISTIC` = 1,000 before there was one.
 
-A sample is a group of trajectories.  Where verl aborts the requests of a replica that leaves and continues them elsewhere, they end here, as for every rule; in
-return a switch is the 10 s its authors take for granted (memory is swapped in place, no process starts), a seventh of what a node's move costs the others.
+A sample is a group of trajectories.  Where verl aborts the requests of a replica that leaves and continues them
+elsewhere, they end here, as for every rule; in return a switch is the 10 s its authors take for granted (memory is
+swapped in place, no process starts), a seventh of what a node's move costs the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the planner is shown of a simulated run: the same facts, gathered in the same way, as rank 0 of a live run has them.
+"""What the planner is shown of a simulated run: the same facts, gathered in the same way, as rank 0 of a live run has
+them.
 
-Trajectories come from the policy's `finished` calls, steps from the training stage, rollout windows from differences of the engines' counters between two
-looks with the same nodes serving.
+Trajectories come from the policy's `finished` calls, steps from the training stage, rollout windows from differences of
+the engines' counters between two looks with the same nodes serving.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Watched:
         return self._places.setdefault(prompt_id, len(self._places))
 
     def groups(self, sim: Simulation, decode_s: float) -> tuple[GroupFact, ...]:
-        """Those admitted and not finished; a turn under way generates a token every ``decode_s`` seconds since it was sent."""
+        """Those admitted and not finished; a turn under way generates a token every ``decode_s`` seconds since it
+        was sent."""
         found: dict[int, list[int]] = {}
         for run in sim.open_runs():
             group = found.setdefault(self.place(run.group), [run.shared + run.spec.turns[0].new_tokens, 0, 0, 0])
@@ -65,7 +67,11 @@ class Watched:
         tools = sum(signal.seconds for signal in record.signals)
         del self._sent[record.trajectory]
         place, prompt = self.place(record.prompt_id), self._prompts.pop(record.trajectory)
-        self.trajectories.append(TrajectoryFact(self._count, now, record.generated_tokens, record.context_tokens, record.turns, tools, place, prompt))
+        self.trajectories.append(
+            TrajectoryFact(
+                self._count, now, record.generated_tokens, record.context_tokens, record.turns, tools, place, prompt
+            )
+        )
         self._count += 1
         self._policy.finished(record, now)
 
@@ -102,10 +108,16 @@ class View:
             counted = sim.engines[name].counters
             counters[name] = (counted.generated, counted.prefilled, counted.busy_s, counted.steps)
         if serving and serving == self._serving and now > self._at:
-            generated, prefilled, busy, steps = (sum(counters[n][i] - self._counters[n][i] for n in serving) for i in range(4))
+            generated, prefilled, busy, steps = (
+                sum(counters[n][i] - self._counters[n][i] for n in serving) for i in range(4)
+            )
             seconds, nodes = now - self._at, self._pool.count("rollout")
             share = min(1.0, busy / (seconds * len(serving)))
-            self._windows.append(RolloutWindowFact(now, seconds, nodes, int(generated), int(prefilled), share, busy / steps if steps else 0.0))
+            self._windows.append(
+                RolloutWindowFact(
+                    now, seconds, nodes, int(generated), int(prefilled), share, busy / steps if steps else 0.0
+                )
+            )
         self._at, self._serving, self._counters = now, serving, counters
         self._blocked.append(sim.training.blocked)
 
@@ -121,8 +133,19 @@ class View:
         recent = done[first:][-RECENT - 1 :]
         wall = recent[-1].end_at - recent[0].end_at if len(recent) > 1 else 0.0
         idle = sum(b.start_at - a.end_at for a, b in pairwise(recent))
-        queue = QueueFact(stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked)))
+        queue = QueueFact(
+            stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked))
+        )
         return PlanSnapshot(
-            tuple(pool.nodes), steps, tuple(self._windows), tuple(self._watched.trajectories), tuple(pool.switches[-32:]), queue, site.prompts, site.group,
-            site.eta, self._total - len(done), self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
-        )  # fmt: skip
+            tuple(pool.nodes),
+            steps,
+            tuple(self._windows),
+            tuple(self._watched.trajectories),
+            tuple(pool.switches[-32:]),
+            queue,
+            site.prompts,
+            site.group,
+            site.eta,
+            self._total - len(done),
+            self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
+        )

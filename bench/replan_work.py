@@ -1,16 +1,23 @@
-"""Workloads that drift: what a policy in training makes of its tasks changes along the run, and with it which stage has the most to do.
+"""Workloads that drift: what a policy in training makes of its tasks changes along the run, and with it which stage has
+the most to do.
 
-A law maps the number of a step to the profiles of its batch.  The run is cut into segments of `SEGMENT` = 8 global batches with one mixture each, generated
-and shuffled by groups within the segment, so that batches differ from each other as random draws do.  Two kinds of tasks are at the ends of what post-training
-meets: `DOCUMENTS`, questions about 12,000 tokens of text that a sentence answers (training reads all of it again for every sample; rollout has the engines'
-prefix caches), and `REASONING`, a short question and thousands of tokens of thought (rollout decodes them one by one, with long contexts to read).
+A law maps the number of a step to the profiles of its batch.  The run is cut into segments of `SEGMENT` = 8 global
+batches with one mixture each, generated and shuffled by groups within the segment, so that batches differ from each
+other as random draws do.  Two kinds of tasks are at the ends of what post-training meets: `DOCUMENTS`, questions about
+12,000 tokens of text that a sentence answers (training reads all of it again for every sample; rollout has the engines'
+prefix caches), and `REASONING`, a short question and thousands of tokens of thought (rollout decodes them one by one,
+with long contexts to read).
 
-* ``answers grow``: documents; the median answer doubles every `DOUBLING` = 30 steps, 16-fold in 120: slow, one-way.  Answers of R1-Zero grew by that much.
-* ``curriculum``: documents and reasoning take turns every `PHASE` = 40 steps: sudden changes, as between the phases of a staged curriculum.
-* ``mixture``: the share of reasoning tasks swings between none and all as a cosine of `PERIOD` = 80 steps: slow, both ways, and batches are of both kinds.
+* ``answers grow``: documents; the median answer doubles every `DOUBLING` = 30 steps, 16-fold in 120: slow, one-way.
+  Answers of R1-Zero grew by that much.
+* ``curriculum``: documents and reasoning take turns every `PHASE` = 40 steps: sudden changes, as between the phases of
+  a staged curriculum.
+* ``mixture``: the share of reasoning tasks swings between none and all as a cosine of `PERIOD` = 80 steps: slow, both
+  ways, and batches are of both kinds.
 
-The constants are round figures.  They were chosen by static splits and the clairvoyant on one seed: the best split is 9 training nodes of 12 for
-documents and 3 for reasoning, so that there is something to follow.  They were not changed after the live planner had played them.
+The constants are round figures.  They were chosen by static splits and the clairvoyant on one seed: the best split is 9
+training nodes of 12 for documents and 3 for reasoning, so that there is something to follow.  They were not changed
+after the live planner had played them.
 """
 
 from __future__ import annotations
@@ -73,7 +80,9 @@ def drifting(law: Law, batches: int, groups: int, group: int, seed: int) -> list
         for number, (profile, share) in enumerate(parts):
             took = wanted - len(found) if number == len(parts) - 1 else round(wanted * share)
             if took > 0:
-                made = generate(profile, Dials(took * group, group, seed * 1000 + index * 10 + number, max_context=MAX_CONTEXT))
+                made = generate(
+                    profile, Dials(took * group, group, seed * 1000 + index * 10 + number, max_context=MAX_CONTEXT)
+                )
                 named = [msgspec.structs.replace(t, prompt_id=f"{index}/{t.prompt_id}") for t in made]
                 found += [named[i : i + group] for i in range(0, len(named), group)]
         rng.shuffle(found)

@@ -1,7 +1,9 @@
-"""Real engines that replay workloads: production leader, agent half, engine processes and environment host in one process tree, without MPI.
+"""Real engines that replay workloads: production leader, agent half, engine processes and environment host in one
+process tree, without MPI.
 
-The engines live as long as `Replayer`; every `play` has a leader, a policy and an environment host of its own.  Two things are not production code: messages
-cross the `LocalMesh`, and on the way to the engine a turn's ``max_tokens`` becomes what the workload says (turns have no stop ids, so they end there).
+The engines live as long as `Replayer`; every `play` has a leader, a policy and an environment host of its own.  Two
+things are not production code: messages cross the `LocalMesh`, and on the way to the engine a turn's ``max_tokens``
+becomes what the workload says (turns have no stop ids, so they end there).
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_inflight: int = 48
     kv_cache_mb: int = 64
 
-    def config(self, work: Path, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0) -> RunConfig:
+    def config(
+        self, work: Path, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
+    ) -> RunConfig:
         """The run file of a play."""
         task = f"{Path(__file__).with_name('replay_task.py')}:Replay"
         return RunConfig.model_validate(
@@ -99,11 +103,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 "task": {"name": task, "options": {"work": str(work), "group_size": group_size}},
                 "algorithm": {"eta": 0, "prompts_per_step": groups, "group_size": group_size},
                 "rollout": {
-                    "engines_per_node": self.engines, "policy": policy, "max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs,
-                    "max_inflight": self.max_inflight, "kv_cache_mb": self.kv_cache_mb, "max_trajectories": open_groups * group_size, "record_steps": True,
+                    "engines_per_node": self.engines,
+                    "policy": policy,
+                    "max_model_len": self.max_model_len,
+                    "max_num_seqs": self.max_num_seqs,
+                    "max_inflight": self.max_inflight,
+                    "kv_cache_mb": self.kv_cache_mb,
+                    "max_trajectories": open_groups * group_size,
+                    "record_steps": True,
                 },
             }
-        )  # fmt: skip
+        )
 
 
 class Replayer:
@@ -145,7 +155,8 @@ class Replayer:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def play(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> Played:
-        """Run a workload, at most ``open_groups`` of its groups at once.  Its groups are equally large and stand together, in order."""
+        """Run a workload, at most ``open_groups`` of its groups at once.  Its groups are equally large and stand
+        together, in order."""
         self._plays += 1
         groups = len({spec.prompt_id for spec in work})
         self._work, self._group_size = work, len(work) // groups
@@ -165,7 +176,9 @@ class Replayer:
             await asyncio.wait_for(self._done.wait(), PATIENCE_S)
             await asyncio.sleep(SETTLE_S)
         except TimeoutError as error:
-            raise OperationError(f"a play of {len(work)} trajectories did not end in {PATIENCE_S:.0f} s; see {run.path}") from error
+            raise OperationError(
+                f"a play of {len(work)} trajectories did not end in {PATIENCE_S:.0f} s; see {run.path}"
+            ) from error
         finally:
             reports.cancel()
             await self._lead.stop()
@@ -176,7 +189,8 @@ class Replayer:
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
         return Played(makespan, turns, steps, header, stats, load)
 
-    # --- messages ---------------------------------------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def _trainer(self, message: Any, blob: bytes) -> None:
         if isinstance(message, wire.WeightsWanted):
@@ -196,7 +210,9 @@ class Replayer:
                 now = time.time()
                 for _, answer in items:
                     episode = answer.rid.partition(":")[0]
-                    self._answers.setdefault(episode, []).append((now, answer.queue_s, answer.run_s, answer.cached_tokens))
+                    self._answers.setdefault(episode, []).append(
+                        (now, answer.queue_s, answer.run_s, answer.cached_tokens)
+                    )
             case wire.EngineLoad(engine=engine, stats=stats):
                 self._stats[engine] = stats
             case wire.EngineUp(engine=engine):
@@ -212,10 +228,13 @@ class Replayer:
     def _spec(self, episode: str) -> TrajectoryRecord:
         index, sample, attempt = map(int, episode.split("."))
         if attempt:
-            raise OperationError(f"trajectory {episode} had to be restarted: what was replayed is not the workload any more")
+            raise OperationError(
+                f"trajectory {episode} had to be restarted: what was replayed is not the workload any more"
+            )
         return self._work[index * self._group_size + sample]
 
-    # --- what happened ----------------------------------------------------------------------------------------------------------------------
+    # --- what happened
+    # ----------------------------------------------------------------------------------------------
 
     def _match(self, run: RunDir) -> tuple[list[TurnTimes], float]:
         """Decisions and answers of each trajectory, which alternate; and the makespan."""
@@ -226,7 +245,10 @@ class Replayer:
         for episode, routed in decisions.items():
             spec, answers = self._spec(episode), self._answers[episode]
             if not len(routed) == len(answers) == len(spec.turns):
-                raise OperationError(f"trajectory {episode}: {len(routed)} decisions and {len(answers)} answers for {len(spec.turns)} turns")
+                raise OperationError(
+                    f"trajectory {episode}: {len(routed)} decisions and {len(answers)} answers for {len(spec.turns)}"
+                    " turns"
+                )
             for number, (line, (at, queue_s, run_s, cached)) in enumerate(zip(routed, answers, strict=True)):
                 last = number + 1 == len(routed)
                 env_s = 0.0 if last else _ready(routed[number + 1]) - at - spec.turns[number].tool_s

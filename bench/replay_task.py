@@ -1,7 +1,8 @@
-"""A task that replays a workload: prompts, tool answers and tool times are those of a file, so that a real run does exactly what the simulator is given.
+"""A task that replays a workload: prompts, tool answers and tool times are those of a file, so that a real run does
+exactly what the simulator is given.
 
-Tokens are random, equal for the prompts of siblings and different elsewhere, so prefix caches find what they would find.  How much the policy generates is
-not the environment's to say: `bench.replay` imposes it on every turn.
+Tokens are random, equal for the prompts of siblings and different elsewhere, so prefix caches find what they would
+find.  How much the policy generates is not the environment's to say: `bench.replay` imposes it on every turn.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class ReplayedEpisode(Episode):
         spec = self._spec
         turn = spec.turns[self._turn]
         if len(tokens) != turn.gen_tokens:
-            raise ValueError(f"turn {self._turn} of {spec.prompt_id}/{spec.sample} has {len(tokens)} tokens, not {turn.gen_tokens}")
+            raise ValueError(
+                f"turn {self._turn} of {spec.prompt_id}/{spec.sample} has {len(tokens)} tokens, not {turn.gen_tokens}"
+            )
         self._turn += 1
         if turn.tool_s:
             await asyncio.sleep(turn.tool_s)

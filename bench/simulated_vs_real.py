@@ -1,18 +1,22 @@
-"""Does the simulator predict real engines?  Calibrate it on some real runs, and let it predict others with other lengths and another concurrency.
+"""Does the simulator predict real engines?  Calibrate it on some real runs, and let it predict others with other
+lengths and another concurrency.
 
-Two real vLLM engines (tiny model, fp32, one thread each), the production leader, policy and environment host replay workloads (`bench.replay`): two
-kinds that calibrate, and those to be predicted, each under every policy, all on the same engines.  From the calibrating runs come the step times
-(`libra_hpc.hardware.measured`, from the engines' own step logs) and the hops (`Hops`); from the predicted runs nothing at all.
+Two real vLLM engines (tiny model, fp32, one thread each), the production leader, policy and environment host replay
+workloads (`bench.replay`): two kinds that calibrate, and those to be predicted, each under every policy, all on the
+same engines.  From the calibrating runs come the step times (`libra_hpc.hardware.measured`, from the engines' own step
+logs) and the hops (`Hops`); from the predicted runs nothing at all.
 
-A fit interpolates well and extrapolates badly: the time of a batch of 4 with long contexts does not follow from batches of 20 with short ones.  So one
-calibrating kind is crowded and shallow, the other sparse and deep, and what is predicted lies between.  The machine's speed drifts: so the calibrating
-runs stand between the predicted ones, in the reverse order with every other repeat, and all of them together make one calibration.
+A fit interpolates well and extrapolates badly: the time of a batch of 4 with long contexts does not follow from batches
+of 20 with short ones.  So one calibrating kind is crowded and shallow, the other sparse and deep, and what is predicted
+lies between.  The machine's speed drifts: so the calibrating runs stand between the predicted ones, in the reverse
+order with every other repeat, and all of them together make one calibration.
 
-A further column says what the simulator makes of each run with that run's own step times: the error of its physics alone, whatever else the machine
-was doing.  And the two policies are compared with each other, in reality and in the simulator.
+A further column says what the simulator makes of each run with that run's own step times: the error of its physics
+alone, whatever else the machine was doing.  And the two policies are compared with each other, in reality and in the
+simulator.
 
-Both engines, the leader and the environment share the cores of the machine.  The calibrating runs are as loaded, so that their step times hold what
-the processes take from one another.
+Both engines, the leader and the environment share the cores of the machine.  The calibrating runs are as loaded, so
+that their step times hold what the processes take from one another.
 
     python bench/simulated_vs_real.py [--repeat 3] [--scale 1.0]
 """
@@ -50,7 +54,8 @@ WARM_UP = 0.2
 """Scale of the play before all others: first steps of a process are slow."""
 SCHEDULERS = ("cmlfq", "least_loaded")
 LAYERS, HIDDEN = 6, 256
-"""Shape of the model.  Smaller ones step so fast that the run is the leader's and the environment's more than the engines'."""
+"""Shape of the model.  Smaller ones step so fast that the run is the leader's and the environment's more than the
+engines'."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +107,15 @@ def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectoryRecor
                 last = number + 1 == count
                 new = length(load.new, load.sigma) if number else 0
                 tool_s = 0.0 if last else load.tool_s * spread(load.sigma)
-                turns.append(TurnRecord(new, length(typical * load.generated, half), None if last else "tool", None if last else "ok", tool_s))
+                turns.append(
+                    TurnRecord(
+                        new,
+                        length(typical * load.generated, half),
+                        None if last else "tool",
+                        None if last else "ok",
+                        tool_s,
+                    )
+                )
             work.append(TrajectoryRecord(f"{load.name} {group}", sample, prompt, tuple(turns)))
     return work
 
@@ -119,12 +132,16 @@ class Hops(msgspec.Struct, frozen=True):
     def of(cls, runs: Sequence[Played]) -> Hops:
         """From real runs; a mean over them.
 
-        A turn's time outside its engine's queue and steps is both hops and the wait for the end of the step that ran when it arrived.  The latter is physics
-        that the simulator has: half a step in the median, which is taken off.
+        A turn's time outside its engine's queue and steps is both hops and the wait for the end of the step that ran
+        when it arrived.  The latter is physics that the simulator has: half a step in the median, which is taken off.
         """
-        hops = fmean(max(0.0, _outside(played) - median([step.seconds for step in played.steps]) / 2) for played in runs)
+        hops = fmean(
+            max(0.0, _outside(played) - median([step.seconds for step in played.steps]) / 2) for played in runs
+        )
         # A mean: over a trajectory these add up.
-        return cls(hops / 2, hops / 2, max(0.0, fmean(turn.env_s for played in runs for turn in played.turns if turn.env_s)))
+        return cls(
+            hops / 2, hops / 2, max(0.0, fmean(turn.env_s for played in runs for turn in played.turns if turn.env_s))
+        )
 
 
 def _outside(played: Played) -> float:
@@ -148,9 +165,14 @@ class Simulator(msgspec.Struct, frozen=True):
         calibration = Calibration(device="cpu", model="tiny", kv_capacity={header.tp: header.kv_tokens}, points=points)
         hops = Hops.of(runs)
         limits = SimSettings(
-            max_inflight=setup.max_inflight, max_num_seqs=header.max_num_seqs, max_num_batched_tokens=header.max_num_batched_tokens,
-            block_size=header.block_size, max_model_len=setup.max_model_len, send_s=hops.send_s, answer_s=hops.answer_s,
-        )  # fmt: skip
+            max_inflight=setup.max_inflight,
+            max_num_seqs=header.max_num_seqs,
+            max_num_batched_tokens=header.max_num_batched_tokens,
+            block_size=header.block_size,
+            max_model_len=setup.max_model_len,
+            send_s=hops.send_s,
+            answer_s=hops.answer_s,
+        )
         return cls(measured_times(calibration, header.tp), hops, limits, setup.engines)
 
     def facts(self) -> dict[str, Any]:
@@ -193,7 +215,10 @@ def pairs(load: str, policy: str, sim: SimResult, own: SimResult, played: Played
         "cached": played.total("cached_tokens"),
         "preempted": played.total("preemptions"),
     }
-    return [Pair(load, policy, name, one, value, its) for (name, value), one, its in zip(measured.items(), figures(sim), figures(own), strict=True)]
+    return [
+        Pair(load, policy, name, one, value, its)
+        for (name, value), one, its in zip(measured.items(), figures(sim), figures(own), strict=True)
+    ]
 
 
 def figures(sim: SimResult) -> tuple[float, ...]:
@@ -212,7 +237,8 @@ class Play(msgspec.Struct, frozen=True):
 
 
 def plays(repeat: int) -> list[Play]:
-    """What a repeat plays: a calibrating run, then one kind of work under every policy, and so on; every other repeat in reverse."""
+    """What a repeat plays: a calibrating run, then one kind of work under every policy, and so on; every other
+    repeat in reverse."""
     out = []
     for calibration, predicted in zip(CALIBRATIONS, PREDICTED, strict=True):
         out += [Play(calibration, SCHEDULERS[0], repeat), *(Play(predicted, policy, repeat) for policy in SCHEDULERS)]
@@ -230,7 +256,10 @@ async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> lis
         for number, play in enumerate(todo, 1):
             played = await replayer.play(make_work(play.load, play.repeat, scale), play.policy, play.load.open_groups)
             found.append((play, played))
-            words = f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {played.makespan_s:.2f} s, load {played.load:.1f}"
+            words = (
+                f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {played.makespan_s:.2f} s, load"
+                f" {played.load:.1f}"
+            )
             print(words, file=sys.stderr, flush=True)
     finally:
         await replayer.stop()
@@ -247,7 +276,11 @@ def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> 
             own = Simulator.of([played], setup)
             sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (simulated, own))
             found += pairs(play.load.name, play.policy, sim, its, played)
-    return found, {**simulated.facts(), "header": msgspec.to_builtins(done[0][1].header), "loads": [played.load for _, played in done]}
+    return found, {
+        **simulated.facts(),
+        "header": msgspec.to_builtins(done[0][1].header),
+        "loads": [played.load for _, played in done],
+    }
 
 
 def ratio(predicted: float, real: float) -> float:
@@ -263,7 +296,16 @@ def rows(found: Sequence[Pair]) -> list[list[Any]]:
         every = [ratio(pair.predicted, pair.real) for pair in same]
         own = median([ratio(pair.own, pair.real) for pair in same])
         spread = f"{min(every):.2f}..{max(every):.2f}"
-        out.append(["  ".join(key), median([p.predicted for p in same]), median([p.real for p in same]), median(every), spread, own])
+        out.append(
+            [
+                "  ".join(key),
+                median([p.predicted for p in same]),
+                median([p.real for p in same]),
+                median(every),
+                spread,
+                own,
+            ]
+        )
     return out
 
 
@@ -273,8 +315,13 @@ def ranking(found: Sequence[Pair]) -> list[list[Any]]:
     spans = [pair for pair in found if pair.figure == "makespan s"]
     out: list[list[Any]] = []
     for load in PREDICTED:
-        ones, others = ([pair for pair in spans if (pair.load, pair.policy) == (load.name, policy)] for policy in SCHEDULERS)
-        predicted, real, own = ([getattr(b, f) / getattr(a, f) for a, b in zip(ones, others, strict=True)] for f in ("predicted", "real", "own"))
+        ones, others = (
+            [pair for pair in spans if (pair.load, pair.policy) == (load.name, policy)] for policy in SCHEDULERS
+        )
+        predicted, real, own = (
+            [getattr(b, f) / getattr(a, f) for a, b in zip(ones, others, strict=True)]
+            for f in ("predicted", "real", "own")
+        )
         every = [a / b for a, b in zip(predicted, real, strict=True)]
         owns = median([a / b for a, b in zip(own, real, strict=True)])
         spread = f"{min(every):.2f}..{max(every):.2f}"
@@ -286,12 +333,16 @@ def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
     """The model's folder, made once: random weights, since lengths are imposed."""
     if not (folder / "config.json").exists():
         code = (
-            "import sys, torch; from transformers import Qwen2Config, Qwen2ForCausalLM; from libra_hpc.tasks.policy import write_tokenizer\n"
-            f"torch.manual_seed(0); write_tokenizer(sys.argv[1])\n"
-            f"Qwen2ForCausalLM(Qwen2Config(vocab_size=128, hidden_size={HIDDEN}, intermediate_size={4 * HIDDEN}, num_hidden_layers={LAYERS}, "
-            f"num_attention_heads={HIDDEN // 64}, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False)).save_pretrained(sys.argv[1])"
+            "import sys, torch; from transformers import Qwen2Config, Qwen2ForCausalLM; from libra_hpc.tasks.policy"
+            " import write_tokenizer\ntorch.manual_seed(0);"
+            f" write_tokenizer(sys.argv[1])\nQwen2ForCausalLM(Qwen2Config(vocab_size=128, hidden_size={HIDDEN},"
+            f" intermediate_size={4 * HIDDEN}, num_hidden_layers={LAYERS}, num_attention_heads={HIDDEN // 64},"
+            " num_key_value_heads=2, max_position_embeddings=4096,"
+            " tie_word_embeddings=False)).save_pretrained(sys.argv[1])"
         )
-        subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=engine_environment(), stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-c", code, str(folder)], check=True, env=engine_environment(), stdout=subprocess.DEVNULL
+        )
     return folder
 
 
@@ -307,12 +358,25 @@ def main() -> None:
     found, facts = compare(done, setup, arguments.scale)
     columns = ["workload, policy, figure", "predicted", "real", "ratio (median)", "range", "own steps"]
     words = [
-        f"{setup.engines} vLLM engines, {LAYERS} layers x {HIDDEN}, fp32, one thread each; medians of {arguments.repeat} repeats.",
-        f"One calibration on {len(CALIBRATIONS) * arguments.repeat} other runs between those predicted.  The last rows are ratios of makespans.",
+        (
+            f"{setup.engines} vLLM engines, {LAYERS} layers x {HIDDEN}, fp32, one thread each; medians of"
+            f" {arguments.repeat} repeats."
+        ),
+        (
+            f"One calibration on {len(CALIBRATIONS) * arguments.repeat} other runs between those predicted.  The last"
+            " rows are ratios of makespans."
+        ),
         "Load averages at the starts of all runs: " + ", ".join(f"{load:.1f}" for load in facts["loads"]) + ".",
     ]
     table = [*rows(found), *ranking(found)]
-    report("simulated_vs_real", "Simulator against real engines", columns, table, words, {"pairs": msgspec.to_builtins(found), "calibration": facts})
+    report(
+        "simulated_vs_real",
+        "Simulator against real engines",
+        columns,
+        table,
+        words,
+        {"pairs": msgspec.to_builtins(found), "calibration": facts},
+    )
 
 
 if __name__ == "__main__":

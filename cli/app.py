@@ -1,6 +1,8 @@
-"""The `libra-hpc` command: the verbs put together, and the one place where errors become a line on stderr and an exit code.
+"""The `libra-hpc` command: the verbs put together, and the one place where errors become a line on stderr and an exit
+code.
 
-Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm unreachable; 130 interrupted.  Results go to stdout, diagnostics to stderr.
+Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm unreachable; 130 interrupted.  Results go
+to stdout, diagnostics to stderr.
 """
 
 from __future__ import annotations
@@ -15,7 +17,23 @@ import typer
 from libra_hpc import compiled
 from libra_hpc.errors import OperationError, UserError
 
-from . import calibrate, cancel, check, cluster, config_show, list_runs, logs, make_policy, plan, repartition, simulate, status, submit, summary, trace
+from . import (
+    calibrate,
+    cancel,
+    check,
+    cluster,
+    config_show,
+    list_runs,
+    logs,
+    make_policy,
+    plan,
+    repartition,
+    simulate,
+    status,
+    submit,
+    summary,
+    trace,
+)
 from .output import complain, say
 
 INTERRUPTED = 130
@@ -25,7 +43,10 @@ INTERRUPTED = 130
 def tell_version(wanted: bool) -> None:
     """Print the version where it is asked for; nothing else happens then."""
     if wanted:
-        say(f"libra-hpc {metadata.version('libra-hpc')} (scheduler {'compiled' if compiled.in_use() else 'interpreted'})")
+        say(
+            f"libra-hpc {metadata.version('libra-hpc')} (scheduler"
+            f" {'compiled' if compiled.in_use() else 'interpreted'})"
+        )
         raise typer.Exit
 
 
@@ -56,7 +77,13 @@ app.add_typer(trace.app, name="trace")
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=tell_version, help="Print the version, and whether the scheduler is compiled.")
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=tell_version,
+            help="Print the version, and whether the scheduler is compiled.",
+        ),
     ] = False,
 ) -> None:
     """Agentic RL post-training on Slurm: one run file, one heterogeneous job."""
@@ -86,7 +113,8 @@ def main() -> None:
         code = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) went away: not an error of ours; keep the interpreter's own flush at exit quiet too.
+        # The reader of a pipe (`| head`) went away: not an error of ours; keep the interpreter's own flush at exit
+        # quiet too.
         sys.stdout = None
         code = 0
     sys.exit(code)

@@ -1,7 +1,7 @@
 """`libra-hpc calibrate`: measure what the steps of an engine take, for `simulate --calibration`.
 
-Either engines are started on this machine and measured (``--model``), or the steps that a run has recorded are taken (``--run``, with ``record_steps``
-in its ``[rollout]``): those contain everything that a real run does to an engine.
+Either engines are started on this machine and measured (``--model``), or the steps that a run has recorded are taken
+(``--run``, with ``record_steps`` in its ``[rollout]``): those contain everything that a real run does to an engine.
 """
 
 from __future__ import annotations
@@ -36,24 +36,47 @@ EXAMPLES = ((1, 512), (8, 512), (32, 512), (64, 1024))
 
 
 def calibrate(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; further degrees are added to one of the same device and model.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="File to write; further degrees are added to one of the same device and model."
+        ),
+    ],
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Model folder to serve.")] = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN", help="Take the steps of this run, which had rollout.record_steps, instead.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Take the steps of this run, which had rollout.record_steps, instead."),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, metavar="N", help="Devices of an engine.")] = 1,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the device, as simulate will be asked for it; default: cpu or cuda.")] = "",
-    engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines that run at once, as in a run on such a machine.")] = 1,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name", metavar="NAME", help="Name of the device, as simulate will be asked for it; default: cpu or cuda."
+        ),
+    ] = "",
+    engines: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Engines that run at once, as in a run on such a machine.")
+    ] = 1,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int, typer.Option(min=64, metavar="TOKENS", help="Longest context.")] = 4096,
     max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences of a step.")] = 64,
-    kv_cache_mb: Annotated[int | None, typer.Option(min=1, metavar="MIB", help=f"KV cache per device; default: {CPU_KV_MB} on the CPU, else vLLM's.")] = None,
+    kv_cache_mb: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="MIB", help=f"KV cache per device; default: {CPU_KV_MB} on the CPU, else vLLM's."),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of an engine.")] = 1,
     runs: RunsOption = Path("runs"),
     json: JsonOption = False,
 ) -> None:
     """Measure the engine steps of a model here, or take those of a run, and write a calibration file."""
     if (model is None) == (run is None):
-        raise invalid("--model, --run", f"{model or '-'}, {run or '-'}", "where the steps come from must be said once", "one of the two")
+        raise invalid(
+            "--model, --run",
+            f"{model or '-'}, {run or '-'}",
+            "where the steps come from must be said once",
+            "one of the two",
+        )
     if device not in DEVICES:
         raise invalid("--device", device, "unknown value", DEVICES)
     if not out.absolute().parent.is_dir():
@@ -70,14 +93,26 @@ def calibrate(
             raise invalid("--dtype", dtype, "unknown value", DTYPES)
         cache = kv_cache_mb if kv_cache_mb is not None else CPU_KV_MB if device == "cpu" else 0
         config = EngineConfig(
-            model=str(model), dtype=cast(Any, dtype), tp=tp, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_cache_mb=cache, threads=threads,
+            model=str(model),
+            dtype=cast(Any, dtype),
+            tp=tp,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_mb=cache,
+            threads=threads,
             device=cast(Any, device),
-        )  # fmt: skip
+        )
         found = measured(config, engines, called, shown)
     save(merged(old, found), out)
-    fits = {degree: fit_steps([point for point in found.points if point.tp == degree]) for degree in sorted(found.kv_capacity)}
+    fits = {
+        degree: fit_steps([point for point in found.points if point.tp == degree])
+        for degree in sorted(found.kv_capacity)
+    }
     if json:
-        rows = {degree: {"kv_capacity": found.kv_capacity[degree], "fit": msgspec.to_builtins(fit)} for degree, fit in fits.items()}
+        rows = {
+            degree: {"kv_capacity": found.kv_capacity[degree], "fit": msgspec.to_builtins(fit)}
+            for degree, fit in fits.items()
+        }
         say_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
     else:
         show_fits(out, found, fits)
@@ -85,10 +120,21 @@ def calibrate(
 
 def measured(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
     """Start engines, measure them, and show how far it is."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("starting", total=engines)
-        return together(config, engines, device, model, lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None))
+        return together(
+            config,
+            engines,
+            device,
+            model,
+            lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
+        )
 
 
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
@@ -96,12 +142,26 @@ def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
     say(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TP")
-    for heading in ("steps", "KV tokens", "error p50", "p90", *(f"{count} x {context}, ms" for count, context in EXAMPLES), "prefill 1k, ms"):
+    for heading in (
+        "steps",
+        "KV tokens",
+        "error p50",
+        "p90",
+        *(f"{count} x {context}, ms" for count, context in EXAMPLES),
+        "prefill 1k, ms",
+    ):
         table.add_column(heading, justify="right")
     for tp, fit in fits.items():
         times = MeasuredTimes(fit, tp, found.kv_capacity[tp], "")
         cells = [f"{1e3 * times.step_s(count, count * context):.2f}" for count, context in EXAMPLES]
         errors = (f"{fit.median_error:.1%}", f"{fit.p90_error:.1%}")
-        table.add_row(str(tp), f"{fit.points:,}", f"{found.kv_capacity[tp]:,}", *errors, *cells, f"{1e3 * times.step_s(0, 0, 1024):.1f}")
+        table.add_row(
+            str(tp),
+            f"{fit.points:,}",
+            f"{found.kv_capacity[tp]:,}",
+            *errors,
+            *cells,
+            f"{1e3 * times.step_s(0, 0, 1024):.1f}",
+        )
     show(table)
     say(f"use it with: libra-hpc simulate TRACE --calibration {out} --device {found.device} --model {found.model}")

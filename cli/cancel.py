@@ -17,8 +17,13 @@ def cancel(run: RunArgument = None, json: JsonOption = False, runs: RunsOption =
     if not over:
         jobs.cancel(found)
     if json:
-        say_json({"run": found.name, "job_id": job.id, "cancelled": not over, "state": job.state if over else "cancelled"})
+        say_json(
+            {"run": found.name, "job_id": job.id, "cancelled": not over, "state": job.state if over else "cancelled"}
+        )
     elif over:
         say(f"{found.name}: {'job ' + job.id + ' is ' + job.state + ' already' if job.id else 'was never queued'}")
     else:
-        say(f"{found.name}: job {job.id} cancelled; `libra-hpc submit --resume {found.name}` goes on from its last checkpoint")
+        say(
+            f"{found.name}: job {job.id} cancelled; `libra-hpc submit --resume {found.name}` goes on from its last"
+            " checkpoint"
+        )

@@ -81,6 +81,11 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
-    """The files that planning or a dry run reads; a model is one only where there is such a folder, else it is a name."""
+    """The files that planning or a dry run reads; a model is one only where there is such a folder, else it is a
+    name."""
     named = {name: getattr(section, name, "") for name in ("trace", "calibration", "devices", "model")}
-    return {name: str(Path(path).absolute()) for name, path in named.items() if path and (name != "model" or Path(path).exists())}
+    return {
+        name: str(Path(path).absolute())
+        for name, path in named.items()
+        if path and (name != "model" or Path(path).exists())
+    }

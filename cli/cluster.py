@@ -22,7 +22,9 @@ app = typer.Typer(help="The embedded Slurm: real daemons on loopback, no root ne
 
 
 @app.command("up")
-def up(if_needed: Annotated[bool, typer.Option("--if-needed", help="Do nothing when a Slurm answers already.")] = False) -> None:
+def up(
+    if_needed: Annotated[bool, typer.Option("--if-needed", help="Do nothing when a Slurm answers already.")] = False,
+) -> None:
     """Start the embedded Slurm, or what of it is missing."""
     if if_needed:
         try:
@@ -48,7 +50,9 @@ def env() -> None:
 
 
 @app.command("down")
-def down(remove: Annotated[bool, typer.Option("--remove", help="Delete its folder and the unpacked Slurm too.")] = False) -> None:
+def down(
+    remove: Annotated[bool, typer.Option("--remove", help="Delete its folder and the unpacked Slurm too.")] = False,
+) -> None:
     """Cancel the jobs of the embedded Slurm and stop its daemons."""
     cluster = Cluster()
     with busy("stopping the embedded Slurm"):
@@ -70,7 +74,10 @@ def status(json: JsonOption = False) -> None:
     if json:
         say_json(facts(info))
     elif info is not None:
-        say(f"the embedded Slurm is up: nodes {', '.join(info.nodes)}; partitions {', '.join(info.partitions)}; folder {info.home}")
+        say(
+            f"the embedded Slurm is up: nodes {', '.join(info.nodes)}; partitions {', '.join(info.partitions)}; folder"
+            f" {info.home}"
+        )
     if info is None:
         raise SlurmUnreachable(NOT_RUNNING)
 

@@ -16,7 +16,10 @@ from .runs import JsonOption
 app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")]
-OverrideOption = Annotated[list[str], typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key, e.g. -o algorithm.eta=2; repeatable.")]
+OverrideOption = Annotated[
+    list[str],
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key, e.g. -o algorithm.eta=2; repeatable."),
+]
 
 
 @app.callback()

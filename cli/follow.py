@@ -1,7 +1,7 @@
 """Following a run until it ends: a live panel on a terminal, plain progress lines anywhere else.
 
-What the run writes itself (status.json) is read every second.  The queue is asked only while that has nothing new to say, with pauses that double up to
-half a minute: a login node's controller serves everybody.
+What the run writes itself (status.json) is read every second.  The queue is asked only while that has nothing new to
+say, with pauses that double up to half a minute: a login node's controller serves everybody.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FIRST_POLL_S, LONGEST_POLL_S = 2.0, 30.0
 QUIET_S = 10.0
 """A running job whose status.json is older than this may have died without saying so: ask the queue."""
 LOST_S = 120.0
-"""A job unknown to Slurm for this long, without any news of its own, is gone: right after submission, or while a controller restarts, it may be unknown
-for a moment."""
+"""A job unknown to Slurm for this long, without any news of its own, is gone: right after submission, or while a
+controller restarts, it may be unknown for a moment."""
 INDENT = 10 * " "
 """Lines that belong to a moment stand behind its clock."""
 LINE_EVERY_S = 10.0
@@ -100,7 +100,10 @@ class Follower:
             return f"{elapsed:>8}  {status.state}  {engines.count('ready')} of {len(engines)} engines ready"
         speeds = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s"
         nodes = f"nodes {status.train.nodes}+{status.rollout.nodes}"
-        return f"{elapsed:>8}  {status.state}  step {status.step}/{status.steps}  reward {status.reward:.3f}  {speeds}  {nodes}"
+        return (
+            f"{elapsed:>8}  {status.state}  step {status.step}/{status.steps}  reward {status.reward:.3f}  {speeds} "
+            f" {nodes}"
+        )
 
     def waiting(self) -> str:
         """What a job without a snapshot is doing."""
@@ -109,7 +112,8 @@ class Follower:
 
 
 def follow(run: RunDir, until: Until = lambda status: False) -> str:
-    """Show a run until it ends, or until what a caller waits for; returns its state.  Interrupting leaves the job alone."""
+    """Show a run until it ends, or until what a caller waits for; returns its state.  Interrupting leaves the job
+    alone."""
     follower = Follower(run)
     return _panel(follower, until) if sys.stdout.isatty() else _lines(follower, until)
 
@@ -123,7 +127,8 @@ def wait_silently(run: RunDir, until: Until = lambda status: False) -> str:
 
 
 def ordered(status: Status | None) -> str:
-    """The planner's last decision in words if it asks for anything, else an empty text; it stays the same from look to look."""
+    """The planner's last decision in words if it asks for anything, else an empty text; it stays the same from look
+    to look."""
     decision = None if status is None else status.decision
     if decision is None or decision.action == "hold":
         return ""
@@ -132,7 +137,8 @@ def ordered(status: Status | None) -> str:
 
 
 def remark(status: Status | None) -> str:
-    """What a run in full swing has to say of itself, mostly nothing; while it starts and when it ends, its state says it."""
+    """What a run in full swing has to say of itself, mostly nothing; while it starts and when it ends, its state
+    says it."""
     return status.message if status is not None and status.state == "running" and status.step else ""
 
 

@@ -1,4 +1,5 @@
-"""What the verbs ask of Slurm or of the local executor, in one small vocabulary: the state of a run's job, queue it, cancel it."""
+"""What the verbs ask of Slurm or of the local executor, in one small vocabulary: the state of a run's job, queue it,
+cancel it."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def queue(launch: Launch, environment: Environment | None) -> str:
 def state(run: RunDir) -> JobView:
     """The job of the run's last attempt; an empty id when it was never queued.
 
-    A job that Slurm has forgotten, or that no controller can be asked about, is ``unknown`` unless the run left its own verdict.
+    A job that Slurm has forgotten, or that no controller can be asked about, is ``unknown`` unless the run left its own
+    verdict.
     """
     record = run.read_json(run.job)
     if not record:
@@ -124,7 +126,11 @@ def state(run: RunDir) -> JobView:
     reason = info.reason or (info.state.value if failed else "")
     if info.state is JobState.FAILED and info.exit_code:
         reason = f"exit code {info.exit_code}"
-    return JobView(job_id, STATES.get(info.state, "failed"), "" if info.state is JobState.RUNNING else REASONS.get(reason.split(",")[0], reason))
+    return JobView(
+        job_id,
+        STATES.get(info.state, "failed"),
+        "" if info.state is JobState.RUNNING else REASONS.get(reason.split(",")[0], reason),
+    )
 
 
 def cancel(run: RunDir) -> None:
@@ -154,7 +160,9 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise invalid("OUT", str(out), f"{out.parent} cannot be made ({error.strerror})", "a new folder in a writable place") from error
+        raise invalid(
+            "OUT", str(out), f"{out.parent} cannot be made ({error.strerror})", "a new folder in a writable place"
+        ) from error
     shutil.rmtree(unfinished, ignore_errors=True)
     handle = run_single(
         _make_tiny_policy,

@@ -48,7 +48,17 @@ def row(run: RunDir) -> dict[str, Any]:
     status = read_status(run)
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "attempt": attempt(run)}
     if status is None:
-        return {**facts, "state": "queued" if job_id(run) else "new", **dict.fromkeys(("step", "steps", "reward_first", "reward", "updated_at"))}
+        return {
+            **facts,
+            "state": "queued" if job_id(run) else "new",
+            **dict.fromkeys(("step", "steps", "reward_first", "reward", "updated_at")),
+        }
     silent = status.state not in FINAL and time.time() - status.updated_at > SILENT_S
-    shown = {"step": status.step, "steps": status.steps, "reward_first": status.reward_first, "reward": status.reward, "updated_at": status.updated_at}
+    shown = {
+        "step": status.step,
+        "steps": status.steps,
+        "reward_first": status.reward_first,
+        "reward": status.reward,
+        "updated_at": status.updated_at,
+    }
     return {**facts, "state": "silent" if silent else status.state, **shown}

@@ -24,11 +24,17 @@ _RANK = re.compile(r"^(?:agent-|[rt])(\d+)(?:\.|$)")
 
 def logs(
     run: RunArgument = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, metavar="N", help="Only processes of this node (rank).")] = None,
-    process: Annotated[str | None, typer.Option("--process", metavar="NAME", help="Only log files whose name contains NAME.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, metavar="N", help="Only processes of this node (rank).")
+    ] = None,
+    process: Annotated[
+        str | None, typer.Option("--process", metavar="NAME", help="Only log files whose name contains NAME.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until the run ends.")] = False,
     tail: Annotated[int, typer.Option("--tail", "-n", min=0, metavar="N", help="Lines to print of each file.")] = 20,
-    which: Annotated[int | None, typer.Option("--attempt", min=1, metavar="N", help="Attempt; default: the last.")] = None,
+    which: Annotated[
+        int | None, typer.Option("--attempt", min=1, metavar="N", help="Attempt; default: the last.")
+    ] = None,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     """Print the end of a run's log files."""

@@ -22,9 +22,13 @@ WARM_START_STEPS = 2000
 
 def make_policy(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
-    task: Annotated[str, typer.Option("--task", metavar="NAME", help=f"Built-in task: {', '.join(sorted(BUILTIN))}.")] = "keychain",
+    task: Annotated[
+        str, typer.Option("--task", metavar="NAME", help=f"Built-in task: {', '.join(sorted(BUILTIN))}.")
+    ] = "keychain",
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Same seed, same policy.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", min=0, metavar="N", help="Steps of the warm start.")] = WARM_START_STEPS,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, metavar="N", help="Steps of the warm start.")
+    ] = WARM_START_STEPS,
     executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -41,4 +45,9 @@ def make_policy(
     if json:
         say_json({"path": str(out.absolute()), "task": task, "seed": seed, **made})
     else:
-        say(f"made {out}: " + ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in made.items()))
+        say(
+            f"made {out}: "
+            + ", ".join(
+                f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in made.items()
+            )
+        )

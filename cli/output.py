@@ -1,4 +1,5 @@
-"""How every verb speaks: results on stdout (tables for people, JSON for programs), diagnostics as single lines on stderr."""
+"""How every verb speaks: results on stdout (tables for people, JSON for programs), diagnostics as single lines on
+stderr."""
 
 from __future__ import annotations
 

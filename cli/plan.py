@@ -1,4 +1,5 @@
-"""`libra-hpc plan`: before anything is queued, the best split of the nodes, what it is predicted to bring, and why others are out of the question."""
+"""`libra-hpc plan`: before anything is queued, the best split of the nodes, what it is predicted to bring, and why
+others are out of the question."""
 
 from __future__ import annotations
 
@@ -32,18 +33,48 @@ ASSUMED = Assumed()
 MOST_GPUS = 65_536
 """The search is exact: for as many nodes of one GPU it takes some ten seconds."""
 
-GpusOption = Annotated[str, typer.Option("--gpus", metavar="N|A..B", help="GPUs to plan for, or a range to sweep; default: those of the run file.")]
-DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="GPU, e.g. a800; default: gpu_type of the run file.")]
-DevicesFileOption = Annotated[Path | None, typer.Option("--devices", metavar="FILE", help="TOML file with further devices.")]
-ModelOption = Annotated[str, typer.Option("--model", metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder; default: model.path.")]
-TraceOption = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Finished trajectories whose lengths to plan for.")]
-CalibrationOption = Annotated[Path | None, typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has.")]
-EvenOption = Annotated[bool, typer.Option("--even", help="Assume that nobody can tell long trajectories from short ones beforehand.")]
-LayoutsOption = Annotated[
-    str, typer.Option("--layouts", metavar="any|node", help="Layouts: any, or what a run file can say: each node one training replica, or engines of one TP.")
+GpusOption = Annotated[
+    str,
+    typer.Option(
+        "--gpus", metavar="N|A..B", help="GPUs to plan for, or a range to sweep; default: those of the run file."
+    ),
 ]
-ExplainOption = Annotated[bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Draw the plans, or the scaling curve of a sweep.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="GPU, e.g. a800; default: gpu_type of the run file.")
+]
+DevicesFileOption = Annotated[
+    Path | None, typer.Option("--devices", metavar="FILE", help="TOML file with further devices.")
+]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder; default: model.path."
+    ),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="Finished trajectories whose lengths to plan for.")
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has."),
+]
+EvenOption = Annotated[
+    bool, typer.Option("--even", help="Assume that nobody can tell long trajectories from short ones beforehand.")
+]
+LayoutsOption = Annotated[
+    str,
+    typer.Option(
+        "--layouts",
+        metavar="any|node",
+        help="Layouts: any, or what a run file can say: each node one training replica, or engines of one TP.",
+    ),
+]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")
+]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="PNG", help="Draw the plans, or the scaling curve of a sweep.")
+]
 
 
 def plan(
@@ -54,11 +85,18 @@ def plan(
     devices: DevicesFileOption = None,
     model: ModelOption = "",
     trace: TraceOption = None,
-    generated: Annotated[float | None, typer.Option(metavar="N", help="Without --trace: mean generated tokens; default: 1/8 of max_model_len.")] = None,
+    generated: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Without --trace: mean generated tokens; default: 1/8 of max_model_len."),
+    ] = None,
     sigma: Annotated[float, typer.Option(metavar="X", help="Shape of their log-normal distribution.")] = ASSUMED.sigma,
-    prompt: Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens; default: 1/16 of max_model_len.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(metavar="N", help="Prompt tokens; default: 1/16 of max_model_len.")
+    ] = None,
     turns: Annotated[float, typer.Option(metavar="X", help="Mean turns.")] = ASSUMED.turns,
-    new_tokens: Annotated[float | None, typer.Option(metavar="N", help="Tokens a tool returns; default: 1/256 of max_model_len.")] = None,
+    new_tokens: Annotated[
+        float | None, typer.Option(metavar="N", help="Tokens a tool returns; default: 1/256 of max_model_len.")
+    ] = None,
     tool_s: Annotated[float, typer.Option("--tool-s", metavar="S", help="Seconds of a tool call.")] = ASSUMED.tool_s,
     layouts: LayoutsOption = "any",
     calibration: CalibrationOption = None,
@@ -85,9 +123,15 @@ def plan(
     )
     node = layouts == "node"
     search = PlanSearch(
-        asked.shape, asked.pools, asked.batch, space=asked.space, options=asked.options, sorted_lengths=not even, whole_nodes=node,
+        asked.shape,
+        asked.pools,
+        asked.batch,
+        space=asked.space,
+        options=asked.options,
+        sorted_lengths=not even,
+        whole_nodes=node,
         steps=lookup if calibration is None else measured_steps(calibration),
-    )  # fmt: skip
+    )
     if low != high:
         show_sweep(asked, search, low, high, json, plot)
         return
@@ -136,7 +180,13 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json
 
         draw_sweep(points, plan_tables.title(asked, sized=False), plot)
     if json:
-        say_json({"request": facts(asked), "points": msgspec.to_builtins(points), "knee": None if at is None else points[at].devices})
+        say_json(
+            {
+                "request": facts(asked),
+                "points": msgspec.to_builtins(points),
+                "knee": None if at is None else points[at].devices,
+            }
+        )
         return
     plan_tables.header(asked, sized=False)
     show(plan_tables.curve(points, at))
@@ -146,12 +196,16 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json
 def knee_words(points: list[Point], at: int | None) -> str:
     """What the curve says, in one line."""
     if at is None:
-        return "no knee: over the whole range throughput grows about as fast as the number of GPUs, or there are too few points"
+        return (
+            "no knee: over the whole range throughput grows about as fast as the number of GPUs, or there are too few"
+            " points"
+        )
     return f"knee at {points[at].devices} GPUs: beyond, a further GPU brings less than the average one of this range"
 
 
 def measured_steps(calibration: Path) -> StepLookup:
-    """Step times of the degrees in a calibration file, and `lookup`'s of the others; raises `UserError` for a file that cannot be read."""
+    """Step times of the degrees in a calibration file, and `lookup`'s of the others; raises `UserError` for a file
+    that cannot be read."""
     degrees = load(calibration).kv_capacity
 
     def times(device: Device, shape: ModelShape, tp: int) -> StepTimes:

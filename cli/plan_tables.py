@@ -41,7 +41,12 @@ LEGEND = """nodes: training + rollout; TP, PP, CP, EP, DP: tensor, pipeline, con
 def title(asked: PlanRequest, *, sized: bool = True) -> str:
     """Model and devices in a line; ``sized`` says how many."""
     parts = [
-        f"{p.devices} x {p.device.name} ({p.nodes} nodes of {p.node_devices})" if sized else f"{p.device.name}, nodes of {p.node_devices}" for p in asked.pools
+        (
+            f"{p.devices} x {p.device.name} ({p.nodes} nodes of {p.node_devices})"
+            if sized
+            else f"{p.device.name}, nodes of {p.node_devices}"
+        )
+        for p in asked.pools
     ]
     return f"{asked.shape.name} on {' + '.join(parts)}"
 
@@ -99,12 +104,23 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
     recompute = ", activations recomputed" if layout.recompute else ""
     show(Text(f"best: {what}"))
-    show(Text(f"its training: micro-batches of {layout.micro_tokens:,} tokens{recompute}, {best.train.time.mfu:.0%} of peak FLOP/s (MFU)"))
+    show(
+        Text(
+            f"its training: micro-batches of {layout.micro_tokens:,} tokens{recompute}, {best.train.time.mfu:.0%} of"
+            " peak FLOP/s (MFU)"
+        )
+    )
     if result.alone:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
     show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
-    show(Text("proved optimal for these cost models" if result.gap < 1e-6 else f"proved within {result.gap:.2%} of the optimum of these cost models"))
+    show(
+        Text(
+            "proved optimal for these cost models"
+            if result.gap < 1e-6
+            else f"proved within {result.gap:.2%} of the optimum of these cost models"
+        )
+    )
     if layout.cp > 1 or layout.ep > 1 or layout.recompute or layout.replica > asked.pools[best.pool].node_devices:
         show(Text("a run file says TP x PP of whole nodes; --layouts node plans with such layouts only"))
 
@@ -126,7 +142,9 @@ def terms(result: PlanResult) -> Table:
     for name in TrainTime.__struct_fields__:
         if name in TERMS and getattr(time, name) > 0:
             table.add_row(TERMS[name], _s(getattr(time, name)), f"{getattr(time, name) / time.total:.0%}")
-    table.add_row(f"all, {time.micro_batches} micro-batches per replica and update", _s(time.total), "100%", style="bold")
+    table.add_row(
+        f"all, {time.micro_batches} micro-batches per replica and update", _s(time.total), "100%", style="bold"
+    )
     return table
 
 
@@ -189,7 +207,16 @@ def curve(points: Sequence[Point], at: int | None) -> Table:
     best = max(p.plan.tokens_s / p.devices for p in points if p.plan is not None)
     for i, point in enumerate(points):
         if point.plan is None:
-            table.add_row(str(point.devices), "-", Text(point.why.split(";")[0].rstrip("."), overflow="fold"), "", "-", "-", "-", "")
+            table.add_row(
+                str(point.devices),
+                "-",
+                Text(point.why.split(";")[0].rstrip("."), overflow="fold"),
+                "",
+                "-",
+                "-",
+                "-",
+                "",
+            )
             continue
         plan = point.plan
         rollout = point.devices - plan.train.layout.devices

@@ -1,7 +1,9 @@
-"""`libra-hpc repartition`: order another layout of a running job, without giving up its nodes or its place in the queue.
+"""`libra-hpc repartition`: order another layout of a running job, without giving up its nodes or its place in the
+queue.
 
-Everything that can be wrong is said here, before anything is written; rank 0 checks it once more, because meanwhile the run goes on.  The order is a file
-in the run directory (`libra_hpc.protocol.layout_order`), its answer an event (`libra_hpc.runtime.orders`).
+Everything that can be wrong is said here, before anything is written; rank 0 checks it once more, because meanwhile the
+run goes on.  The order is a file in the run directory (`libra_hpc.protocol.layout_order`), its answer an event
+(`libra_hpc.runtime.orders`).
 """
 
 from __future__ import annotations
@@ -33,19 +35,36 @@ from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_s
 
 def repartition(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id.")],
-    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What changes, e.g. train.tp=2 components.train.nodes=2.")],
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run until its first step in the new layout; exit code 1 when the order is refused.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the present and the new layout and order nothing.")] = False,
+    changes: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE...", help="What changes, e.g. train.tp=2 components.train.nodes=2."),
+    ],
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Follow the run until its first step in the new layout; exit code 1 when the order is refused.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the present and the new layout and order nothing.")
+    ] = False,
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Lay out a running job anew: core nodes, TP and PP of training, engines of a node; it starts again from a checkpoint, inside the job."""
+    """Lay out a running job anew: core nodes, TP and PP of training, engines of a node; it starts again from a
+    checkpoint, inside the job."""
     found = find_run(run, runs)
     check_running(found)
     values = dict(parse_override(change, example="train.tp=2") for change in changes)
     before = load_resolved(found.config)
     after = repartitioned(before, values)
-    facts: dict[str, Any] = {"run": found.name, "changes": values, "layout": describe(after), "ranks": _ranks(before, after)}
+    facts: dict[str, Any] = {
+        "run": found.name,
+        "changes": values,
+        "layout": describe(after),
+        "ranks": _ranks(before, after),
+    }
     order = None if dry_run else send(found, values)
     if order is None:
         say_json({**facts, "order": None}) if json else show(table(before, after))
@@ -91,7 +110,8 @@ def send(run: RunDir, values: dict[str, Any]) -> LayoutOrder:
 
 
 def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
-    """Follow the run until its first step in the new layout; returns the last step before.  Raises `OperationError` when it does not come to that."""
+    """Follow the run until its first step in the new layout; returns the last step before.  Raises `OperationError`
+    when it does not come to that."""
 
     def settled(status: Status | None) -> bool:
         answer = _answer(run, order)
@@ -108,7 +128,10 @@ def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
     if "step" not in answer:
         raise OperationError(f"the order was refused: {answer['reason']}")
     if state in FINAL and state != "completed":
-        raise OperationError(f"the run {state} in the new layout; `libra-hpc submit --resume {run.name} -o KEY=VALUE` goes on in another one.")
+        raise OperationError(
+            f"the run {state} in the new layout; `libra-hpc submit --resume {run.name} -o KEY=VALUE` goes on in another"
+            " one."
+        )
     return int(answer["step"])
 
 
@@ -133,10 +156,18 @@ def table(before: RunConfig, after: RunConfig) -> RenderableType:
 
 
 def _ranks(before: RunConfig, after: RunConfig) -> list[dict[str, Any]]:
-    return [{"rank": old.rank, "before": str(old), "after": str(new)} for old, new in zip(ranks(before), ranks(after), strict=True)]
+    return [
+        {"rank": old.rank, "before": str(old), "after": str(new)}
+        for old, new in zip(ranks(before), ranks(after), strict=True)
+    ]
 
 
 def _answer(run: RunDir, order: LayoutOrder) -> dict[str, Any] | None:
-    """The event that answers the order: ``repartitioned`` has the last step before, ``repartition_refused`` a reason."""
-    answers = [event for event in read_lines(run.events) if event.get("order") == order.id and event.get("kind") != "repartition_ordered"]
+    """The event that answers the order: ``repartitioned`` has the last step before, ``repartition_refused`` a
+    reason."""
+    answers = [
+        event
+        for event in read_lines(run.events)
+        if event.get("order") == order.id and event.get("kind") != "repartition_ordered"
+    ]
     return answers[-1] if answers else None

@@ -19,7 +19,9 @@ RUNS = "runs"
 """Default of ``run.dir``."""
 FINAL = ("completed", "failed", "cancelled")
 
-RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.")]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.")
+]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -43,14 +45,19 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     runs = all_runs(parent)
     if wanted is None:
         if not runs:
-            raise UserError(f"There is no run below {parent}/; submit one with `libra-hpc submit RUN.toml`, or name another folder with --runs.")
+            raise UserError(
+                f"There is no run below {parent}/; submit one with `libra-hpc submit RUN.toml`, or name another folder"
+                " with --runs."
+            )
         return runs[-1]
     for run in reversed(runs):
         if wanted in (run.name, job_id(run)):
             return run
     names = [run.name for run in runs]
     known = f"valid: {', '.join(names[-8:])}" if names else "there are none"
-    raise UserError(f"RUN = {wanted!r}: no run of that name, folder or job id below {parent}/; {known}{nearest(wanted, names)}.")
+    raise UserError(
+        f"RUN = {wanted!r}: no run of that name, folder or job id below {parent}/; {known}{nearest(wanted, names)}."
+    )
 
 
 def job_id(run: RunDir) -> str:

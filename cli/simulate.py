@@ -31,19 +31,40 @@ MARKS = {"best": "green", "reference": "dim"}
 
 def simulate(
     file: FileArgument,
-    gpus: Annotated[int, typer.Option(min=0, metavar="N", help="GPUs; the buckets are repeated as often as fits.  0: those of the buckets.")] = 0,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="GPUs; the buckets are repeated as often as fits.  0: those of the buckets."
+        ),
+    ] = 0,
     device: Annotated[str, typer.Option(metavar="NAME", help="GPU, e.g. a800, h200.")] = "a800",
-    model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder with config.json.")] = "qwen3-14b",
+    model: Annotated[
+        str, typer.Option(metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder with config.json.")
+    ] = "qwen3-14b",
     buckets: Annotated[str, typer.Option(metavar="LIST", help="Engines by TP degree.")] = "4xTP1,2xTP2,2xTP4",
-    policy: Annotated[str, typer.Option(metavar="LIST", help=f"Of {', '.join(simulated_policy_names())}.")] = "cmlfq,least_loaded,libra",
-    batch_groups: Annotated[int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")] = 0,
+    policy: Annotated[
+        str, typer.Option(metavar="LIST", help=f"Of {', '.join(simulated_policy_names())}.")
+    ] = "cmlfq,least_loaded,libra",
+    batch_groups: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")
+    ] = 0,
     eta: Annotated[int, typer.Option(min=0, metavar="N", help="Staleness bound, with --batch-groups.")] = 0,
     train_s: Annotated[float, typer.Option("--train-s", min=0, metavar="S", help="Seconds of a training step.")] = 0.0,
-    sync_s: Annotated[float, typer.Option("--sync-s", min=0, metavar="S", help="Pause of an engine for a weight update.")] = 0.0,
-    max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences an engine runs at once.")] = DEFAULTS.max_num_seqs,
-    max_inflight: Annotated[int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")] = DEFAULTS.max_inflight,
-    max_context: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Context at which the run ends trajectories, if it does.")] = 0,
-    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")] = None,
+    sync_s: Annotated[
+        float, typer.Option("--sync-s", min=0, metavar="S", help="Pause of an engine for a weight update.")
+    ] = 0.0,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most sequences an engine runs at once.")
+    ] = DEFAULTS.max_num_seqs,
+    max_inflight: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")
+    ] = DEFAULTS.max_inflight,
+    max_context: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Context at which the run ends trajectories, if it does.")
+    ] = 0,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")
+    ] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
     format: FormatOption = "auto",
@@ -65,9 +86,16 @@ def simulate(
     fleet = build_fleet(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
     work = load(file, format, skip_bad, limit).trajectories
     settings = SimSettings(
-        max_num_seqs=max_num_seqs, max_inflight=max_inflight, batch_groups=batch_groups, eta=eta, train_s=train_s, sync_s=sync_s, seed=seed,
-        max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs), max_model_len=max_context,
-    )  # fmt: skip
+        max_num_seqs=max_num_seqs,
+        max_inflight=max_inflight,
+        batch_groups=batch_groups,
+        eta=eta,
+        train_s=train_s,
+        sync_s=sync_s,
+        seed=seed,
+        max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs),
+        max_model_len=max_context,
+    )
     with busy("simulating") as status:
         done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}"))
     if plot is not None:
@@ -78,11 +106,33 @@ def simulate(
         note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
     if json:
         reference = done[ORACLE].result.makespan_s if ORACLE in done else None
-        rows = {name: {**msgspec.to_builtins(one.result), "computed_s": one.computed_s, "ratio_to_oracle": ratio(one, reference)} for name, one in done.items()}
-        say_json({"trace": str(file), "gpus": fleet.gpus, "device": device, "model": model, "buckets": buckets, "source": fleet.source, "policies": rows})
+        rows = {
+            name: {
+                **msgspec.to_builtins(one.result),
+                "computed_s": one.computed_s,
+                "ratio_to_oracle": ratio(one, reference),
+            }
+            for name, one in done.items()
+        }
+        say_json(
+            {
+                "trace": str(file),
+                "gpus": fleet.gpus,
+                "device": device,
+                "model": model,
+                "buckets": buckets,
+                "source": fleet.source,
+                "policies": rows,
+            }
+        )
         return
-    say(f"{file}: {len(work):,} trajectories, {sum(len(one.turns) for one in work):,} turns, {sum(one.generated for one in work):,} generated tokens")
-    show(Text(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}"))
+    say(
+        f"{file}: {len(work):,} trajectories, {sum(len(one.turns) for one in work):,} turns,"
+        f" {sum(one.generated for one in work):,} generated tokens"
+    )
+    show(
+        Text(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}")
+    )
     show(table(done))
     say(LEGEND)
 
@@ -104,10 +154,17 @@ def table(done: dict[str, Compared]) -> Table:
         result, against = one.result, ratio(one, reference)
         style = MARKS["reference"] if name == ORACLE else MARKS["best"] if result.makespan_s == best else ""
         out.add_row(
-            name, f"{result.makespan_s:,.1f}", f"{result.tokens_per_s:,.0f}", *(f"{q:,.1f}" for q in (result.completion.p50, result.completion.p95)),
-            f"{result.completion.p99:,.1f}", f"{result.moves:,}", short(result.reprefilled_tokens), f"{result.idle_share:.0%}",
-            "-" if against is None else f"{against:.3f}", style=style,
-        )  # fmt: skip
+            name,
+            f"{result.makespan_s:,.1f}",
+            f"{result.tokens_per_s:,.0f}",
+            *(f"{q:,.1f}" for q in (result.completion.p50, result.completion.p95)),
+            f"{result.completion.p99:,.1f}",
+            f"{result.moves:,}",
+            short(result.reprefilled_tokens),
+            f"{result.idle_share:.0%}",
+            "-" if against is None else f"{against:.3f}",
+            style=style,
+        )
     return out
 
 

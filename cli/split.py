@@ -15,7 +15,8 @@ from .output import WIDTH, busy, console
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Initial | None]:
-    """A run file with its split filled in, and the plan behind it; as it is, and None, where the split is explicit.  Raises `UserError`."""
+    """A run file with its split filled in, and the plan behind it; as it is, and None, where the split is explicit.
+    Raises `UserError`."""
     if config.components.split != "auto":
         return config, None
     with busy("planning"):
@@ -24,7 +25,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Initial | None]:
 
 
 def show_split(made: Initial, *, stderr: bool = False) -> None:
-    """Print the plans that were compared, best first, and what the first one makes of the run file; ``stderr``: beside a result on stdout."""
+    """Print the plans that were compared, best first, and what the first one makes of the run file; ``stderr``:
+    beside a result on stdout."""
     (Console(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
 
 
@@ -35,6 +37,12 @@ def words(made: Initial) -> str:
 
 def _screen(made: Initial) -> RenderableType:
     asked, best = made.asked, made.plan
-    head = f"split = auto: {plan_tables.title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths: {asked.lengths}"
-    tail = f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout {best.rollout.seconds:.1f})"
+    head = (
+        f"split = auto: {plan_tables.title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths:"
+        f" {asked.lengths}"
+    )
+    tail = (
+        f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"
+        f" {best.rollout.seconds:.1f})"
+    )
     return Group(Text(head), plan_tables.plans(asked, made.result), Text(tail))

@@ -1,7 +1,7 @@
 """`libra-hpc submit`: from a run file to a queued job, and with ``--wait`` to its summary.
 
-Nothing is written or queued before every check has passed; ``--dry-run`` stops there and prints the script.  Where the run file says ``split = "auto"``, the
-planner's table comes first.
+Nothing is written or queued before every check has passed; ``--dry-run`` stops there and prints the script.  Where the
+run file says ``split = "auto"``, the planner's table comes first.
 """
 
 from __future__ import annotations
@@ -38,17 +38,28 @@ EXECUTORS = ("auto", "slurm", "local")
 
 ENGINES = ("real", "simulated")
 
-ExecutorOption = Annotated[str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")]
+ExecutorOption = Annotated[
+    str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")
+]
 EngineOption = Annotated[
-    str | None, typer.Option("--engine", metavar="|".join(ENGINES), help="simulated: a dry run with simulated engines; default: the run file's.")
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="|".join(ENGINES),
+        help="simulated: a dry run with simulated engines; default: the run file's.",
+    ),
 ]
 
 
 def submit(
     run_file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="Run file.")] = None,
     override: OverrideOption = [],  # noqa: B006
-    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")] = False,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script and touch nothing.")] = False,
     executor: ExecutorOption = None,
     engine: EngineOption = None,
@@ -58,7 +69,11 @@ def submit(
     """Queue a run as one heterogeneous job."""
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
-    overrides = [*override, *([f"slurm.executor={executor}"] if executor else []), *([f"run.engine={engine}"] if engine else [])]
+    overrides = [
+        *override,
+        *([f"slurm.executor={executor}"] if executor else []),
+        *([f"run.engine={engine}"] if engine else []),
+    ]
     run: RunDir | None = None
     before: RunConfig | None = None
     if resume is not None:
@@ -73,14 +88,20 @@ def submit(
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     config, made = resolve(config)
     warnings = check_run(config) + check_python(config)
-    environment = jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
+    environment = (
+        jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
+    )
     check_site(config, environment)
     warn(warnings)
     number = 1 if run is None else attempt(run) + 1
     if made is not None and not (parsable or json):
         show_split(made, stderr=dry_run)
     if dry_run:
-        say(jobs.script(Launch(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number)).rstrip("\n"))
+        say(
+            jobs.script(Launch(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number)).rstrip(
+                "\n"
+            )
+        )
         return
     if run is None or before is None:
         assert run_file is not None
@@ -93,7 +114,16 @@ def submit(
         say(queued)
     elif json:
         split = None if made is None else made.chosen
-        say_json({"job_id": queued, "run": run.name, "path": str(run.path), "attempt": number, "executor": jobs.kind(environment), "split": split})
+        say_json(
+            {
+                "job_id": queued,
+                "run": run.name,
+                "path": str(run.path),
+                "attempt": number,
+                "executor": jobs.kind(environment),
+                "split": split,
+            }
+        )
     else:
         say(f"Submitted {queued}  run={run.path}")
     if wait:
@@ -106,12 +136,15 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
         run = RunDir.create(Path(config.run.dir), config.run.name, MODES[config.run.share])
         write_atomic(run.toml, run_file.read_bytes())
     except OSError as error:
-        raise invalid("run.dir", config.run.dir, f"no run directory can be made there ({error.strerror})", "a writable folder") from error
+        raise invalid(
+            "run.dir", config.run.dir, f"no run directory can be made there ({error.strerror})", "a writable folder"
+        ) from error
     return run
 
 
 def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial | None) -> str:
-    """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no run directory behind."""
+    """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no
+    run directory behind."""
     run = launch.run
     try:
         run.write_json(run.config, launch.config.model_dump())
@@ -147,10 +180,16 @@ def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
 
 
 def refuse_if_active(run: RunDir) -> None:
-    """Raise `UserError` while an earlier attempt may still run: two jobs in one run directory would overwrite each other."""
+    """Raise `UserError` while an earlier attempt may still run: two jobs in one run directory would overwrite each
+    other."""
     job = jobs.state(run)
     if job.id and job.state not in (*FINAL, "unknown"):
-        raise invalid("--resume", run.name, f"its job {job.id} is {job.state}", f"a run that has ended (libra-hpc cancel {run.name} ends it)")
+        raise invalid(
+            "--resume",
+            run.name,
+            f"its job {job.id} is {job.state}",
+            f"a run that has ended (libra-hpc cancel {run.name} ends it)",
+        )
 
 
 def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
@@ -158,7 +197,10 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
     try:
         state = wait_silently(run) if quiet else follow(run)
     except KeyboardInterrupt:
-        note(f"job {queued} goes on; `libra-hpc status {run.name} --watch` shows it, `libra-hpc cancel {run.name}` ends it")
+        note(
+            f"job {queued} goes on; `libra-hpc status {run.name} --watch` shows it, `libra-hpc cancel {run.name}`"
+            " ends it"
+        )
         raise typer.Exit(130) from None
     if not quiet:
         draw(run)
@@ -167,4 +209,6 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
         said = str(run.read_json(run.result).get("message", "")).rstrip(".")
         why = f" ({said})" if said else ""
         verdict = "was cancelled" if state == "cancelled" else state
-        raise OperationError(f"the run {verdict}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})")
+        raise OperationError(
+            f"the run {verdict}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})"
+        )

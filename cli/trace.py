@@ -34,9 +34,13 @@ PROMPT_LEGEND = """eta2: share of the variance between prompts; ICC: correlation
 r siblings, r probe: correlation with the mean of the siblings, with the first of them"""
 SIGNAL_LEGEND = """eta2: share of the variance between classes, chance included; r: correlation; n: tool returns"""
 
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")]
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")
+]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="File to write; compressed if it ends in .gz.")]
-FormatOption = Annotated[str, typer.Option("--format", metavar="NAME", help=f"One of {', '.join((read.AUTO, *read.READERS))}.")]
+FormatOption = Annotated[
+    str, typer.Option("--format", metavar="NAME", help=f"One of {', '.join((read.AUTO, *read.READERS))}.")
+]
 SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Pass over lines that cannot be read, and count them.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N trajectories.")]
 
@@ -47,14 +51,22 @@ def trace() -> None:
 
 
 @app.command("inspect")
-def inspect(file: FileArgument, format: FormatOption = read.AUTO, skip_bad: SkipOption = False, limit: LimitOption = None, json: JsonOption = False) -> None:
+def inspect(
+    file: FileArgument,
+    format: FormatOption = read.AUTO,
+    skip_bad: SkipOption = False,
+    limit: LimitOption = None,
+    json: JsonOption = False,
+) -> None:
     """Show counts, quantiles, the tail, and what predicts the work that remains."""
     found = load(file, format, skip_bad, limit)
     with busy("analysing"):
         description, prediction = describe(found.trajectories), predict(found.trajectories)
     if json:
         facts = {"file": str(file), "format": found.format, "bad_lines": len(found.bad)}
-        say_json({**facts, "description": msgspec.to_builtins(description), "prediction": msgspec.to_builtins(prediction)})
+        say_json(
+            {**facts, "description": msgspec.to_builtins(description), "prediction": msgspec.to_builtins(prediction)}
+        )
         return
     show_description(file, found.format, description)
     show_prediction(prediction)
@@ -74,7 +86,14 @@ def convert(
     with busy("writing"):
         read.write_trace(out, found.trajectories)
     if json:
-        say_json({"out": str(out), "format": found.format, "bad_lines": len(found.bad), "trajectories": len(found.trajectories)})
+        say_json(
+            {
+                "out": str(out),
+                "format": found.format,
+                "bad_lines": len(found.bad),
+                "trajectories": len(found.trajectories),
+            }
+        )
     else:
         say(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
 
@@ -83,14 +102,26 @@ def convert(
 def generate_trace(
     out: OutArgument,
     preset: Annotated[str, typer.Option(metavar="NAME", help=f"Kind of work: {', '.join(profiles.PROFILES)}.")] = "r2e",
-    trajectories: Annotated[int, typer.Option(metavar="N", help="A multiple of group * epochs.")] = DEFAULTS.trajectories,
+    trajectories: Annotated[
+        int, typer.Option(metavar="N", help="A multiple of group * epochs.")
+    ] = DEFAULTS.trajectories,
     group: Annotated[int, typer.Option(metavar="N", help="Samples of a prompt.")] = DEFAULTS.group,
-    turns: Annotated[float | None, typer.Option(metavar="X", help="Mean turns; default: the preset's.")] = DEFAULTS.turns,
-    sibling: Annotated[float, typer.Option(metavar="0..1", help="Share of the variance of the log length that the prompt explains.")] = DEFAULTS.sibling,
-    outcome: Annotated[float, typer.Option(metavar="0..1", help="Correlation of tool outcomes with what remains.")] = DEFAULTS.outcome,
-    drift: Annotated[float, typer.Option(metavar="X", help="Typical length at the end of the trace over that at its start.")] = DEFAULTS.drift,
+    turns: Annotated[
+        float | None, typer.Option(metavar="X", help="Mean turns; default: the preset's.")
+    ] = DEFAULTS.turns,
+    sibling: Annotated[
+        float, typer.Option(metavar="0..1", help="Share of the variance of the log length that the prompt explains.")
+    ] = DEFAULTS.sibling,
+    outcome: Annotated[
+        float, typer.Option(metavar="0..1", help="Correlation of tool outcomes with what remains.")
+    ] = DEFAULTS.outcome,
+    drift: Annotated[
+        float, typer.Option(metavar="X", help="Typical length at the end of the trace over that at its start.")
+    ] = DEFAULTS.drift,
     epochs: Annotated[int, typer.Option(metavar="N", help="How often each prompt comes.")] = DEFAULTS.epochs,
-    max_context: Annotated[int, typer.Option(metavar="TOKENS", help="Where a trajectory is cut.")] = DEFAULTS.max_context,
+    max_context: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Where a trajectory is cut.")
+    ] = DEFAULTS.max_context,
     seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same trace.")] = DEFAULTS.seed,
     json: JsonOption = False,
 ) -> None:
@@ -99,11 +130,18 @@ def generate_trace(
     with busy("generating"):
         made = generate(preset, dials)
         read.write_trace(out, made)
-    facts = {"trajectories": len(made), "turns": sum(len(one.turns) for one in made), "generated_tokens": sum(one.generated for one in made)}
+    facts = {
+        "trajectories": len(made),
+        "turns": sum(len(one.turns) for one in made),
+        "generated_tokens": sum(one.generated for one in made),
+    }
     if json:
         say_json({"out": str(out), "preset": preset, **facts})
     else:
-        say(f"{out}: {facts['trajectories']:,} trajectories, {facts['turns']:,} turns, {facts['generated_tokens']:,} generated tokens")
+        say(
+            f"{out}: {facts['trajectories']:,} trajectories, {facts['turns']:,} turns, {facts['generated_tokens']:,}"
+            " generated tokens"
+        )
 
 
 def load(file: Path, format: str, skip_bad: bool, limit: int | None) -> read.Trace:
@@ -119,7 +157,10 @@ def show_description(file: Path, format: str, what: Description) -> None:
     """Print counts and quantiles."""
     groups = f"{what.groups:,} with siblings" if what.groups else "no siblings"
     say(f"{file} ({format})")
-    say(f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}), {what.turns_total:,} turns, {what.generated_total:,} generated tokens")
+    say(
+        f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}), {what.turns_total:,} turns,"
+        f" {what.generated_total:,} generated tokens"
+    )
     reward = "" if what.mean_reward is None else f"; mean reward {what.mean_reward:.3f}"
     say(f"the longest {TAIL:.0%} of the trajectories generate {what.tail_share:.0%} of the tokens{reward}")
     table = _table("per trajectory, turn or tool call", "p50", "p90", "p99", "max", "mean")
@@ -140,8 +181,16 @@ def show_description(file: Path, format: str, what: Description) -> None:
     table = _table("tool", "calls", "p50 s", "p90 s", "p99 s")
     table.add_column("outcomes")
     for use in what.tools[:SHOWN_TOOLS]:
-        outcomes = ", ".join(f"{name} {count / use.calls:.0%}" for name, count in list(use.outcomes.items())[:SHOWN_OUTCOMES]) or "-"
-        table.add_row(use.tool, f"{use.calls:,}", *(_number(value) for value in (use.seconds.p50, use.seconds.p90, use.seconds.p99)), outcomes)
+        outcomes = (
+            ", ".join(f"{name} {count / use.calls:.0%}" for name, count in list(use.outcomes.items())[:SHOWN_OUTCOMES])
+            or "-"
+        )
+        table.add_row(
+            use.tool,
+            f"{use.calls:,}",
+            *(_number(value) for value in (use.seconds.p50, use.seconds.p90, use.seconds.p99)),
+            outcomes,
+        )
     rest = what.tools[SHOWN_TOOLS:]
     if rest:
         table.add_row(f"{len(rest)} more", f"{sum(use.calls for use in rest):,}", "", "", "", "")
@@ -167,7 +216,9 @@ def show_prediction(what: Prediction) -> None:
     say(SIGNAL_LEGEND)
     table = _table("attained tokens", "n", "mean tokens to come", "mean turns to come")
     for residual in _thinned(what.residual):
-        table.add_row(f"> {residual.attained:,}", f"{residual.n:,}", f"{residual.mean_tokens:,.0f}", f"{residual.mean_turns:,.1f}")
+        table.add_row(
+            f"> {residual.attained:,}", f"{residual.n:,}", f"{residual.mean_tokens:,.0f}", f"{residual.mean_turns:,.1f}"
+        )
     show(table)
     say(TRENDS[what.trend])
 

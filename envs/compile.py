@@ -1,7 +1,9 @@
-"""Compile the scheduler's hot modules with mypyc: ``python -m libra_hpc_envs.compile``, in an environment with the extra ``compile``.
+"""Compile the scheduler's hot modules with mypyc: ``python -m libra_hpc_envs.compile``, in an environment with the
+extra ``compile``.
 
-What is compiled and where a build is found again is `libra_hpc.compiled`'s.  It is made in a temporary folder and put in its place by one rename, so a
-build is complete or not there; builds of other sources are removed then.  Takes half a minute of one core.
+What is compiled and where a build is found again is `libra_hpc.compiled`'s.  It is made in a temporary folder and put
+in its place by one rename, so a build is complete or not there; builds of other sources are removed then.  Takes half a
+minute of one core.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pathlib import Path
 from libra_hpc import compiled
 
 GROUP = "libra_hpc.sched.core"
-"""The shared library behind the modules is ``GROUP`` + "__mypyc": inside the package, so that it is found where they are."""
+"""The shared library behind the modules is ``GROUP`` + "__mypyc": inside the package, so that it is found where they
+are."""
 
 
 class CompileError(Exception):
@@ -40,7 +43,9 @@ def compile_scheduler() -> Path | None:
             for module in made.glob("*.so"):
                 shutil.copy2(module, staged)
         except OSError as error:
-            raise CompileError(f"the compiled scheduler cannot be written to {compiled.BUILDS}: {error.strerror}") from None
+            raise CompileError(
+                f"the compiled scheduler cannot be written to {compiled.BUILDS}: {error.strerror}"
+            ) from None
     for old in compiled.BUILDS.glob(f"sched-*-{sysconfig.get_config_var('SOABI')}"):
         shutil.rmtree(old, ignore_errors=True)
     staged.chmod(0o755)
@@ -58,20 +63,32 @@ def _build(scratch: Path) -> Path:
         from mypyc.build import mypycify
         from setuptools import Distribution
     except ImportError as error:
-        raise CompileError(f"the scheduler was not compiled: {error.name} is not installed; make the environment with --extra compile") from None
+        raise CompileError(
+            f"the scheduler was not compiled: {error.name} is not installed; make the environment with --extra compile"
+        ) from None
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    missing = f"the C compiler {compiler!r}" if shutil.which(compiler) is None else "" if header.exists() else str(header)
+    missing = (
+        f"the C compiler {compiler!r}" if shutil.which(compiler) is None else "" if header.exists() else str(header)
+    )
     if missing:
-        raise CompileError(f"the scheduler was not compiled: {missing} is not there; on Debian: apt-get install gcc python3-dev")
+        raise CompileError(
+            f"the scheduler was not compiled: {missing} is not there; on Debian: apt-get install gcc python3-dev"
+        )
     # A copy: mypy takes package names from folders, and minds sources that lie in site-packages.
-    shutil.copytree(compiled.SOURCES.parent, scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables"))
+    shutil.copytree(
+        compiled.SOURCES.parent, scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables")
+    )
     print("compiling the scheduler (half a minute) ...", flush=True)
     before = Path.cwd()
     os.chdir(scratch)
     try:
         sources = [f"libra_hpc/sched/{name}.py" for name in compiled.MODULES]
-        extensions = mypycify(["--config-file=", "--ignore-missing-imports", f"--cache-dir={scratch}/cache", *sources], group_name=GROUP, debug_level="0")
+        extensions = mypycify(
+            ["--config-file=", "--ignore-missing-imports", f"--cache-dir={scratch}/cache", *sources],
+            group_name=GROUP,
+            debug_level="0",
+        )
         for extension in extensions:
             # Generated code; other compilers warn of other things.
             extension.extra_compile_args = [a for a in extension.extra_compile_args if a != "-Werror"]
@@ -94,7 +111,9 @@ def main() -> int:
         print(f"{error}.  It runs interpreted, and its decisions take three times as long.", file=sys.stderr)
         return 1
     if folder is not None or "--quiet" not in sys.argv[1:]:
-        print("the compiled scheduler is up to date" if folder is None else f"the scheduler is compiled ({folder.name})")
+        print(
+            "the compiled scheduler is up to date" if folder is None else f"the scheduler is compiled ({folder.name})"
+        )
     return 0
 
 

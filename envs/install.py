@@ -1,9 +1,11 @@
-"""Make the virtual environment of one requirement set with plain pip: ``python3 envs/install.py cpu --venv .venv --extra dev``.
+"""Make the virtual environment of one requirement set with plain pip: ``python3 envs/install.py cpu --venv .venv
+--extra dev``.
 
-Sets are complete and pinned, so pip is called with ``--no-deps``: nothing may pull the CUDA builds that break a CPU machine.  The exception is
-``cuda``, whose dependencies depend on the driver and are resolved by pip on the spot.  The extra ``compile`` also compiles the scheduler (`compile.py`).  A
-stamp in the environment holds the hash of everything that decided its content; when it still matches, nothing is installed.  Standard library only: this
-file runs before anything of ours is installed.
+Sets are complete and pinned, so pip is called with ``--no-deps``: nothing may pull the CUDA builds that break a CPU
+machine.  The exception is ``cuda``, whose dependencies depend on the driver and are resolved by pip on the spot.  The
+extra ``compile`` also compiles the scheduler (`compile.py`).  A stamp in the environment holds the hash of everything
+that decided its content; when it still matches, nothing is installed.  Standard library only: this file runs before
+anything of ours is installed.
 """
 
 from __future__ import annotations
@@ -23,10 +25,18 @@ SETS: dict[str, tuple[str, ...]] = {"login": ("login",), "cpu": ("login", "cpu")
 EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev")}
 STAMP = "libra-hpc.json"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-"""PyTorch's own index of CPU builds, asked only when pip's configured sources lack the ``+cpu`` build (PyPI never has it)."""
+"""PyTorch's own index of CPU builds, asked only when pip's configured sources lack the ``+cpu`` build (PyPI never
+has it)."""
 PINNED_PYTHON = (3, 11)
 """The wheels of ``cpu.txt`` are for this interpreter."""
-_NETWORK_SIGNS = ("NewConnectionError", "Max retries exceeded", "name resolution", "Network is unreachable", "ConnectTimeout", "ProxyError")
+_NETWORK_SIGNS = (
+    "NewConnectionError",
+    "Max retries exceeded",
+    "name resolution",
+    "Network is unreachable",
+    "ConnectTimeout",
+    "ProxyError",
+)
 
 
 class InstallError(Exception):
@@ -50,14 +60,22 @@ def check_python(target: str) -> None:
     here = sys.version_info[:2]
     if here < PINNED_PYTHON or (target == "cpu" and here != PINNED_PYTHON):
         wanted = ".".join(map(str, PINNED_PYTHON)) + ("" if target == "cpu" else " or newer")
-        raise InstallError(f"the {target!r} set needs Python {wanted}, and {sys.executable} is {platform.python_version()}; run this file with that one.")
+        raise InstallError(
+            f"the {target!r} set needs Python {wanted}, and {sys.executable} is {platform.python_version()}; run this"
+            " file with that one."
+        )
 
 
 def make_venv(folder: Path) -> Path:
-    """Return the environment's python, making the environment if there is none or its interpreter is gone or another version."""
+    """Return the environment's python, making the environment if there is none or its interpreter is gone or another
+    version."""
     python = folder / "bin" / "python"
     if python.exists():
-        probe = subprocess.run([str(python), "-c", "import pip, platform; print(platform.python_version())"], capture_output=True, text=True)
+        probe = subprocess.run(
+            [str(python), "-c", "import pip, platform; print(platform.python_version())"],
+            capture_output=True,
+            text=True,
+        )
         if probe.returncode == 0 and probe.stdout.strip() == platform.python_version():
             return python
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
@@ -65,21 +83,39 @@ def make_venv(folder: Path) -> Path:
     done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], capture_output=True, text=True)
     if done.returncode:
         if "ensurepip" in done.stdout + done.stderr:
-            raise InstallError(f"{sys.executable} lacks ensurepip and cannot make a virtual environment; on Debian: apt-get install python3-venv.")
-        raise InstallError(f"no virtual environment could be made at {folder}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+            raise InstallError(
+                f"{sys.executable} lacks ensurepip and cannot make a virtual environment; on Debian: apt-get install"
+                " python3-venv."
+            )
+        raise InstallError(
+            f"no virtual environment could be made at {folder}: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+        )
     return python
 
 
 def pip(python: Path, *arguments: str) -> None:
     """Run ``pip install``; raises `InstallError` naming the reason when it fails."""
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", "--no-warn-script-location", *arguments]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--no-warn-script-location",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return
     output = done.stderr + done.stdout
     # pip reports an unreachable index as "no matching distribution"; the connection errors above it are the true cause.
     if any(sign in output for sign in _NETWORK_SIGNS):
-        raise InstallError("no package index could be reached: check the network, or point pip at a mirror (pip config set global.index-url URL).")
+        raise InstallError(
+            "no package index could be reached: check the network, or point pip at a mirror (pip config set"
+            " global.index-url URL)."
+        )
     lines = output.strip().splitlines() or ["pip failed without a message"]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines
     raise InstallError(f"pip could not install the packages: {errors[-1]}")
@@ -93,11 +129,14 @@ def install_cpu_torch(python: Path, pin: str) -> None:
         try:
             pip(python, "--no-deps", "--index-url", CPU_TORCH_INDEX, pin)
         except InstallError as upstream:
-            raise InstallError(f"{pin} is neither in pip's configured sources ({configured}) nor at {CPU_TORCH_INDEX} ({upstream})") from upstream
+            raise InstallError(
+                f"{pin} is neither in pip's configured sources ({configured}) nor at {CPU_TORCH_INDEX} ({upstream})"
+            ) from upstream
 
 
 def compile_scheduler(folder: Path, names: tuple[str, ...]) -> None:
-    """Compile the scheduler where the set for it is installed and the present sources have no build; without a C compiler they run as they are."""
+    """Compile the scheduler where the set for it is installed and the present sources have no build; without a C
+    compiler they run as they are."""
     if "compile" in names:
         subprocess.run([str(folder / "bin" / "python"), "-m", "libra_hpc_envs.compile", "--quiet"], check=False)
 
@@ -136,9 +175,19 @@ def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make the virtual environment of one requirement set.")
-    parser.add_argument("target", choices=sorted(SETS), metavar="SET", help="login (light), cpu or cuda (with the engines)")
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv in the checkout)")
-    parser.add_argument("--extra", choices=EXTRAS, action="append", default=[], help="compile: the scheduler as machine code; dev: that, tests and linters")
+    parser.add_argument(
+        "target", choices=sorted(SETS), metavar="SET", help="login (light), cpu or cuda (with the engines)"
+    )
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv in the checkout)"
+    )
+    parser.add_argument(
+        "--extra",
+        choices=EXTRAS,
+        action="append",
+        default=[],
+        help="compile: the scheduler as machine code; dev: that, tests and linters",
+    )
     given = parser.parse_args(arguments)
     try:
         print(install(given.target, given.venv.absolute(), tuple(dict.fromkeys(given.extra))))

@@ -6,7 +6,8 @@ Name it in the run file:
     name = "examples/my_task.py:GuessNumber"
     options = { largest = 100 }
 
-Any Hugging Face model folder with a fast tokenizer will do; the environment speaks text, encoded with that model's own tokenizer.
+Any Hugging Face model folder with a fast tokenizer will do; the environment speaks text, encoded with that model's own
+tokenizer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Guess(Episode):
 
     def __init__(self, task: GuessNumber, hidden: int, prompt_id: str) -> None:
         self.prompt_id = prompt_id
-        self.prompt = task.tokenizer.encode(f"I think of a number from 1 to {task.largest}. Write one guess per line.\n")
+        self.prompt = task.tokenizer.encode(
+            f"I think of a number from 1 to {task.largest}. Write one guess per line.\n"
+        )
         self.max_tokens = 16
         self.stop_ids = tuple(i for i in (task.tokenizer.id_of("\n"), task.tokenizer.eos_id) if i is not None)
         self.task, self.hidden, self.turns = task, hidden, 0

@@ -1,11 +1,13 @@
 """The hot modules of the scheduler as machine code, when there is a build of exactly these sources.
 
-A decision is some 1,500 bytecodes (`sched.cmlfq` and what it calls).  mypyc turns the same typed Python into C, which takes a third of the time and decides
-the same to the last bit (a test compares).  `libra_hpc_envs.compile` makes a build; this module only finds it.
+A decision is some 1,500 bytecodes (`sched.cmlfq` and what it calls).  mypyc turns the same typed Python into C, which
+takes a third of the time and decides the same to the last bit (a test compares).  `libra_hpc_envs.compile` makes a
+build; this module only finds it.
 
-A build is a folder of extension modules below the environment's prefix, named by the hash of the sources it was made of and by the interpreter.  When it is
-there, `libra_hpc.sched` looks for its modules in it first; when anything differs, as after an edit or an update, it is not found, and the sources run as
-they are.  So a build can be missing, but never stale.  `INTERPRETED` = LIBRA_HPC_INTERPRETED set to anything has the sources run in any case (debuggers).
+A build is a folder of extension modules below the environment's prefix, named by the hash of the sources it was made of
+and by the interpreter.  When it is there, `libra_hpc.sched` looks for its modules in it first; when anything differs,
+as after an edit or an update, it is not found, and the sources run as they are.  So a build can be missing, but never
+stale.  `INTERPRETED` = LIBRA_HPC_INTERPRETED set to anything has the sources run in any case (debuggers).
 
 Standard library only, and nothing of ours: it runs before the first module of `libra_hpc.sched` is imported.
 """
@@ -18,7 +20,22 @@ import sys
 import sysconfig
 from pathlib import Path
 
-MODULES = ("linear", "survival", "blend", "context", "signals", "groups", "tree", "costs", "concurrency", "speed", "board", "seats", "ttl", "cmlfq")
+MODULES = (
+    "linear",
+    "survival",
+    "blend",
+    "context",
+    "signals",
+    "groups",
+    "tree",
+    "costs",
+    "concurrency",
+    "speed",
+    "board",
+    "seats",
+    "ttl",
+    "cmlfq",
+)
 """Of `libra_hpc.sched`, the ones a turn or the end of a trajectory goes through."""
 INTERPRETED = "LIBRA_HPC_INTERPRETED"
 SOURCES = Path(__file__).parent / "sched"
@@ -42,6 +59,7 @@ def in_use() -> Path | None:
 
 
 def use(path: list[str]) -> None:
-    """Put the build, if there is one, before a package's own folder; ``path`` is the ``__path__`` of `libra_hpc.sched`."""
+    """Put the build, if there is one, before a package's own folder; ``path`` is the ``__path__`` of
+    `libra_hpc.sched`."""
     if (folder := in_use()) is not None:
         path.insert(0, str(folder))

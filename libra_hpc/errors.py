@@ -1,6 +1,8 @@
-"""The one exception a user's mistake becomes: a sentence that names the field, the value, what is valid, and the nearest match.
+"""The one exception a user's mistake becomes: a sentence that names the field, the value, what is valid, and the
+nearest match.
 
-The command line prints it on stderr without a traceback and exits with 2.  Anything else that escapes is a defect of ours and keeps its traceback.
+The command line prints it on stderr without a traceback and exits with 2.  Anything else that escapes is a defect of
+ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class SlurmUnreachable(OperationError):
 
 
 def said(error: Exception) -> str:
-    """What an exception says, without the number and the file name that an `OSError` puts around it: the sentence around it names the file."""
+    """What an exception says, without the number and the file name that an `OSError` puts around it: the sentence
+    around it names the file."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -44,7 +47,8 @@ def nearest(value: str, valid: Iterable[str]) -> str:
 def invalid(field: str, value: object, why: str, valid: Iterable[str] | str = ()) -> UserError:
     """Build a `UserError` for one field.
 
-    ``valid`` is either the list of valid names (the nearest match is then suggested) or a sentence fragment such as ``"an integer >= 0"``.
+    ``valid`` is either the list of valid names (the nearest match is then suggested) or a sentence fragment such as
+    ``"an integer >= 0"``.
     """
     shown = repr(value)
     if len(shown) > LONGEST_VALUE:

@@ -11,7 +11,8 @@ from libra_hpc.errors import UserError, said
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the machine."""
+    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the
+    machine."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as handle:

@@ -32,7 +32,8 @@ def slurm_packages() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(slurm_packages: None) -> Iterator[ClusterInfo]:
-    """The suite's own embedded cluster, which `Cluster()` and every `libra-hpc` started by a test find through ``LIBRA_HPC_CLUSTER``."""
+    """The suite's own embedded cluster, which `Cluster()` and every `libra-hpc` started by a test find through
+    ``LIBRA_HPC_CLUSTER``."""
     # Short: Slurm's sockets live below it.
     home = Path(tempfile.mkdtemp(prefix="libra-", dir="/tmp"))
     before = os.environ.get("LIBRA_HPC_CLUSTER")

@@ -1,8 +1,9 @@
 """From a run file and overrides to one frozen `RunConfig`; whatever is wrong with them becomes one sentence.
 
-Values keep their TOML types (a number in quotes is an error, not a number).  Only the first mistake is reported, and unknown keys come before wrong
-values: a misspelt key is usually the cause of what follows.  Overrides are ``section.key=value`` with the value in TOML syntax; a value that is not
-TOML, or one meant for a text field (``slurm.time_limit=00:30:00`` is a *time* in TOML), is taken as text.
+Values keep their TOML types (a number in quotes is an error, not a number).  Only the first mistake is reported, and
+unknown keys come before wrong values: a misspelt key is usually the cause of what follows.  Overrides are
+``section.key=value`` with the value in TOML syntax; a value that is not TOML, or one meant for a text field
+(``slurm.time_limit=00:30:00`` is a *time* in TOML), is taken as text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from .run import RunConfig
 from .section import Valid
 
 _TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
-_TYPE_NAMES: dict[Any, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table", list: "a list"}
+_TYPE_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "a table",
+    list: "a list",
+}
 _BRANCHES = ("one", "each")
 """What pydantic adds to the place of an error for the two forms of a `PerNode` field."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
@@ -36,7 +44,8 @@ _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path``, apply ``overrides`` in order, and validate.
 
-    Raises `UserError` when the file cannot be read or parsed, an override is malformed, a key is unknown, or a value has the wrong type or range.
+    Raises `UserError` when the file cannot be read or parsed, an override is malformed, a key is unknown, or a value
+    has the wrong type or range.
     """
     data = read_toml(Path(path))
     for override in overrides:
@@ -158,7 +167,11 @@ def _unknown(names: Sequence[str], value: Any) -> UserError:
     parent = _section(names[:-1])
     valid = sorted(parent.model_fields) if parent else []
     where = f"[{'.'.join(names[:-1])}]" if len(names) > 1 else "the run file"
-    what = f"[{'.'.join(names)}]: unknown section" if isinstance(value, dict) else f"{'.'.join(names)} = {value!r}: unknown key"
+    what = (
+        f"[{'.'.join(names)}]: unknown section"
+        if isinstance(value, dict)
+        else f"{'.'.join(names)} = {value!r}: unknown key"
+    )
     return UserError(f"{what} in {where}; valid: {', '.join(valid)}{nearest(names[-1], valid)}.")
 
 
@@ -185,7 +198,12 @@ def describe(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> Iterator[tuple[str, float]]:
-    signs = {annotated_types.Ge: (">=", "ge"), annotated_types.Gt: (">", "gt"), annotated_types.Le: ("<=", "le"), annotated_types.Lt: ("<", "lt")}
+    signs = {
+        annotated_types.Ge: (">=", "ge"),
+        annotated_types.Gt: (">", "gt"),
+        annotated_types.Le: ("<=", "le"),
+        annotated_types.Lt: ("<", "lt"),
+    }
     for rule in field.metadata:
         if type(rule) in signs:
             sign, attribute = signs[type(rule)]

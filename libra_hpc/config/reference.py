@@ -158,7 +158,9 @@ def _entry(key: ConfigKey) -> str:
     valid = re.sub(r"matching (\S+)", r"matching `\1`", key.valid)
     unit = f", in {key.unit}" if key.unit else ""
     return "\n".join(
-        textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        textwrap.fill(
+            line, WIDTH, initial_indent=indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
         for indent, line in (
             ("- ", f"`{key.name}`: {valid}{unit}; default `{json.dumps(key.default)}`."),
             ("  ", key.text),

@@ -10,8 +10,8 @@ from .section import Seconds, Section
 
 
 class SimulatedSection(Section):
-    """``[simulated]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``simulated``. Seconds are
-    simulated ones."""
+    """``[simulated]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``simulated``.
+    Seconds are simulated ones."""
 
     speedup: float = Field(10.0, gt=0)
     """Simulated seconds per second of the wall clock. Real work (messages, scheduling) counts this many times, so the

@@ -1,20 +1,25 @@
-"""Drift: has the workload changed since the last change?  Two-sample tests of the newest finished trajectories against a reference.
+"""Drift: has the workload changed since the last change?  Two-sample tests of the newest finished trajectories against
+a reference.
 
-Four quantities of a trajectory are watched: generated tokens, context tokens, turns and seconds in tools.  The statistic is Kolmogorov and Smirnov's
-largest vertical distance D between two empirical distribution functions.  The reference is the first trajectories after the last change; it is fixed once
-it is full, so that a slow drift adds up until it is noticed.
+Four quantities of a trajectory are watched: generated tokens, context tokens, turns and seconds in tools.  The
+statistic is Kolmogorov and Smirnov's largest vertical distance D between two empirical distribution functions.  The
+reference is the first trajectories after the last change; it is fixed once it is full, so that a slow drift adds up
+until it is noticed.
 
-Trajectories of one group share a prompt and are alike (on tau-bench the prompt explains 0.59 of the variance), so n of them carry the evidence of fewer.
-The test counts a group as one observation, which is safe however alike its members are.  Short trajectories of a batch finish first, so a block is
-whole batches: `BLOCK_GROUPS` = 16 groups or more, whatever whole number of batches that is.  The reference is `REFERENCE_GROUPS` = 64 groups, and two
-blocks at least.  The last two blocks are tested together as well, and every `LONG` = 8 blocks all eight, which finds changes too small for one.  With
-n and m groups an alarm needs
+Trajectories of one group share a prompt and are alike (on tau-bench the prompt explains 0.59 of the variance), so n of
+them carry the evidence of fewer. The test counts a group as one observation, which is safe however alike its members
+are.  Short trajectories of a batch finish first, so a block is whole batches: `BLOCK_GROUPS` = 16 groups or more,
+whatever whole number of batches that is.  The reference is `REFERENCE_GROUPS` = 64 groups, and two blocks at least.
+The last two blocks are tested together as well, and every `LONG` = 8 blocks all eight, which finds changes too small
+for one.  With n and m groups an alarm needs
 
-    D > sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)),      alpha = `FALSE_ALARM` / (tests at that moment), `FALSE_ALARM` = 0.001.
+    D > sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)),      alpha = `FALSE_ALARM` / (tests at that moment),
+    `FALSE_ALARM` = 0.001.
 
-Tests at that moment are the measured quantities times one to three lengths of block; dividing by their number (Bonferroni) keeps the rate whatever their
-dependence.  Without drift at most one block in a thousand therefore raises an alarm (the bound is conservative for small samples and ties).  With one
-quantity and 16 against 64 groups D > 0.54 is needed, with four quantities and two lengths D > 0.61.  A false alarm costs one round of fresh measurements.
+Tests at that moment are the measured quantities times one to three lengths of block; dividing by their number
+(Bonferroni) keeps the rate whatever their dependence.  Without drift at most one block in a thousand therefore raises
+an alarm (the bound is conservative for small samples and ties).  With one quantity and 16 against 64 groups D > 0.54 is
+needed, with four quantities and two lengths D > 0.61.  A false alarm costs one round of fresh measurements.
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ UNKNOWN = -1.0
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """A detected change: the distance of the two distribution functions, the critical one, the mean values before and after, and of what."""
+    """A detected change: the distance of the two distribution functions, the critical one, the mean values before
+    and after, and of what."""
 
     distance: float
     critical: float
@@ -61,12 +67,14 @@ def ks_distance(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def critical_distance(n: float, m: float, false_alarm: float = FALSE_ALARM) -> float:
-    """Distance that two samples of ``n`` and ``m`` independent values of one distribution exceed with probability at most ``false_alarm``."""
+    """Distance that two samples of ``n`` and ``m`` independent values of one distribution exceed with probability at
+    most ``false_alarm``."""
     return math.sqrt(-math.log(false_alarm / 2.0) / 2.0) * math.sqrt((n + m) / (n * m))
 
 
 class DriftDetector:
-    """Fed with every finished trajectory once, in order of finishing; ``group_size`` trajectories count as one observation, ``prompts`` groups are a batch."""
+    """Fed with every finished trajectory once, in order of finishing; ``group_size`` trajectories count as one
+    observation, ``prompts`` groups are a batch."""
 
     def __init__(self, group_size: int, prompts: int = 1, false_alarm: float = FALSE_ALARM) -> None:
         groups = -(-BLOCK_GROUPS // prompts) * prompts
@@ -78,7 +86,8 @@ class DriftDetector:
         """Up to `LONG` blocks, the last one still growing."""
 
     def update(self, values: Sequence[float] | Sequence[Sequence[float]]) -> Drift | None:
-        """Take in trajectories, each a value or one value per quantity; returns the last change found.  The block that showed it begins the new reference."""
+        """Take in trajectories, each a value or one value per quantity; returns the last change found.  The block
+        that showed it begins the new reference."""
         found: Drift | None = None
         for value in values:
             one = value if isinstance(value, Sequence) else (value,)
@@ -108,6 +117,8 @@ class DriftDetector:
             for q in quantities:
                 old, new = [row[q] for row in self._reference], [row[q] for row in self._fresh[-size:]]
                 distance = ks_distance(old, new)
-                if distance > critical and (clearest is None or distance / critical > clearest.distance / clearest.critical):
+                if distance > critical and (
+                    clearest is None or distance / critical > clearest.distance / clearest.critical
+                ):
                     clearest = Drift(distance, critical, sum(old) / len(old), sum(new) / len(new), q, size)
         return clearest

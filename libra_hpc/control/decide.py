@@ -1,28 +1,37 @@
 """The planner's decision: hold, move hybrid nodes to the other stage, or advise another layout of the core.
 
-A look at the plan happens for a reason (`triggers`): the workload *drifted* (`drift`), the *period* is over, the *queues* press (trainers wait, or whole
-batches wait for them), or the stages are *imbalanced* by more than the least gain.  Then both stages are measured or foreseen at the present split and every
-split that hybrid nodes can reach is predicted.  The best one is taken if all of this holds:
+A look at the plan happens for a reason (`triggers`): the workload *drifted* (`drift`), the *period* is over, the
+*queues* press (trainers wait, or whole batches wait for them), or the stages are *imbalanced* by more than the least
+gain.  Then both stages are measured or foreseen at the present split and every split that hybrid nodes can reach is
+predicted.  The best one is taken if all of this holds:
 
-* *Evidence*: enough steps, windows and trajectories since the last change of split or workload, or while the workload changes and where there is a cost
-  model, what the groups under way foretell (`evidence`).
-* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch cost, and T_after is at least the
-  share ``min_gain`` below T_now.  The cost is what `brake` measured, node seconds, times the share of its stage that is away.  The horizon is ``horizon_s``,
-  at least `LEAST_BATCHES` = 12 batches, never more than what is left of the run.  Where the work has a significant trend the saving is the mean over
-  `POINTS` moments of it (`forecast`), and the present must gain as well: a forecast can veto or strengthen a move, not create one.
-* *Robustness*: the gain is the least of three: as measured, and with the ratio of the two times `ERRORS` = 1.645 standard errors off in either direction
-  (one-sided 95 %), each time taking its part of it.  What noise could have made is not acted on.
-* *Twice*: looked at often enough, noise exceeds any bound.  After `SETTLED` = 32 steps of one split without drift or trend, new steps alone must confirm it.
-* *No contradiction by the queues*: with overlapping stages, unless the commits themselves show trainers that wait, trainers that wait for data are
-  not the slower stage, and rollout is not when trainers hardly wait.  Of foreseen times the queues know nothing yet.
-* *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back, the hour's bound on moves is kept.
+* *Evidence*: enough steps, windows and trajectories since the last change of split or workload, or while the workload
+  changes and where there is a cost model, what the groups under way foretell (`evidence`).
+* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch
+  cost, and T_after is at least the share ``min_gain`` below T_now.  The cost is what `brake` measured, node seconds,
+  times the share of its stage that is away.  The horizon is ``horizon_s``, at least `LEAST_BATCHES` = 12 batches, never
+  more than what is left of the run.  Where the work has a significant trend the saving is the mean over `POINTS`
+  moments of it (`forecast`), and the present must gain as well: a forecast can veto or strengthen a move, not create
+  one.
+* *Robustness*: the gain is the least of three: as measured, and with the ratio of the two times `ERRORS` = 1.645
+  standard errors off in either direction (one-sided 95 %), each time taking its part of it.  What noise could have made
+  is not acted on.
+* *Twice*: looked at often enough, noise exceeds any bound.  After `SETTLED` = 32 steps of one split without drift or
+  trend, new steps alone must confirm it.
+* *No contradiction by the queues*: with overlapping stages, unless the commits themselves show trainers that wait,
+  trainers that wait for data are not the slower stage, and rollout is not when trainers hardly wait.  Of foreseen times
+  the queues know nothing yet.
+* *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back,
+  the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 
-If hybrid nodes have nothing to offer, the work has been as it is for a period and a `Repartition` is at hand, other core layouts are held against the same
-test, with the cost of a new start; at most once a period, and each proposal is made once.  After a repartition only a drift brings the next one: two layouts
-of which the cost model prefers the one that does not run would otherwise take turns.
+If hybrid nodes have nothing to offer, the work has been as it is for a period and a `Repartition` is at hand, other
+core layouts are held against the same test, with the cost of a new start; at most once a period, and each proposal is
+made once.  After a repartition only a drift brings the next one: two layouts of which the cost model prefers the one
+that does not run would otherwise take turns.
 
-The first complete measurement after a move is compared with standing still at the work of now (`outcomes`): it teaches `scaling`, a loss is a brake.
+The first complete measurement after a move is compared with standing still at the work of now (`outcomes`): it teaches
+`scaling`, a loss is a brake.
 """
 
 from __future__ import annotations
@@ -49,7 +58,8 @@ POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WAITING = 0.2
 """Share of the trainers' time without data from which on the queues press: twice what uneven batches cause."""
 LEAST_BATCHES = 12
-"""The horizon is never shorter, unless the run is: a few batches say nothing, and batches of large runs take many minutes."""
+"""The horizon is never shorter, unless the run is: a few batches say nothing, and batches of large runs take many
+minutes."""
 SETTLED = 32
 """Steps, four times what is measured at once.  Before, a late move costs more than a needless one."""
 KEPT = 5
@@ -93,22 +103,33 @@ class _Move(NamedTuple):
 
     def candidate(self) -> Candidate:
         return Candidate(
-            self.to.train, self.to.rollout, self.after.train, self.after.rollout, self.after.batch, self.pays, self.needed, blocked=self.blocked
-        )  # fmt: skip
+            self.to.train,
+            self.to.rollout,
+            self.after.train,
+            self.after.rollout,
+            self.after.batch,
+            self.pays,
+            self.needed,
+            blocked=self.blocked,
+        )
 
 
 class Planner:
     """Keeps what was learned from moves and drifts; everything else comes with the snapshot."""
 
-    def __init__(self, settings: PlannerSection, law: RolloutByNodes | None = None, repartition: Repartition | None = None) -> None:
+    def __init__(
+        self, settings: PlannerSection, law: RolloutByNodes | None = None, repartition: Repartition | None = None
+    ) -> None:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""
         self.estimate: Measured | None = None
-        """What both stages take at the split of the last snapshot; None while too little is measured, or nothing can move."""
+        """What both stages take at the split of the last snapshot; None while too little is measured, or nothing can
+        move."""
         self._settings = settings
         self.law, self.repartition = law, repartition
         self.repartition_after = -inf
-        """Another layout of the core is not looked for before this time; after one, never without a change of the workload."""
+        """Another layout of the core is not looked for before this time; after one, never without a change of the
+        workload."""
         self._began: float = inf
         """The first look."""
         self._looked = self._sought = -inf
@@ -142,23 +163,42 @@ class Planner:
         triggers = self._triggers(snapshot, measured, now)
         if not triggers:
             self._brake.proposal = None
-            return _hold(f"hold: the stages balance (train {measured.times.train:.2f} s, rollout {measured.times.rollout:.2f} s) and nothing drifts", numbers)
+            return _hold(
+                f"hold: the stages balance (train {measured.times.train:.2f} s, rollout {measured.times.rollout:.2f} s)"
+                " and nothing drifts",
+                numbers,
+            )
         self._looked, self._alarmed = now, False
-        moves = sorted(self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True)
-        decision = self._verdict(moves, measured, numbers) if moves else _hold("hold: every stage is down to its last movable node", numbers)
+        moves = sorted(
+            self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True
+        )
+        decision = (
+            self._verdict(moves, measured, numbers)
+            if moves
+            else _hold("hold: every stage is down to its last movable node", numbers)
+        )
         decision = self._confirmed(decision, measured, snapshot, now)
         sought = self.repartition if self._lasting(now) else None
         if decision.action == "hold" and sought and not self._brake.proposal and not (moves and moves[0].blocked):
             self._sought = now
-            decision = sought.advise(snapshot, measured, self._evidence.changed, self._horizon(snapshot, measured), self._settings) or decision
+            decision = (
+                sought.advise(
+                    snapshot, measured, self._evidence.changed, self._horizon(snapshot, measured), self._settings
+                )
+                or decision
+            )
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
 
     def _lasting(self, now: float) -> bool:
-        """Whether the work has been as it is for a period, another core was not looked for in it, and the core was laid out for other work or never yet by
-        what was measured."""
+        """Whether the work has been as it is for a period, another core was not looked for in it, and the core was
+        laid out for other work or never yet by what was measured."""
         due, changed = self.repartition_after, self._evidence.changed
-        return now >= due and (changed > -inf or due == -inf) and now - max(changed, self._began, self._sought) >= self._settings.period_s
+        return (
+            now >= due
+            and (changed > -inf or due == -inf)
+            and now - max(changed, self._began, self._sought) >= self._settings.period_s
+        )
 
     def _observe(self, snapshot: PlanSnapshot, now: float) -> Split:
         """Take in what is new of the workload and of the nodes; returns the present split."""
@@ -178,10 +218,17 @@ class Planner:
         if pending is None or measured.split == pending.before.split:
             return
         self._pending, before = None, pending.before
-        count = measured.split.train - before.split.train if pending.direction == "to_train" else measured.split.rollout - before.split.rollout
+        count = (
+            measured.split.train - before.split.train
+            if pending.direction == "to_train"
+            else measured.split.rollout - before.split.rollout
+        )
         if count < 1 or sum(measured.split) != sum(before.split):
             return
-        predicted = before.times.batch - predict(before, measured.split, self._scaling.correction(before.split, measured.split)).batch
+        predicted = (
+            before.times.batch
+            - predict(before, measured.split, self._scaling.correction(before.split, measured.split)).batch
+        )
         self._scaling.learn(before, measured)
         realised = with_work(before, measured).batch - measured.times.batch
         self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, predicted, realised, count))
@@ -194,7 +241,9 @@ class Planner:
         found = {
             "drift": self._alarmed,
             "period": now - self._looked >= self._settings.period_s,
-            "queues": snapshot.eta > 0 and (queue.trainer_wait > WAITING or queue.ready_groups >= snapshot.prompts_per_step),
+            "queues": (
+                snapshot.eta > 0 and (queue.trainer_wait > WAITING or queue.ready_groups >= snapshot.prompts_per_step)
+            ),
             # Taking turns, no ratio of the stages is a balance.
             "imbalance": snapshot.eta == 0 or high > low * (1.0 + self._settings.min_gain),
         }
@@ -210,14 +259,25 @@ class Planner:
         here = measured.split
         directions: tuple[tuple[Direction, str, int], ...] = (("to_train", "rollout", 1), ("to_rollout", "train", -1))
         for direction, source, sign in directions:
-            movable = sorted((n for n in snapshot.nodes if n.component == "hybrid" and n.role == source), key=lambda n: (n.since, n.rank))
+            movable = sorted(
+                (n for n in snapshot.nodes if n.component == "hybrid" and n.role == source),
+                key=lambda n: (n.since, n.rank),
+            )
             for count in range(1, len(movable) + 1):
                 to = Split(here.train + sign * count, here.rollout - sign * count)
                 if to.train >= 1 and to.rollout >= 1:
                     found.append(self._move(direction, movable[:count], to, snapshot, measured, now))
         return found
 
-    def _move(self, direction: Direction, nodes: list[NodeFact], to: Split, snapshot: PlanSnapshot, measured: Measured, now: float) -> _Move:
+    def _move(
+        self,
+        direction: Direction,
+        nodes: list[NodeFact],
+        to: Split,
+        snapshot: PlanSnapshot,
+        measured: Measured,
+        now: float,
+    ) -> _Move:
         correction = self._scaling.correction(measured.split, to)
         saved, share = _gain(measured, to, correction)
         horizon = self._horizon(snapshot, measured)
@@ -229,12 +289,17 @@ class Planner:
         needed = self._brake.times(direction) * cost
         blocked = self._blocked(nodes, snapshot, measured, now)
         ranks = tuple(n.rank for n in nodes)
-        return _Move(direction, ranks, to, predict(measured, to, correction), saved, share, horizon * mean, cost, needed, blocked)
+        return _Move(
+            direction, ranks, to, predict(measured, to, correction), saved, share, horizon * mean, cost, needed, blocked
+        )
 
     def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, measured: Measured, now: float) -> str:
         young = max(nodes, key=lambda n: n.since)
         if now - young.since < self._settings.min_dwell_s:
-            return f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s of at least {self._settings.min_dwell_s:.0f} s"
+            return (
+                f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s of at least"
+                f" {self._settings.min_dwell_s:.0f} s"
+            )
         if len(nodes) > self._brake.left:
             return f"{self._brake.left} of the {self._settings.moves_per_hour} moves an hour are left"
         times, waits, gated = measured.times, snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
@@ -243,18 +308,26 @@ class Planner:
             # Rollout slower by a share makes trainers wait for that share.
             contradicted = gated > waits and waits < 0.5 * (1.0 - times.train / times.rollout)
         if snapshot.eta > 0 and contradicted and not measured.starved and not measured.foreseen:
-            return f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the staleness gate {gated:.0%}"
+            return (
+                f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the"
+                f" staleness gate {gated:.0%}"
+            )
         return ""
 
     def _verdict(self, moves: list[_Move], measured: Measured, inputs: dict[str, float]) -> PlanDecision:
         best = moves[0]
-        numbers = inputs | {"after_train_s": best.after.train, "after_rollout_s": best.after.rollout, "after_s": best.after.batch}
+        numbers = inputs | {
+            "after_train_s": best.after.train,
+            "after_rollout_s": best.after.rollout,
+            "after_s": best.after.batch,
+        }
         numbers |= {"saved_s": best.saved, "pays_s": best.pays, "cost_s": best.cost, "needed_s": best.needed}
         times, stage = measured.times, "train" if best.direction == "to_train" else "rollout"
         who = f"node {best.nodes[0]}" if len(best.nodes) == 1 else f"nodes {', '.join(map(str, best.nodes))}"
         what = (
-            f"moving {who} to {stage} takes a batch from {times.batch:.2f} s (train {times.train:.2f}, rollout {times.rollout:.2f}) to "
-            f"{best.after.batch:.2f} s (train {best.after.train:.2f}, rollout {best.after.rollout:.2f})"
+            f"moving {who} to {stage} takes a batch from {times.batch:.2f} s (train {times.train:.2f}, rollout"
+            f" {times.rollout:.2f}) to {best.after.batch:.2f} s (train {best.after.train:.2f}, rollout"
+            f" {best.after.rollout:.2f})"
         )
         if best.saved <= 0.0:
             return _hold(f"hold: {what}, no gain beyond measurement error", numbers)
@@ -266,9 +339,17 @@ class Planner:
         price = f"{best.needed / best.cost:.1f} x {best.cost:.1f} s switch cost"
         if best.pays <= best.needed:
             return _hold(f"hold: {what}, which does not pay {price}", numbers)
-        return PlanDecision(best.direction, best.nodes[0], f"{best.direction}: {what}, more than {price}{self._because()}", numbers, best.nodes)
+        return PlanDecision(
+            best.direction,
+            best.nodes[0],
+            f"{best.direction}: {what}, more than {price}{self._because()}",
+            numbers,
+            best.nodes,
+        )
 
-    def _confirmed(self, decision: PlanDecision, measured: Measured, snapshot: PlanSnapshot, now: float) -> PlanDecision:
+    def _confirmed(
+        self, decision: PlanDecision, measured: Measured, snapshot: PlanSnapshot, now: float
+    ) -> PlanDecision:
         """The decision; but a move of a settled loop only when it was proposed before."""
         if decision.action == "hold" or decision.action == "repartition":
             self._brake.proposal = None
@@ -277,7 +358,10 @@ class Planner:
         begun = max(evidence.since, evidence.drifted)
         settled = not evidence.changing(snapshot) and sum(s.at > begun for s in snapshot.steps) >= SETTLED
         if not self._brake.passes(decision.action, settled, now):
-            return _hold(f"hold: nothing changed for {SETTLED} steps, so new ones must confirm this first: {decision.reason}", decision.numbers)
+            return _hold(
+                f"hold: nothing changed for {SETTLED} steps, so new ones must confirm this first: {decision.reason}",
+                decision.numbers,
+            )
         self._pending = _Pending(decision.action, decision.node, measured)
         return decision
 
@@ -303,18 +387,27 @@ class Planner:
             "moves_left": float(self._brake.left),
         }
         if measured.train_trend.rate or measured.rollout_trend.rate:
-            numbers |= {"train_trend_per_h": 3600.0 * measured.train_trend.rate, "rollout_trend_per_h": 3600.0 * measured.rollout_trend.rate}
+            numbers |= {
+                "train_trend_per_h": 3600.0 * measured.train_trend.rate,
+                "rollout_trend_per_h": 3600.0 * measured.rollout_trend.rate,
+            }
         if self.outcomes:
-            numbers |= {"last_move_predicted_s": self.outcomes[-1].predicted, "last_move_realised_s": self.outcomes[-1].realised}
+            numbers |= {
+                "last_move_predicted_s": self.outcomes[-1].predicted,
+                "last_move_realised_s": self.outcomes[-1].realised,
+            }
         if self._evidence.drift is not None:
             numbers["drift_distance"] = self._evidence.drift.distance
         return numbers
 
 
 def _gain(measured: Measured, to: Split, correction: Correction) -> tuple[float, float]:
-    """Least seconds saved per batch, and their share of the present batch time, over the three readings of the measured times."""
+    """Least seconds saved per batch, and their share of the present batch time, over the three readings of the
+    measured times."""
     if to.train < measured.split.train:
-        measured = measured._replace(fixed=0.0)  # how much of a step is fixed is an estimate; when trainers leave, none is the unfavourable one
+        measured = measured._replace(
+            fixed=0.0
+        )  # how much of a step is fixed is an estimate; when trainers leave, none is the unfavourable one
     readings = []
     spread = max(hypot(measured.train_error, measured.rollout_error), 1e-9)
     for sign in (0.0, ERRORS, -ERRORS):

@@ -1,15 +1,20 @@
-"""What both stages take now, from everything that was seen: measured at the present split, or where the work changes faster than that, foreseen.
+"""What both stages take now, from everything that was seen: measured at the present split, or where the work changes
+faster than that, foreseen.
 
-*Measured* is `model.measure`: enough steps, windows and trajectories since the last change of split or workload, with the cost model in place of a rollout
-that trainers hold up.  It is late: eta + 1 batches lie between admission and training, and four more steps have to end.
+*Measured* is `model.measure`: enough steps, windows and trajectories since the last change of split or workload, with
+the cost model in place of a rollout that trainers hold up.  It is late: eta + 1 batches lie between admission and
+training, and four more steps have to end.
 
-*Foreseen* is used where there is a cost model and the workload changes: a test of lengths or of prompts raised an alarm, or the work per step had a trend,
-within the last `CHANGING` = 32 steps.  The groups under way say what the next batches are (`underway`); training goes with their tokens, in the time per
-token that was measured last, at this split or carried over from another one (`scaling`); rollout takes what the model says of their lengths, times what it
-was off when trainers last waited.  The first steps at a new split must agree with what was carried over, within `AGREE` = 15 %, else it is measured first.
+*Foreseen* is used where there is a cost model and the workload changes: a test of lengths or of prompts raised an
+alarm, or the work per step had a trend, within the last `CHANGING` = 32 steps.  The groups under way say what the next
+batches are (`underway`); training goes with their tokens, in the time per token that was measured last, at this split
+or carried over from another one (`scaling`); rollout takes what the model says of their lengths, times what it was off
+when trainers last waited.  The first steps at a new split must agree with what was carried over, within `AGREE` = 15 %,
+else it is measured first.
 
-At the start of a run nothing is known and the first split is a guess.  With a cost model `FIRST` = 2 steps that agree per token are enough to leave it, and up
-to the eighth the draw of so few groups counts as error: a split that is far off is left early, a good one not at all for a batch of long ones.
+At the start of a run nothing is known and the first split is a guess.  With a cost model `FIRST` = 2 steps that agree
+per token are enough to leave it, and up to the eighth the draw of so few groups counts as error: a split that is far
+off is left early, a good one not at all for a batch of long ones.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ FORESEEN = 0.03
 """Relative standard error of a foreseen time: the model's between numbers of nodes, once its level is measured."""
 AGREE = 0.15
 CLEARLY = 0.3
-"""By how much rollout must be the slower stage for the time between commits to say what the model is off: the mean of the slower one of two that take turns in
-being it is above both."""
+"""By how much rollout must be the slower stage for the time between commits to say what the model is off: the mean
+of the slower one of two that take turns in being it is above both."""
 FIRST = 2
 PROMPTS = 4
 """`Drift.quantity` of a change of prompts."""
@@ -96,10 +101,15 @@ class Evidence:
         return (recent and self.changed > -inf) or any(t.rate for t in work_trend(snapshot, self.drifted))
 
     def measure(self, snapshot: PlanSnapshot, split: Split, since: float | None = None) -> Measured | str:
-        """The model at this split and the work of now, or what is still missing; with ``since``, from newer steps alone."""
+        """The model at this split and the work of now, or what is still missing; with ``since``, from newer steps
+        alone."""
         begun = max(self.since, self.drifted) if since is None else since
         measured = measure(snapshot, split, begun, self.drifted)
-        self.direct = None if isinstance(measured, str) else self._with_law(snapshot, measured, lengths_then(snapshot, split, begun))
+        self.direct = (
+            None
+            if isinstance(measured, str)
+            else self._with_law(snapshot, measured, lengths_then(snapshot, split, begun))
+        )
         if since is None and self._law is not None:
             foreseen = self._foreseen(snapshot, split, self._law)
             if isinstance(foreseen, Measured):
@@ -113,7 +123,11 @@ class Evidence:
         self._law.observe_work(snapshot, done)
         nodes, times = measured.split.rollout, measured.times
         if measured.starved:
-            if times.rollout > (1.0 + CLEARLY) * times.train and snapshot.steps[-1].at > self._learned and not self.changing(snapshot):
+            if (
+                times.rollout > (1.0 + CLEARLY) * times.train
+                and snapshot.steps[-1].at > self._learned
+                and not self.changing(snapshot)
+            ):
                 self._law.learn(nodes, times.rollout)
                 self._learned = snapshot.steps[-1].at
             return measured
@@ -151,7 +165,11 @@ class Evidence:
         def seconds(tokens: float) -> float:
             return base.fixed + (base.times.train - base.fixed) * there * tokens / base.train_tokens
 
-        if steps and abs(median(s.seconds / seconds(s.tokens) for s in steps[-FIRST:]) - 1.0) > AGREE and split != base.split:
+        if (
+            steps
+            and abs(median(s.seconds / seconds(s.tokens) for s in steps[-FIRST:]) - 1.0) > AGREE
+            and split != base.split
+        ):
             return None
         law.observe_work(snapshot, work.done)
         rollout = law.unthrottled(split.rollout)
@@ -161,9 +179,16 @@ class Evidence:
         tokens = size * sum(t.context for t in work.done) / len(work.done)
         train_error, rollout_error = _errors(work, snapshot.group_size, first)
         return Measured(
-            split, Times(seconds(tokens), rollout, snapshot.eta), train_error, rollout_error, base.fixed, 0.0, tokens,
-            size * sum(t.generated for t in work.done) / len(work.done), foreseen=True,
-        )  # fmt: skip
+            split,
+            Times(seconds(tokens), rollout, snapshot.eta),
+            train_error,
+            rollout_error,
+            base.fixed,
+            0.0,
+            tokens,
+            size * sum(t.generated for t in work.done) / len(work.done),
+            foreseen=True,
+        )
 
 
 def _begun(split: Split, steps: list[TrainStepFact], eta: int) -> Measured | None:
@@ -176,7 +201,8 @@ def _begun(split: Split, steps: list[TrainStepFact], eta: int) -> Measured | Non
 
 
 def _errors(work: InFlightWork, group_size: int, first: bool) -> tuple[float, float]:
-    """Of the model and of what is not finished; where nothing says that the workload changes, of the draw of these groups as well."""
+    """Of the model and of what is not finished; where nothing says that the workload changes, of the draw of these
+    groups as well."""
     train, rollout = hypot(FORESEEN, work.tokens_error), hypot(FORESEEN, work.generated_error)
     if not first:
         return train, rollout

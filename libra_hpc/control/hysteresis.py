@@ -1,10 +1,12 @@
 """Hysteresis: what a move costs, what it must bring, and how many may be made.
 
-* The cost of a direction is the median of its last `SWITCHES` = 3 measured moves, the configured prior before the first.
-* A direction whose move made batches slower must bring `PENALTY` = 2 times as much from then on, doubled at each further failure, until the workload drifts
-  and the old lesson no longer applies.
+* The cost of a direction is the median of its last `SWITCHES` = 3 measured moves, the configured prior before the
+  first.
+* A direction whose move made batches slower must bring `PENALTY` = 2 times as much from then on, doubled at each
+  further failure, until the workload drifts and the old lesson no longer applies.
 * Where nothing changes, a move is proposed first, and made when it is proposed again.
-* No hour sees more than ``moves_per_hour`` node moves, however well each of them is justified: a workload that swings faster than that is not chased.
+* No hour sees more than ``moves_per_hour`` node moves, however well each of them is justified: a workload that swings
+  faster than that is not chased.
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
-"""The work that is under way: what the groups admitted last will have been when they are finished, told from their prompts and from what they generated so far.
+"""The work that is under way: what the groups admitted last will have been when they are finished, told from their
+prompts and from what they generated so far.
 
-Measured steps are of batches admitted eta + 1 batches ago, and the trajectories that finish first after a change are its short ones.  The groups that are
-admitted are those that will be trained on next, all of them, so an estimate over them is neither late nor biased.  Of a trajectory that is not finished the
-prompt is known, and how far it is.  It counts as the finished ones of a like prompt do that became longer than it is now:
+Measured steps are of batches admitted eta + 1 batches ago, and the trajectories that finish first after a change are
+its short ones.  The groups that are admitted are those that will be trained on next, all of them, so an estimate over
+them is neither late nor biased.  Of a trajectory that is not finished the prompt is known, and how far it is.  It
+counts as the finished ones of a like prompt do that became longer than it is now:
 
-* The newest `LIKE` = 64 finished trajectories of every octave of prompt tokens are kept for as long as the run lasts; like prompts are at most an octave off.
-* r trajectories of a group stand for r evenly spaced quantiles of the lengths beyond what they have on average: of censored observations nothing is left out.
-* Prompts unlike any finished one stand for themselves: what runs will at least double (the expectation for what is known by its age alone), and what waits is
-  like that.  While most of the newest work is neither known nor begun, nothing is said.
+* The newest `LIKE` = 64 finished trajectories of every octave of prompt tokens are kept for as long as the run lasts;
+  like prompts are at most an octave off.
+* r trajectories of a group stand for r evenly spaced quantiles of the lengths beyond what they have on average: of
+  censored observations nothing is left out.
+* Prompts unlike any finished one stand for themselves: what runs will at least double (the expectation for what is
+  known by its age alone), and what waits is like that.  While most of the newest work is neither known nor begun,
+  nothing is said.
 
-That prompts changed is tested group by group as they are admitted (`drift`): long before anything of theirs is finished.  What is foreseen is acted on at
-once, so the test is stricter than that of lengths: at most one block in ten thousand raises a false alarm (`FALSE_ALARM`).
+That prompts changed is tested group by group as they are admitted (`drift`): long before anything of theirs is
+finished.  What is foreseen is acted on at once, so the test is stricter than that of lengths: at most one block in ten
+thousand raises a false alarm (`FALSE_ALARM`).
 """
 
 from __future__ import annotations
@@ -63,7 +69,9 @@ class UnderWay:
             self._like.setdefault(_octave(t.prompt), deque(maxlen=LIKE)).append(t)
         if fresh:
             self._finished, self._sorted = fresh[-1].index, {}
-        prompts = {t.group: t.prompt for t in fresh if t.group > self._tested} | {g.index: g.prompt for g in snapshot.groups if g.index > self._tested}
+        prompts = {t.group: t.prompt for t in fresh if t.group > self._tested} | {
+            g.index: g.prompt for g in snapshot.groups if g.index > self._tested
+        }
         if not prompts:
             return None
         self._tested = max(prompts)
@@ -71,7 +79,11 @@ class UnderWay:
 
     def work(self, snapshot: PlanSnapshot) -> InFlightWork | None:
         """The newest (eta + 1) batches of groups; None while too little is known of them."""
-        newest = max([g.index for g in snapshot.groups] + [t.group for t in snapshot.trajectories[-self._group_size * self._prompts :]], default=-1)
+        newest = max(
+            [g.index for g in snapshot.groups]
+            + [t.group for t in snapshot.trajectories[-self._group_size * self._prompts :]],
+            default=-1,
+        )
         if newest < 0:
             return None
         oldest = newest - (snapshot.eta + 1) * self._prompts
@@ -88,7 +100,11 @@ class UnderWay:
         everything = (*done, *expected)
         if not everything or missing > UNKNOWN * (missing + len(everything)):
             return None
-        return InFlightWork(everything, _error(everything, expected, clusters, "context"), _error(everything, expected, clusters, "generated"))
+        return InFlightWork(
+            everything,
+            _error(everything, expected, clusters, "context"),
+            _error(everything, expected, clusters, "generated"),
+        )
 
     def _expected(self, group: GroupFact, ages: Sequence[TrajectoryFact]) -> Iterator[TrajectoryFact]:
         like = self._near(group.prompt)
@@ -119,7 +135,9 @@ def _octave(prompt: int) -> int:
 def _aged(group: GroupFact) -> TrajectoryFact:
     """One of a group whose like was never seen: twice what it is now."""
     generated = 2 * group.generated // max(1, group.running)
-    return TrajectoryFact(-1, 0.0, max(1, generated), group.prompt + max(1, generated), 1, 0.0, group.index, group.prompt)
+    return TrajectoryFact(
+        -1, 0.0, max(1, generated), group.prompt + max(1, generated), 1, 0.0, group.index, group.prompt
+    )
 
 
 def _quantiles(ordered: Sequence[TrajectoryFact], count: int, prompt: int) -> Iterator[TrajectoryFact]:

@@ -1,15 +1,17 @@
-"""How a stage's time changes with its nodes: even division, or the cost model's ratio for rollout where there is one (`law`), and what moves taught beyond.
+"""How a stage's time changes with its nodes: even division, or the cost model's ratio for rollout where there is one
+(`law`), and what moves taught beyond.
 
-A judged move gives a correction for exactly its two splits (`model.correct`), which is kept and used when either is considered again.  For other splits
-the lesson is carried over as an exponent: with e = log(correction) / log(nodes after / nodes before), time goes as nodes ** (e - 1); e = 0 is as expected,
-e = 1 means nodes change nothing.  The exponent of all lessons is a ridge estimate,
+A judged move gives a correction for exactly its two splits (`model.correct`), which is kept and used when either is
+considered again.  For other splits the lesson is carried over as an exponent: with e = log(correction) / log(nodes
+after / nodes before), time goes as nodes ** (e - 1); e = 0 is as expected, e = 1 means nodes change nothing.  The
+exponent of all lessons is a ridge estimate,
 
     e = sum(x y) / (sum(x x) + `PRIOR`),     x = log node ratio, y = log correction,
 
-so that one move by a small ratio, whose y is mostly noise, says little: a doubling of nodes (x = 0.69) counts 0.9, six to seven nodes 0.3.  It is
-kept within 0..1: superlinear and falling speed are believed only of the very splits they were seen at.  With a cost model the lesson of rollout is
-what it missed, taken only from moves with waiting trainers on both sides: the time of a rollout that is held up is an estimate itself; and pairs are
-kept for training only.
+so that one move by a small ratio, whose y is mostly noise, says little: a doubling of nodes (x = 0.69) counts 0.9, six
+to seven nodes 0.3.  It is kept within 0..1: superlinear and falling speed are believed only of the very splits they
+were seen at.  With a cost model the lesson of rollout is what it missed, taken only from moves with waiting trainers on
+both sides: the time of a rollout that is held up is an estimate itself; and pairs are kept for training only.
 """
 
 from __future__ import annotations
@@ -38,14 +40,19 @@ class Scaling:
         """A move from one measured split to another."""
         there, back = correct(before, after), correct(after, before)
         self._pairs[before.split, after.split], self._pairs[after.split, before.split] = there, back
-        self._train = [*self._train, (math.log(after.split.train / before.split.train), math.log(there.train))][-LESSONS:]
+        self._train = [*self._train, (math.log(after.split.train / before.split.train), math.log(there.train))][
+            -LESSONS:
+        ]
         if self._law is not None and not (before.starved and after.starved):
             return
         missed = there.rollout / self._expected(before.split, after.split)
-        self._rollout = [*self._rollout, (math.log(after.split.rollout / before.split.rollout), math.log(missed))][-LESSONS:]
+        self._rollout = [*self._rollout, (math.log(after.split.rollout / before.split.rollout), math.log(missed))][
+            -LESSONS:
+        ]
 
     def forget_pairs(self) -> None:
-        """The workload changed: what two splits measured then no longer holds; the exponents, being about the machine, stay."""
+        """The workload changed: what two splits measured then no longer holds; the exponents, being about the
+        machine, stay."""
         self._pairs = {}
 
     def correction(self, there: Split, to: Split) -> Correction:

@@ -1,20 +1,25 @@
-"""The second tier: another layout of the core nodes, when the workload has changed for good and roles of hybrid nodes no longer answer it.
+"""The second tier: another layout of the core nodes, when the workload has changed for good and roles of hybrid nodes
+no longer answer it.
 
-The exact search (`search`) is asked for the best plan on all nodes with the lengths just observed.  Its cost models are first put right: one factor for
-training and one for rollout, measured over predicted seconds *of the layout that runs*, so that what the models get wrong about machine and engine is the same
-on both sides of the comparison.  What remains is the ratio of two layouts under one model.
+The exact search (`search`) is asked for the best plan on all nodes with the lengths just observed.  Its cost models are
+first put right: one factor for training and one for rollout, measured over predicted seconds *of the layout that runs*,
+so that what the models get wrong about machine and engine is the same on both sides of the comparison.  What remains is
+the ratio of two layouts under one model.
 
-It is searched twice: with the parallelism that runs, where only numbers of nodes change and the models are off by `MODEL_ERROR` = 5 %, and with any.
-Between different TP degrees `LAYOUT_ERROR` = 10 % was found (18 engines of TP2 were up to 25 % slower in the simulator than the model's ratio to 9 of TP4
-said, with long prompts that groups share); a change of engines has to promise that much more.
+It is searched twice: with the parallelism that runs, where only numbers of nodes change and the models are off by
+`MODEL_ERROR` = 5 %, and with any. Between different TP degrees `LAYOUT_ERROR` = 10 % was found (18 engines of TP2 were
+up to 25 % slower in the simulator than the model's ratio to 9 of TP4 said, with long prompts that groups share); a
+change of engines has to promise that much more.
 
-A proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of the measured times and of the model,
-against ``margin`` times the cost.  That is the new start and what is lost by it: trajectories that run begin again, so what they have generated so far is
-generated twice.  It is far higher than a node's, so only a lasting shift pays; each proposal is made once.
+A proposal goes through the test of every move: seconds saved over the horizon, less `ERRORS` = 1.645 standard errors of
+the measured times and of the model, against ``margin`` times the cost.  That is the new start and what is lost by it:
+trajectories that run begin again, so what they have generated so far is generated twice.  It is far higher than a
+node's, so only a lasting shift pays; each proposal is made once.
 
-`EVERY_S`: at most one in an hour, whatever it promises.  A new start costs minutes and, worse, what was measured: the engines' costs, the factors of the
-cost models and the test for drift begin anew, and the next verdict should rest on more than their first figures.  Where nodes can
-change places, a proposal also says what the run file would say (`libra_hpc.planning.initial.written`), and `libra_hpc.runtime.repartitioner` can carry it out.
+`EVERY_S`: at most one in an hour, whatever it promises.  A new start costs minutes and, worse, what was measured: the
+engines' costs, the factors of the cost models and the test for drift begin anew, and the next verdict should rest on
+more than their first figures.  Where nodes can change places, a proposal also says what the run file would say
+(`libra_hpc.planning.initial.written`), and `libra_hpc.runtime.repartitioner` can carry it out.
 """
 
 from __future__ import annotations
@@ -60,7 +65,8 @@ class RunningLayout(msgspec.Struct, frozen=True):
 class Repartition:
     """Asked by the planner; remembers what it answered.
 
-    ``words`` says a result in keys and values of the run file, or raises `UserError` where it cannot; None: proposals are advice alone.
+    ``words`` says a result in keys and values of the run file, or raises `UserError` where it cannot; None: proposals
+    are advice alone.
     """
 
     def __init__(
@@ -85,7 +91,9 @@ class Repartition:
         self._law = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 
-    def advise(self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection) -> PlanDecision | None:
+    def advise(
+        self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection
+    ) -> PlanDecision | None:
         """A proposal that passes the test and was not made before, else None, also where a node is lost.
 
         ``since`` is when the present workload began; ``horizon`` in seconds.
@@ -113,31 +121,56 @@ class Repartition:
         self._proposed.add(layout)
         candidates = tuple(
             Candidate(
-                p.nodes, self._pool.nodes - p.nodes, p.train.time.total, p.rollout.seconds, p.seconds, horizon * (1.0 - p.seconds / now), needed,
+                p.nodes,
+                self._pool.nodes - p.nodes,
+                p.train.time.total,
+                p.rollout.seconds,
+                p.seconds,
+                horizon * (1.0 - p.seconds / now),
+                needed,
                 describe(p, self._pool),
             )
             for p in found.plans
-        )  # fmt: skip
+        )
         reason = (
-            f"repartition: at the next step boundary, {layout} instead of {measured.split.train}+{measured.split.rollout} nodes as they are laid out takes a "
-            f"batch from {now:.2f} s to {best.seconds:.2f} s; that is {share:.0%} at least, and {horizon * share:.0f} s over the horizon, more than "
-            f"{settings.margin:.1f} x {settings.repartition_cost_s + again:.1f} s: {settings.repartition_cost_s:.1f} for a new start, "
-            f"{again:.1f} for what is generated again"
+            f"repartition: at the next step boundary, {layout} instead of"
+            f" {measured.split.train}+{measured.split.rollout} nodes as they are laid out takes a batch from {now:.2f}"
+            f" s to {best.seconds:.2f} s; that is {share:.0%} at least, and {horizon * share:.0f} s over the horizon,"
+            f" more than {settings.margin:.1f} x {settings.repartition_cost_s + again:.1f} s:"
+            f" {settings.repartition_cost_s:.1f} for a new start, {again:.1f} for what is generated again"
         )
         numbers = {
-            "train_s": measured.times.train, "rollout_s": measured.times.rollout, "batch_s": now, "after_s": best.seconds, "pays_s": horizon * share,
-            "again_s": again, "needed_s": needed, "train_factor": factors.compute, "rollout_factor": factors.decode,
-        }  # fmt: skip
+            "train_s": measured.times.train,
+            "rollout_s": measured.times.rollout,
+            "batch_s": now,
+            "after_s": best.seconds,
+            "pays_s": horizon * share,
+            "again_s": again,
+            "needed_s": needed,
+            "train_factor": factors.compute,
+            "rollout_factor": factors.decode,
+        }
         return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout, changes=changes)
 
-    def _best(self, snapshot: PlanSnapshot, batch: BatchWork, factors: Factors, measured: Measured) -> tuple[PlanResult, float]:
-        """The plans whose best one surely saves the most, and the share of a batch that is at least.  Raises `UserError` when nothing fits."""
+    def _best(
+        self, snapshot: PlanSnapshot, batch: BatchWork, factors: Factors, measured: Measured
+    ) -> tuple[PlanResult, float]:
+        """The plans whose best one surely saves the most, and the share of a batch that is at least.  Raises
+        `UserError` when nothing fits."""
 
         def search(space: TrainSpace, degrees: Sequence[int], error: float) -> tuple[PlanResult, float]:
             found = PlanSearch(
-                self._shape, [self._pool], batch, space=space, options=self._law.options(snapshot), factors=factors, steps=self._steps,
-                sorted_lengths=self._sorted, whole_nodes=True, degrees=degrees,
-            ).run(KEPT, trainers=(0,))  # fmt: skip
+                self._shape,
+                [self._pool],
+                batch,
+                space=space,
+                options=self._law.options(snapshot),
+                factors=factors,
+                steps=self._steps,
+                sorted_lengths=self._sorted,
+                whole_nodes=True,
+                degrees=degrees,
+            ).run(KEPT, trainers=(0,))
             errors = ERRORS * hypot(measured.train_error, measured.rollout_error, error)
             return found, 1.0 - found.plans[0].seconds / measured.times.batch - errors
 
@@ -153,9 +186,9 @@ class Repartition:
         """Measured over predicted seconds of the present layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
         own = msgspec.structs.replace(self._own, recompute=(running.recompute,))
-        choice = TrainSearch(TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own).best(
-            measured.split.train * pool.node_devices
-        )
+        choice = TrainSearch(
+            TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own
+        ).best(measured.split.train * pool.node_devices)
         rollout = self._law.seconds(measured.split.rollout)
         if choice is None or rollout is None:
             return None
@@ -166,4 +199,7 @@ class Repartition:
 def describe(plan: RunPlan, pool: DevicePool) -> str:
     """A plan in words: nodes, training layout, rollout classes."""
     engines = ", ".join(f"{s.replicas}xTP{s.tp}" for s in plan.rollout.segments)
-    return f"{plan.nodes} nodes of {pool.node_devices} train with {plan.train.layout}, {pool.nodes - plan.nodes} roll out with {engines}"
+    return (
+        f"{plan.nodes} nodes of {pool.node_devices} train with {plan.train.layout}, {pool.nodes - plan.nodes} roll out"
+        f" with {engines}"
+    )

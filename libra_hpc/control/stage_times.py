@@ -1,29 +1,34 @@
-"""Cost model: seconds each stage needs for one global batch, at the present split of nodes and at its neighbours, from measured times.
+"""Cost model: seconds each stage needs for one global batch, at the present split of nodes and at its neighbours, from
+measured times.
 
-Both stages are in the same unit.  *Measured* at the present split (n training replicas, m rollout nodes), over the last `MAX_STEPS` = 8 steps since the last
-change of split or of lengths: older steps are of a policy that was another one.
+Both stages are in the same unit.  *Measured* at the present split (n training replicas, m rollout nodes), over the last
+`MAX_STEPS` = 8 steps since the last change of split or of lengths: older steps are of a policy that was another one.
 
-* T_train: the median of the train stage's own seconds per step (compute, reduce, optimizer of the slowest replica).  Waiting for data is not in it: in an
-  asynchronous loop the slower stage holds up the other, and only own work says how fast a stage could be.
-* T_rollout, where trainers wait for it (the mean time between commits exceeds the mean step by `STARVED` = 10 % or more): the mean time between commits.
-  Nothing else bounds the loop then, so that this is the time itself.  It is a mean, because a batch that takes longer leaves the next one less to do.
-* T_rollout otherwise: work / (m * rate).  Work is the mean generated length times the trajectories of a batch; rate is all generated tokens over all
-  *busy* node seconds.  A rollout that idles most of the time runs small batches and shows too low a rate; but no stage can be slower than the loop it
-  is part of, so T_rollout is then never above the mean time between commits.
-* The straggler bound: a batch cannot end before its longest trajectory.  With eta + 1 batches in flight it has that many batch times, so
-  T_rollout >= (longest * decode_s + its time in tools) / (eta + 1), longest being the quantile 1 - 1/N of lengths for N trajectories a batch.  Nodes do not
-  shorten it.
-* Both stages are of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the middle of what was measured to
-  now, and `ahead` continues them.
+* T_train: the median of the train stage's own seconds per step (compute, reduce, optimizer of the slowest replica).
+  Waiting for data is not in it: in an asynchronous loop the slower stage holds up the other, and only own work says how
+  fast a stage could be.
+* T_rollout, where trainers wait for it (the mean time between commits exceeds the mean step by `STARVED` = 10 % or
+  more): the mean time between commits. Nothing else bounds the loop then, so that this is the time itself.  It is a
+  mean, because a batch that takes longer leaves the next one less to do.
+* T_rollout otherwise: work / (m * rate).  Work is the mean generated length times the trajectories of a batch; rate is
+  all generated tokens over all *busy* node seconds.  A rollout that idles most of the time runs small batches and shows
+  too low a rate; but no stage can be slower than the loop it is part of, so T_rollout is then never above the mean time
+  between commits.
+* The straggler bound: a batch cannot end before its longest trajectory.  With eta + 1 batches in flight it has that
+  many batch times, so T_rollout >= (longest * decode_s + its time in tools) / (eta + 1), longest being the quantile 1 -
+  1/N of lengths for N trajectories a batch.  Nodes do not shorten it.
+* Both stages are of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the
+  middle of what was measured to now, and `ahead` continues them.
 
-*Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the intercept of a Theil-Sen line of
-seconds over tokens per replica, between 0 and `MAX_FIXED` = 0.9 of T_train, and 0 while batches differ too little in size to tell (spread under
-`MIN_SPREAD` = 0.2 of the median): an optimistic start, which the next line corrects.  T_rollout scales with m / m'.  Both are multiplied by the *scaling
-correction* learned from the last move between the two splits: measured over predicted, per token.  It holds what no ratio of node counts knows: ranks
-that share cores or a network, the price of the all-reduce.
+*Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the
+intercept of a Theil-Sen line of seconds over tokens per replica, between 0 and `MAX_FIXED` = 0.9 of T_train, and 0
+while batches differ too little in size to tell (spread under `MIN_SPREAD` = 0.2 of the median): an optimistic start,
+which the next line corrects.  T_rollout scales with m / m'.  Both are multiplied by the *scaling correction* learned
+from the last move between the two splits: measured over predicted, per token.  It holds what no ratio of node counts
+knows: ranks that share cores or a network, the price of the all-reduce.
 
-Each time carries a relative standard error, from the spread of the steps (median: 1.2533 * 1.4826 MAD / sqrt(n)) and of the lengths, whose group
-members are not independent and count as one.
+Each time carries a relative standard error, from the spread of the steps (median: 1.2533 * 1.4826 MAD / sqrt(n)) and of
+the lengths, whose group members are not independent and count as one.
 """
 
 from __future__ import annotations
@@ -41,10 +46,11 @@ from .trend import Trend, trend
 MIN_STEPS = 4
 """Steps and windows a median is taken over at least: one outlier cannot move it."""
 MIN_GROUPS = 16
-"""Groups of finished trajectories the mean length is taken over at least: its error is then some 20 % for lengths as scattered as their mean."""
+"""Groups of finished trajectories the mean length is taken over at least: its error is then some 20 % for lengths as
+scattered as their mean."""
 MAX_STEPS = 8
-"""Newest steps used, and windows and trajectories of their time (some more where steps are so short that too few fall into it): older ones are of another
-policy."""
+"""Newest steps used, and windows and trajectories of their time (some more where steps are so short that too few
+fall into it): older ones are of another policy."""
 MAX_FIT = 64
 """Newest steps the Theil-Sen line is fitted to: it takes 2,016 pairs of them."""
 STARVED = 0.1
@@ -54,7 +60,8 @@ TREND_STEPS = 32
 MAX_FIXED = 0.9
 MIN_SPREAD = 0.2
 MIN_CORRECTION = 0.1
-"""A stage never gets ten times better than ideal scaling: a smaller ratio is an artefact of a badly estimated fixed part."""
+"""A stage never gets ten times better than ideal scaling: a smaller ratio is an artefact of a badly estimated fixed
+part."""
 
 
 class Split(NamedTuple):
@@ -118,8 +125,8 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
         have, seen, finished = min(len(steps), MIN_STEPS), min(len(windows), MIN_STEPS), min(len(done), need)
         return (
-            f"{have} of {MIN_STEPS} steps, {seen} of {MIN_STEPS} rollout windows and {finished} of {need} trajectories measured with "
-            f"{split.train} training and {split.rollout} rollout nodes since the last change"
+            f"{have} of {MIN_STEPS} steps, {seen} of {MIN_STEPS} rollout windows and {finished} of {need} trajectories"
+            f" measured with {split.train} training and {split.rollout} rollout nodes since the last change"
         )
     train = median(s.seconds for s in steps)
     fixed = min(_intercept(fitted), MAX_FIXED * train)
@@ -158,7 +165,9 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
 def work_trend(snapshot: PlanSnapshot, drifted: float) -> tuple[Trend, Trend]:
     """Of the tokens trained on and of those generated, per step after ``drifted``."""
     recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
-    return trend([(s.at, float(s.tokens)) for s in recent]), trend([(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0])
+    return trend([(s.at, float(s.tokens)) for s in recent]), trend(
+        [(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0]
+    )
 
 
 def lengths_then(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
@@ -167,7 +176,8 @@ def lengths_then(snapshot: PlanSnapshot, split: Split, since: float) -> list[Tra
 
 
 class _Seen(NamedTuple):
-    """What was measured at a split: steps for the fixed part, the newest of them, and windows and trajectories of their time."""
+    """What was measured at a split: steps for the fixed part, the newest of them, and windows and trajectories of
+    their time."""
 
     fitted: list[TrainStepFact]
     steps: list[TrainStepFact]
@@ -178,7 +188,11 @@ class _Seen(NamedTuple):
 def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
     fitted = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
     steps = fitted[-MAX_STEPS:]
-    windows = [w for w in snapshot.windows if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0]
+    windows = [
+        w
+        for w in snapshot.windows
+        if w.at - w.seconds >= since and w.nodes == split.rollout and w.generated_tokens > 0 and w.busy > 0.0
+    ]
     done = [t for t in snapshot.trajectories if t.at > since]
     if len(steps) == MAX_STEPS:
         began = steps[0].at - steps[0].seconds
@@ -187,10 +201,13 @@ def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
     return _Seen(fitted, steps, windows, done)
 
 
-def renewed(before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float) -> Measured | None:
+def renewed(
+    before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float
+) -> Measured | None:
     """``before``, measured with an older workload, for the trajectories after ``since``; None while there are too few.
 
-    Training goes with the tokens of a batch, less the fixed part; ``rollout`` seconds come from a cost model.  Neither error is below ``error``.
+    Training goes with the tokens of a batch, less the fixed part; ``rollout`` seconds come from a cost model.  Neither
+    error is below ``error``.
     """
     done = [t for t in snapshot.trajectories if t.at > since]
     if rollout is None or len(done) < MIN_GROUPS * snapshot.group_size:
@@ -223,7 +240,9 @@ def ahead(now: Measured, seconds: float) -> Measured:
     return now._replace(times=times, straggler=now.straggler * rollout)
 
 
-def predict(now: Measured, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0) -> Times:
+def predict(
+    now: Measured, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0
+) -> Times:
     """Times at the split ``to``; the shifts move the measured times by so many standard errors."""
     train = now.times.train * max(0.0, 1.0 + train_shift * now.train_error)
     rollout = now.times.rollout * max(0.0, 1.0 + rollout_shift * now.rollout_error)
@@ -236,11 +255,19 @@ def predict(now: Measured, to: Split, correction: Correction, train_shift: float
 
 
 def correct(before: Measured, after: Measured) -> Correction:
-    """What the move from ``before`` to ``after`` taught about scaling between these splits; a change in the size of batches is taken out."""
+    """What the move from ``before`` to ``after`` taught about scaling between these splits; a change in the size of
+    batches is taken out."""
     fixed = before.fixed
-    ideal_train = (before.times.train - fixed) * before.split.train / after.split.train * after.train_tokens / before.train_tokens
-    ideal_rollout = before.times.rollout * before.split.rollout / after.split.rollout * after.rollout_tokens / before.rollout_tokens
-    return Correction(max(MIN_CORRECTION, (after.times.train - fixed) / ideal_train), max(MIN_CORRECTION, after.times.rollout / ideal_rollout))
+    ideal_train = (
+        (before.times.train - fixed) * before.split.train / after.split.train * after.train_tokens / before.train_tokens
+    )
+    ideal_rollout = (
+        before.times.rollout * before.split.rollout / after.split.rollout * after.rollout_tokens / before.rollout_tokens
+    )
+    return Correction(
+        max(MIN_CORRECTION, (after.times.train - fixed) / ideal_train),
+        max(MIN_CORRECTION, after.times.rollout / ideal_rollout),
+    )
 
 
 def _intercept(steps: Sequence[TrainStepFact]) -> float:

@@ -1,14 +1,15 @@
 """Where the work per batch is going: a robust trend over the last steps, continued with damping.
 
-The trend is Theil and Sen's: the median of all slopes of log work between two steps.  It counts only when Kendall's test says that steps grow (or
-shrink) with time beyond `SIGNIFICANT` = 3.29 standard deviations, two-sided probability 0.001 without a trend; else the forecast is "as now", so that noise
-forecasts nothing.
+The trend is Theil and Sen's: the median of all slopes of log work between two steps.  It counts only when Kendall's
+test says that steps grow (or shrink) with time beyond `SIGNIFICANT` = 3.29 standard deviations, two-sided probability
+0.001 without a trend; else the forecast is "as now", so that noise forecasts nothing.
 
 A trend is trusted about as far ahead as it was seen back: after t seconds the log work has changed by
 
     rate * tau * (1 - exp(-t / tau)),        tau = half of the time the steps span,
 
-and never by more than `MOST` = 2 in either direction.  What lies between the middle of the measurements and now is not forecast but known, and is not damped.
+and never by more than `MOST` = 2 in either direction.  What lies between the middle of the measurements and now is not
+forecast but known, and is not damped.
 """
 
 from __future__ import annotations

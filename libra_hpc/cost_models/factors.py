@@ -1,7 +1,7 @@
 """Correction factors: what measurements say about each term of the cost models.
 
-Every predicted time is a sum of terms, and every term is multiplied by its own factor: measured seconds over predicted seconds, 1.0 where nothing was
-measured.  The models stay pure: who measures keeps the factors and passes them in.
+Every predicted time is a sum of terms, and every term is multiplied by its own factor: measured seconds over predicted
+seconds, 1.0 where nothing was measured.  The models stay pure: who measures keeps the factors and passes them in.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Lengths of a workload as a sketch whose size does not grow with the number of trajectories.
 
-Finished trajectories are sorted by generated tokens and cut into bins; a bin is its share of the trajectories and the mean of what is in it, so that
-totals are kept exactly.  The body of the distribution is cut into `BODY` = 16 equal shares.  The last share is halved again and again, down to one
-trajectory of a global batch: the longest one decides when a batch ends, and it has a bin of its own.  A batch of 512 has 21 bins, one of 8,192 has
-25.
+Finished trajectories are sorted by generated tokens and cut into bins; a bin is its share of the trajectories and the
+mean of what is in it, so that totals are kept exactly.  The body of the distribution is cut into `BODY` = 16 equal
+shares.  The last share is halved again and again, down to one trajectory of a global batch: the longest one decides
+when a batch ends, and it has a bin of its own.  A batch of 512 has 21 bins, one of 8,192 has 25.
 
-What else the cost models need are ratios and moments over all trajectories: prompts (per trajectory, and beside a generated token), tool results, turns
-and tool seconds per generated token, and the mean and mean square of the context that training attends over.
+What else the cost models need are ratios and moments over all trajectories: prompts (per trajectory, and beside a
+generated token), tool results, turns and tool seconds per generated token, and the mean and mean square of the context
+that training attends over.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Lengths(msgspec.Struct, frozen=True):
     prompt: float
     """Mean prompt tokens."""
     prompt_beside: float
-    """Mean prompt tokens beside a generated one: long answers count as often as they are long.  Where long prompts have short answers it is much less."""
+    """Mean prompt tokens beside a generated one: long answers count as often as they are long.  Where long prompts
+    have short answers it is much less."""
     new_per_token: float
     """Tokens the environment adds per generated token."""
     turns_per_token: float
@@ -89,13 +91,20 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
-    """Compress ``observed`` for global batches of ``batch`` trajectories; raises `UserError` without any and for impossible counts."""
+    """Compress ``observed`` for global batches of ``batch`` trajectories; raises `UserError` without any and for
+    impossible counts."""
     if not observed:
         raise UserError("The lengths cannot be planned with: there is no finished trajectory; valid: at least one.")
     if batch < 1:
         raise invalid("batch", batch, "no trajectories in a global batch", "an integer >= 1")
     for one in observed:
-        if one.generated < 1 or one.prompt < 1 or one.turns < 1 or one.tool_s < 0 or one.context < one.generated + one.prompt:
+        if (
+            one.generated < 1
+            or one.prompt < 1
+            or one.turns < 1
+            or one.tool_s < 0
+            or one.context < one.generated + one.prompt
+        ):
             raise invalid(
                 "trajectory",
                 msgspec.to_builtins(one),
@@ -133,19 +142,34 @@ def observe(trajectories: Iterable[TrajectoryRecord]) -> list[Observed]:
     for t in trajectories:
         if t.generated > 0:
             prompt = max(t.prompt_tokens, 1)
-            result.append(Observed(t.generated, max(t.context, prompt + t.generated), prompt, len(t.turns), sum(turn.tool_s for turn in t.turns)))
+            result.append(
+                Observed(
+                    t.generated,
+                    max(t.context, prompt + t.generated),
+                    prompt,
+                    len(t.turns),
+                    sum(turn.tool_s for turn in t.turns),
+                )
+            )
     return result
 
 
 def lognormal(
-    *, generated: float, sigma: float, prompt: int, turns: float = 1.0, new_tokens: float = 0.0, tool_s: float = 0.0, longest: int | None = None
+    *,
+    generated: float,
+    sigma: float,
+    prompt: int,
+    turns: float = 1.0,
+    new_tokens: float = 0.0,
+    tool_s: float = 0.0,
+    longest: int | None = None,
 ) -> list[Observed]:
     """A stated distribution as `SYNTHETIC` trajectories at its quantiles.
 
-    Generated tokens are log-normal with mean ``generated`` and shape ``sigma`` (0: all equal; 1: the longest tenth has 39 % of the tokens).  Turns are
-    proportional to them, ``turns`` on average, each bringing ``new_tokens`` tokens and ``tool_s`` seconds of a tool.  No context exceeds ``longest``: a
-    longer episode ends there.
-    Raises `UserError` for a value out of range.
+    Generated tokens are log-normal with mean ``generated`` and shape ``sigma`` (0: all equal; 1: the longest tenth has
+    39 % of the tokens).  Turns are proportional to them, ``turns`` on average, each bringing ``new_tokens`` tokens and
+    ``tool_s`` seconds of a tool.  No context exceeds ``longest``: a longer episode ends there. Raises `UserError` for a
+    value out of range.
     """
     least = {
         "generated": (generated, 1),
@@ -169,7 +193,15 @@ def lognormal(
         added = new_tokens * rounds
         fits = 1.0 if longest is None else min(1.0, (longest - prompt) / (wanted + added))
         tokens = max(1, int(wanted * fits))
-        result.append(Observed(tokens, prompt + tokens + int(added * fits), prompt, max(1, round(rounds * fits)), tool_s * rounds * fits))
+        result.append(
+            Observed(
+                tokens,
+                prompt + tokens + int(added * fits),
+                prompt,
+                max(1, round(rounds * fits)),
+                tool_s * rounds * fits,
+            )
+        )
     return result
 
 

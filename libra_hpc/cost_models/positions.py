@@ -1,16 +1,19 @@
-"""Seconds in which the open trajectories of one replica advance by one token each: their number and their context decide.
+"""Seconds in which the open trajectories of one replica advance by one token each: their number and their context
+decide.
 
-*One step.*  A replica with n open trajectories of context k decodes a of them at once; the others are in a tool or wait for a slot.  Per generated
-token a trajectory needs one step s, u seconds of tools, and p computed prompt tokens (tool results, and context that the prefix cache lost), which
-share the steps as chunks.  In balance a = n s / (s + u), at most ``max_num_seqs`` and at most what the KV cache holds; all n advance by one token in
-n s / a seconds, which is s + u while nothing is short.
+*One step.*  A replica with n open trajectories of context k decodes a of them at once; the others are in a tool or wait
+for a slot.  Per generated token a trajectory needs one step s, u seconds of tools, and p computed prompt tokens (tool
+results, and context that the prefix cache lost), which share the steps as chunks.  In balance a = n s / (s + u), at
+most ``max_num_seqs`` and at most what the KV cache holds; all n advance by one token in n s / a seconds, which is s + u
+while nothing is short.
 
-*Short KV.*  The a that decode hold their context; what is left of the cache keeps that of the n - a others, and none of it once sequences wait.  What is
-lost comes back as prompt tokens at the next turn.  While sequences wait the cache is full, and every token that is generated takes the place of another
-one: running sequences are preempted and computed again (`PREEMPTED`).  Those that wait begin when others have ended.
+*Short KV.*  The a that decode hold their context; what is left of the cache keeps that of the n - a others, and none of
+it once sequences wait.  What is lost comes back as prompt tokens at the next turn.  While sequences wait the cache is
+full, and every token that is generated takes the place of another one: running sequences are preempted and computed
+again (`PREEMPTED`).  Those that wait begin when others have ended.
 
-Seconds are tabulated over n (a factor of sqrt 2 apart) and k (`CONTEXTS` values) and made non-decreasing in n, as physics has them: the search relies
-on it.
+Seconds are tabulated over n (a factor of sqrt 2 apart) and k (`CONTEXTS` values) and made non-decreasing in n, as
+physics has them: the search relies on it.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ from .lengths import Lengths
 CHUNK = 2048
 """Most prompt tokens of one step: vLLM's default budget of batched tokens."""
 PREEMPTED = 0.5
-"""Tokens computed again for each token generated while sequences wait for KV: 1 if a sequence that ends left no room for the growth of the others; 0.3 (many
-turns) to 0.7 (one long turn) where `libra_hpc.simulator` counts them."""
+"""Tokens computed again for each token generated while sequences wait for KV: 1 if a sequence that ends left no room
+for the growth of the others; 0.3 (many turns) to 0.7 (one long turn) where `libra_hpc.simulator` counts them."""
 CONTEXTS = 6
-"""Contexts at which step times are tabulated; they are linear in the KV tokens of a batch, prefill is slightly convex."""
+"""Contexts at which step times are tabulated; they are linear in the KV tokens of a batch, prefill is slightly
+convex."""
 
 Curve = list[float]
 """Values over the tabulated numbers of open trajectories."""
@@ -41,7 +45,9 @@ Curve = list[float]
 class Positions:
     """The table of one TP class for up to ``most`` open trajectories; ``steps.kv_capacity`` is not 0."""
 
-    def __init__(self, steps: StepTimes, lengths: Lengths, factors: Factors, max_num_seqs: int, prefix_hits: float, most: float) -> None:
+    def __init__(
+        self, steps: StepTimes, lengths: Lengths, factors: Factors, max_num_seqs: int, prefix_hits: float, most: float
+    ) -> None:
         self._steps, self._lengths, self._factors = steps, lengths, factors
         self._max_num_seqs, self._prefix_hits = max_num_seqs, prefix_hits
         self.top = min(float(lengths.longest_context), float(steps.kv_capacity))
@@ -100,13 +106,23 @@ class Positions:
         rows = [(a, *self._step(a, context, max(lengths.turn_tokens, a * fresh))) for a in _batches(most)]
         # From its beginning, hence half of the context on average, and in whole chunks.
         preempted = PREEMPTED * self._step(int(most), context / 2, CHUNK)[1] if most >= room else 0.0
-        replica = _Replica(rows, room, most, lengths.tool_s_per_token * self._factors.tool, lengths.new_per_token, again, hits, preempted)
+        replica = _Replica(
+            rows,
+            room,
+            most,
+            lengths.tool_s_per_token * self._factors.tool,
+            lengths.new_per_token,
+            again,
+            hits,
+            preempted,
+        )
         positions = list(replica.positions(self._live))
         self._seconds.append(list(accumulate((seconds for seconds, _ in positions), max)))
         self._waits.append(list(accumulate((rows[0][1] * waiting for _, waiting in positions), max)))
 
     def _step(self, decodes: int, context: float, tokens: float) -> tuple[float, float]:
-        """Seconds of a step that decodes only, and what each of so many prompt tokens beside it adds, or of a chunk if there are more."""
+        """Seconds of a step that decodes only, and what each of so many prompt tokens beside it adds, or of a chunk
+        if there are more."""
         kv = round(decodes * context)
         alone = self._steps.step_s(decodes, kv)
         chunk = max(1, min(CHUNK, round(tokens)))
@@ -118,7 +134,8 @@ class _Replica(NamedTuple):
     """One replica at one context."""
 
     rows: list[tuple[int, float, float]]
-    """Batch size, seconds of a step that decodes only, and of each prompt token beside it; sizes rising up to the largest possible one."""
+    """Batch size, seconds of a step that decodes only, and of each prompt token beside it; sizes rising up to the
+    largest possible one."""
     room: float
     """Contexts the KV cache holds."""
     most: float
@@ -135,9 +152,11 @@ class _Replica(NamedTuple):
     """Seconds of computing preempted sequences again, per generated token while some wait for KV."""
 
     def positions(self, lives: Sequence[float]) -> Iterator[tuple[float, bool]]:
-        """For each number of ``lives``, which rise: seconds per position of so many trajectories, and whether some of them wait for others.
+        """For each number of ``lives``, which rise: seconds per position of so many trajectories, and whether some of
+        them wait for others.
 
-        In balance the batch is the one that tools empty as fast as they refill it.  It grows with the number of trajectories.
+        In balance the batch is the one that tools empty as fast as they refill it.  It grows with the number of
+        trajectories.
         """
         row = 0
         for live in lives:
@@ -153,7 +172,8 @@ class _Replica(NamedTuple):
             yield faster + weight * (seconds - faster), False
 
     def _balance(self, row: int, live: float) -> tuple[float, float]:
-        """Trajectories that keep the batch of ``row`` full while ``live`` share the cache, and the seconds of a step and the tools beside it."""
+        """Trajectories that keep the batch of ``row`` full while ``live`` share the cache, and the seconds of a step
+        and the tools beside it."""
         size, decode, prefill = self.rows[row]
         kept = 1.0 if live <= max(self.room, size) else max(0.0, min(1.0, (self.room - size) / (live - size)))
         step = decode + size * (self.new + self.again * (1.0 - self.hits * kept)) * prefill

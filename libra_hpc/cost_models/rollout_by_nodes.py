@@ -1,14 +1,18 @@
 """How rollout seconds change with nodes, by the cost model: for runs on devices the project knows.
 
-Dividing a measured time evenly by nodes is right while every seat is taken.  Otherwise a batch waits for steps that hardly get shorter with fewer sequences,
-and for its longest trajectories.  `rollout.ReplicaCost` knows that from step-time tables and the lengths just seen; from it come
+Dividing a measured time evenly by nodes is right while every seat is taken.  Otherwise a batch waits for steps that
+hardly get shorter with fewer sequences, and for its longest trajectories.  `rollout.ReplicaCost` knows that from
+step-time tables and the lengths just seen; from it come
 
-* the *ratio* of two numbers of nodes, which is applied to the measured time (`scaling`), so that the model's absolute error cancels;
-* the seconds of a rollout that the trainers hold up.  Its engines run small batches and look as slow as the loop; what they could do shows only while trainers
-  wait for them.  The quotient of measured and model seconds at such times is kept (median of `KEPT` = 8) and used when they do not; 1 before the first.
+* the *ratio* of two numbers of nodes, which is applied to the measured time (`scaling`), so that the model's absolute
+  error cancels;
+* the seconds of a rollout that the trainers hold up.  Its engines run small batches and look as slow as the loop; what
+  they could do shows only while trainers wait for them.  The quotient of measured and model seconds at such times is
+  kept (median of `KEPT` = 8) and used when they do not; 1 before the first.
 
-Unlike a plan before the run the law counts a group's prompt once per engine that gets some of the group, and the contexts that every weight update has
-computed again: where prompts are long that is most of the work, three times as much at nine nodes as at two.
+Unlike a plan before the run the law counts a group's prompt once per engine that gets some of the group, and the
+contexts that every weight update has computed again: where prompts are long that is most of the work, three times as
+much at nine nodes as at two.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class NodeEngines(msgspec.Struct, frozen=True):
     shape: ModelShape
     device: Device
     engines: tuple[tuple[int, int], ...]
-    """(TP, engines) of every node that may roll out, in rank order, so that the last ones stay when others train; one entry stands for all of them."""
+    """(TP, engines) of every node that may roll out, in rank order, so that the last ones stay when others train;
+    one entry stands for all of them."""
     options: RolloutOptions = RolloutOptions()
 
     def replicas(self, tp: int, nodes: int) -> int:
@@ -85,16 +90,21 @@ class RolloutByNodes:
         batch = batch_of(snapshot, done)
         node = self._node
         options = self.options(snapshot)
-        classes = [ReplicaCost(self._steps(node.device, node.shape, tp), batch, options) for tp in sorted({tp for tp, _ in node.engines})]
+        classes = [
+            ReplicaCost(self._steps(node.device, node.shape, tp), batch, options)
+            for tp in sorted({tp for tp, _ in node.engines})
+        ]
         self._classes = sorted((c for c in classes if c.kv_capacity > 0), key=lambda c: c.latency)
         self._last = len(batch.lengths.bins) - 1
 
     def options(self, snapshot: PlanSnapshot) -> RolloutOptions:
-        """How the engines run, with what only a run knows: groups share their prompts, and every step brings new weights."""
+        """How the engines run, with what only a run knows: groups share their prompts, and every step brings new
+        weights."""
         return msgspec.structs.replace(self._node.options, group=snapshot.group_size, updates=1)
 
     def seconds(self, nodes: int) -> float | None:
-        """Of a global batch on so many rollout nodes, by the model alone; None before trajectories were seen, or when none of the engines holds them."""
+        """Of a global batch on so many rollout nodes, by the model alone; None before trajectories were seen, or
+        when none of the engines holds them."""
         if nodes not in self._cache:
             self._cache[nodes] = self._least(nodes)
         return self._cache[nodes]
@@ -142,12 +152,18 @@ class RolloutByNodes:
         return left < 0
 
 
-def batch_of(snapshot: PlanSnapshot, done: Sequence[TrajectoryFact], minibatches: int = 1, forwards: int = 0) -> BatchWork:
+def batch_of(
+    snapshot: PlanSnapshot, done: Sequence[TrajectoryFact], minibatches: int = 1, forwards: int = 0
+) -> BatchWork:
     """The global batch that ``done``, not empty, says is being trained on."""
     observed = []
     for t in done:
         # Where the facts do not tell them apart, prompt and tool results count alike.
         prompt = t.prompt or max(1, (t.context - t.generated) // max(1, t.turns))
-        observed.append(Observed(max(1, t.generated), max(t.context, prompt + t.generated), prompt, max(1, t.turns), max(0.0, t.tool_s)))
+        observed.append(
+            Observed(
+                max(1, t.generated), max(t.context, prompt + t.generated), prompt, max(1, t.turns), max(0.0, t.tool_s)
+            )
+        )
     trajectories = snapshot.prompts_per_step * snapshot.group_size
     return BatchWork(trajectories, sketch(observed, trajectories), snapshot.eta, minibatches, forwards)

@@ -1,15 +1,18 @@
 """Seconds in which the replicas of one TP class roll out their share of a global batch.
 
-*One batch.*  Position x is the number of tokens a trajectory has generated; trajectories that end before x are gone.  With eta = 0 the class starts
-its N trajectories together and drains: T is the integral of the time per position over the live number n(x).  With eta >= 1 the next batches fill the
-gaps: eta + 1 of them are open, so a position lasts as long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every
-longest / (eta + 1) positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).  Computing the
-prompts is added: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n (`RolloutOptions.group`).  So are the
-contexts that a weight update has computed again, all those that run at that moment (`RolloutOptions.updates`).
+*One batch.*  Position x is the number of tokens a trajectory has generated; trajectories that end before x are gone.
+With eta = 0 the class starts its N trajectories together and drains: T is the integral of the time per position over
+the live number n(x).  With eta >= 1 the next batches fill the gaps: eta + 1 of them are open, so a position lasts as
+long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every longest / (eta + 1)
+positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).
+Computing the prompts is added: one that n trajectories share goes to each of r replicas with probability 1 - (1 -
+1/r)^n (`RolloutOptions.group`).  So are the contexts that a weight update has computed again, all those that run at
+that moment (`RolloutOptions.updates`).
 
-Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that classes can take the short or the
-long end.  What a position takes is `libra_hpc.cost_models.positions`'; while some wait, all advance in lockstep until the first of them ends: in waves, of
-which the last does not fill the replica (`WAVE`).  Later there is always one that takes a free place.
+Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that
+classes can take the short or the long end.  What a position takes is `libra_hpc.cost_models.positions`'; while some
+wait, all advance in lockstep until the first of them ends: in waves, of which the last does not fill the replica
+(`WAVE`).  Later there is always one that takes a free place.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class RolloutOptions(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256
     """Most sequences a replica decodes at once."""
     max_model_len: int = 0
-    """Tokens of one sequence that every replica must be able to hold, however short trajectories are: vLLM does not start with less."""
+    """Tokens of one sequence that every replica must be able to hold, however short trajectories are: vLLM does not
+    start with less."""
     prefix_hits: float = 0.95
     """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
     group: int = 1
@@ -77,13 +81,21 @@ class _Overlapping(NamedTuple):
 class ReplicaCost:
     """One TP class; times are those of ``replicas`` equal replicas."""
 
-    def __init__(self, steps: StepTimes, batch: BatchWork, options: RolloutOptions = RolloutOptions(), factors: Factors = NONE) -> None:  # noqa: B008
+    def __init__(
+        self,
+        steps: StepTimes,
+        batch: BatchWork,
+        options: RolloutOptions = RolloutOptions(),  # noqa: B008
+        factors: Factors = NONE,
+    ) -> None:
         self.tp, self.source = steps.tp, steps.source
         self.kv_capacity = steps.kv_capacity
         self._batch, self._options = batch, options
         lengths = batch.lengths
         self._fits = [self._need(last) <= steps.kv_capacity for last in range(len(lengths.bins))]
-        self._ladders: list[list[_Ladder]] = [[_Ladder([], []) for _ in range(last + 1)] for last in range(len(lengths.bins))]
+        self._ladders: list[list[_Ladder]] = [
+            [_Ladder([], []) for _ in range(last + 1)] for last in range(len(lengths.bins))
+        ]
         self._overlapping: dict[tuple[int, int], _Overlapping] = {}
         if steps.kv_capacity > 0:
             most = batch.trajectories * (batch.eta + 1.0)
@@ -93,13 +105,17 @@ class ReplicaCost:
             self._prepare()
 
     def limit(self, last: int = 0) -> Limit | None:
-        """Why no replica of this class holds the trajectories of bin ``last``, by default the shortest, or None; ``over`` is in tokens."""
+        """Why no replica of this class holds the trajectories of bin ``last``, by default the shortest, or None;
+        ``over`` is in tokens."""
         need = self._need(last)
         if self.kv_capacity >= need:
             return None
         if self.kv_capacity <= 0:
             return Limit(float(need), "the weights leave no room for a KV cache")
-        return Limit(float(need - self.kv_capacity), f"its KV cache holds {self.kv_capacity:,} tokens, trajectories may have {need:,}")
+        return Limit(
+            float(need - self.kv_capacity),
+            f"its KV cache holds {self.kv_capacity:,} tokens, trajectories may have {need:,}",
+        )
 
     def fits(self, last: int) -> bool:
         """Whether the longest context that bin ``last`` asks for fits in the KV cache."""
@@ -118,11 +134,13 @@ class ReplicaCost:
         return self.position_s(1.0, min(self._batch.lengths.context, self._positions.top))
 
     def time(self, first: int, last: int, replicas: float) -> float:
-        """Seconds per global batch when so many replicas serve the trajectories of bins ``first..last``; infinite when the longest does not fit."""
+        """Seconds per global batch when so many replicas serve the trajectories of bins ``first..last``; infinite
+        when the longest does not fit."""
         return self._time(first, last, replicas) if self.fits(last) else math.inf
 
     def fewest(self, firsts: range, last: int, seconds: float, most: int) -> Iterator[tuple[int, int]]:
-        """For each bin of ``firsts`` the fewest of at most ``most`` replicas that serve the bins from it to ``last`` within ``seconds``.
+        """For each bin of ``firsts`` the fewest of at most ``most`` replicas that serve the bins from it to ``last``
+        within ``seconds``.
 
         Bins for which ``most`` are too few are left out.  Earlier answers narrow the bisection.
         """
@@ -191,7 +209,8 @@ class ReplicaCost:
         return total
 
     def _prepare(self) -> None:
-        """Prefix sums over bins; for a draining batch also the time of each stretch of positions at every live number."""
+        """Prefix sums over bins; for a draining batch also the time of each stretch of positions at every live
+        number."""
         bins, lengths, positions = self._batch.lengths.bins, self._batch.lengths, 0.0
         self._shares = [0.0, *accumulate(b.share for b in bins)]
         self._tokens = [0.0, *accumulate(b.share * b.generated for b in bins)]

@@ -1,18 +1,19 @@
 """Seconds of training one global batch under one layout.
 
-*Work.*  Forward FLOPs follow from the shape: linear layers and head per token, attention per pair of positions, so that the mean square of the
-context counts and not only its mean.  Backward is twice that; full recomputation adds one forward pass, and so does each log-probability pass before
-the update.  The slowest replica has 1 / dp of the work, but never less than the longest trajectory.  A device computes at ``flops_efficiency`` (large
-matrix products) times `LAYER_EFFICIENCY` (the share of a layer's time that is matrix products) of its peak; a correction factor never takes it above
-the peak, and MFU therefore never exceeds 1.
+*Work.*  Forward FLOPs follow from the shape: linear layers and head per token, attention per pair of positions, so that
+the mean square of the context counts and not only its mean.  Backward is twice that; full recomputation adds one
+forward pass, and so does each log-probability pass before the update.  The slowest replica has 1 / dp of the work, but
+never less than the longest trajectory.  A device computes at ``flops_efficiency`` (large matrix products) times
+`LAYER_EFFICIENCY` (the share of a layer's time that is matrix products) of its peak; a correction factor never takes it
+above the peak, and MFU therefore never exceeds 1.
 
-*Pipeline.*  A replica packs its trajectories into n micro-batches (longest first, next fit); 1F1B without interleaving takes n + pp - 1 slots for n
-micro-batches.  The slowest stage sets the slot: the last one, which also has the head.
+*Pipeline.*  A replica packs its trajectories into n micro-batches (longest first, next fit); 1F1B without interleaving
+takes n + pp - 1 slots for n micro-batches.  The slowest stage sets the slot: the last one, which also has the head.
 
-*Communication.*  Ring collectives over the link of the group, the one between nodes once the group spans nodes.  TP all-reduces twice per layer and
-direction and EP exchanges tokens twice, both on the critical path; CP's ring of keys and values hides behind attention, the gradient reduction behind
-the backward pass of the last micro-batch; what is longer than that is exposed.  PP sends activations once per slot and direction, exposed without
-interleaving.
+*Communication.*  Ring collectives over the link of the group, the one between nodes once the group spans nodes.  TP
+all-reduces twice per layer and direction and EP exchanges tokens twice, both on the critical path; CP's ring of keys
+and values hides behind attention, the gradient reduction behind the backward pass of the last micro-batch; what is
+longer than that is exposed.  PP sends activations once per slot and direction, exposed without interleaving.
 
 *Optimizer.*  Bound by memory bandwidth: gradients, state and weights are read and state and weights written.
 """
@@ -28,12 +29,23 @@ from libra_hpc.hardware.models import ModelShape
 
 from .factors import NONE, Factors
 from .lengths import Lengths
-from .memory import GRAD_BYTES, Limit, TrainLayout, TrainMemory, memory_limit, optimizer_bytes, stage_params, train_memory
+from .memory import (
+    GRAD_BYTES,
+    Limit,
+    TrainLayout,
+    TrainMemory,
+    memory_limit,
+    optimizer_bytes,
+    stage_params,
+    train_memory,
+)
 
 LAYER_EFFICIENCY = 0.75
-"""Norms, activations, rotary embedding and launches take about a quarter of a layer; with 0.7 of the peak in products, MFU becomes 0.4..0.5."""
+"""Norms, activations, rotary embedding and launches take about a quarter of a layer; with 0.7 of the peak in
+products, MFU becomes 0.4..0.5."""
 LINK_EFFICIENCY = 0.8
-"""Share of a link that ring collectives of megabytes reach; `Device.link_efficiency` is that of the small messages of inference."""
+"""Share of a link that ring collectives of megabytes reach; `Device.link_efficiency` is that of the small messages
+of inference."""
 BACKWARD = 2.0
 """Backward over forward FLOPs."""
 
@@ -49,7 +61,8 @@ class BatchWork(msgspec.Struct, frozen=True):
     minibatches: int = 1
     """Optimizer steps per global batch."""
     forwards: int = 0
-    """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a reference policy."""
+    """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a
+    reference policy."""
 
     @property
     def tokens(self) -> float:
@@ -77,7 +90,8 @@ class TrainTime(msgspec.Struct, frozen=True):
     micro_batches: int
     """Per replica and optimizer step."""
     mfu: float
-    """Model FLOPs (forward and backward of one pass, nothing recomputed) over what the devices could have done meanwhile."""
+    """Model FLOPs (forward and backward of one pass, nothing recomputed) over what the devices could have done
+    meanwhile."""
 
     @property
     def total(self) -> float:
@@ -88,20 +102,27 @@ class TrainTime(msgspec.Struct, frozen=True):
 def packed(batch: BatchWork, micro_tokens: int) -> float:
     """Micro-batches of at most ``micro_tokens`` tokens that the batch fills; a longer trajectory is one by itself.
 
-    Trajectories are packed from long to short, so neighbours are alike and a micro-batch takes ``floor(micro_tokens / length)`` of a bin.
+    Trajectories are packed from long to short, so neighbours are alike and a micro-batch takes ``floor(micro_tokens /
+    length)`` of a bin.
     """
     return batch.trajectories * sum(b.share / max(1, int(micro_tokens // b.context)) for b in batch.lengths.bins)
 
 
 def forward_flops(shape: ModelShape, context: float, context_square: float) -> float:
     """FLOPs of one trajectory's forward pass with causal attention."""
-    return context * (shape.layer_flops_per_token + shape.head_flops_per_token) + 0.5 * context_square * shape.attention_flops_per_pair
+    return (
+        context * (shape.layer_flops_per_token + shape.head_flops_per_token)
+        + 0.5 * context_square * shape.attention_flops_per_pair
+    )
 
 
 class TrainCost:
-    """Time and memory of layouts of one model on one kind of device, for one batch; everything that layouts share is computed once."""
+    """Time and memory of layouts of one model on one kind of device, for one batch; everything that layouts share is
+    computed once."""
 
-    def __init__(self, shape: ModelShape, device: Device, devices_per_node: int, batch: BatchWork, factors: Factors = NONE) -> None:
+    def __init__(
+        self, shape: ModelShape, device: Device, devices_per_node: int, batch: BatchWork, factors: Factors = NONE
+    ) -> None:
         self.shape, self.device, self.batch = shape, device, batch
         self._node, self._factors = devices_per_node, factors
         lengths = batch.lengths
@@ -133,7 +154,8 @@ class TrainCost:
         return memory_limit(self.memory(layout), self.device)
 
     def device_seconds(self, layout: TrainLayout) -> float:
-        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: computing and TP traffic, perfectly divided."""
+        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: computing and TP traffic,
+        perfectly divided."""
         compute, tp = self._stage_seconds(layout, 1.0)
         return (compute + tp) * layout.replica
 
@@ -146,12 +168,16 @@ class TrainCost:
         passes, comm = self._passes(layout), self._factors.comm
         layers = shape.layers / layout.pp
         # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
-        tp += self._reduces(layout) * layers * n * batch.minibatches * device.allreduce_s * comm if layout.tp > 1 else 0.0
+        tp += (
+            self._reduces(layout) * layers * n * batch.minibatches * device.allreduce_s * comm if layout.tp > 1 else 0.0
+        )
         tokens = share * batch.tokens / layout.cp
         element = shape.dtype_bytes
         cp = ep = pp = dp = 0.0
         if layout.cp > 1:
-            ring = 2 * shape.kv_heads * shape.head_dim / layout.tp * element * tokens * (layout.cp - 1) * layers * passes
+            ring = (
+                2 * shape.kv_heads * shape.head_dim / layout.tp * element * tokens * (layout.cp - 1) * layers * passes
+            )
             hidden = share * self._attention * passes / (layout.tp * layout.cp * layout.pp * self._speed)
             cp = max(0.0, ring / self._link(layout.tp * layout.cp) * comm - hidden)
         if layout.ep > 1:
@@ -159,7 +185,16 @@ class TrainCost:
             ep = self._reduces(layout) * layers * sent / self._link(layout.tp * layout.cp * layout.ep) * comm
         slots = (n + layout.pp - 1) / n
         if layout.pp > 1:
-            pp = slots * (2 + batch.forwards) * tokens / layout.tp * shape.hidden * element / self._link(layout.replica) * comm
+            pp = (
+                slots
+                * (2 + batch.forwards)
+                * tokens
+                / layout.tp
+                * shape.hidden
+                * element
+                / self._link(layout.replica)
+                * comm
+            )
         optimizer = 0.0
         if layout.dp * layout.cp > 1:
             backward = compute * BACKWARD / passes / n
@@ -179,7 +214,8 @@ class TrainCost:
         return 2.0 * (2 + layout.recompute + self.batch.forwards)
 
     def _stage_seconds(self, layout: TrainLayout, share: float) -> tuple[float, float]:
-        """Computing, and the TP traffic that is bound by bandwidth, of the slowest stage with ``share`` of the batch."""
+        """Computing, and the TP traffic that is bound by bandwidth, of the slowest stage with ``share`` of the
+        batch."""
         stage = (self._flops - self._head) / layout.pp + self._head
         compute = share * stage * self._passes(layout) / (layout.tp * layout.cp * self._speed)
         if layout.tp == 1:
@@ -189,7 +225,8 @@ class TrainCost:
         return compute, self._reduces(layout) * self.shape.layers / layout.pp * ring * self._factors.comm
 
     def _reduction(self, layout: TrainLayout) -> float:
-        """Seconds of reducing gradients over data-parallel ranks, and of gathering weights again when the optimizer is distributed."""
+        """Seconds of reducing gradients over data-parallel ranks, and of gathering weights again when the optimizer
+        is distributed."""
         common, experts = stage_params(self.shape, layout.tp, layout.pp, layout.ep, True, layout.pp == 1)
         per_param = GRAD_BYTES + self.shape.dtype_bytes if layout.distributed else 2 * GRAD_BYTES
         ranks, expert_ranks = layout.dp * layout.cp, layout.dp * layout.cp // layout.ep
@@ -201,7 +238,9 @@ class TrainCost:
         shard = layout.dp * layout.cp if layout.distributed else 1
         expert_shard = max(1, shard // layout.ep)
         moved = GRAD_BYTES + 2 * optimizer_bytes(self.shape) + self.shape.dtype_bytes
-        return (common / shard + experts / expert_shard) * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
+        return (
+            (common / shard + experts / expert_shard) * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
+        )
 
     def _link(self, group: int) -> float:
         """Bytes per second of one device within a group of so many neighbouring ones."""

@@ -1,4 +1,5 @@
-"""Dense model shapes we train: what a Hugging Face ``config.json`` says, and which tensor- and pipeline-parallel degrees divide it."""
+"""Dense model shapes we train: what a Hugging Face ``config.json`` says, and which tensor- and pipeline-parallel
+degrees divide it."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def _read_config(path: Path) -> Any:
 
 
 def read_shape(model_dir: Path) -> Architecture:
-    """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an unsupported variant of these."""
+    """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an
+    unsupported variant of these."""
     path = model_dir / "config.json"
     if not path.is_file():
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
@@ -83,8 +85,15 @@ def read_shape(model_dir: Path) -> Architecture:
 
 def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     """Raise `UserError` unless ``tp`` and ``pp`` divide the model evenly."""
-    for what, size in (("attention heads", shape.heads), ("key/value heads", shape.groups), ("MLP columns", shape.ffn), ("vocabulary entries", shape.vocab)):
+    for what, size in (
+        ("attention heads", shape.heads),
+        ("key/value heads", shape.groups),
+        ("MLP columns", shape.ffn),
+        ("vocabulary entries", shape.vocab),
+    ):
         if size % tp:
             raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
     if shape.layers % pp:
-        raise invalid("train.pp", pp, f"it does not divide the model's {shape.layers} layers", f"divisors of {shape.layers}")
+        raise invalid(
+            "train.pp", pp, f"it does not divide the model's {shape.layers} layers", f"divisors of {shape.layers}"
+        )

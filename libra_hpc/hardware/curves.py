@@ -1,7 +1,8 @@
 """Monotone piecewise-linear curves through measured points.
 
-Measured operator times scatter by a few per cent, so that a larger operator now and then looks faster than a smaller one.  A scheduler would exploit
-such an artefact; hence the points are made non-decreasing first (isotonic regression: neighbours in the wrong order are replaced by their mean).
+Measured operator times scatter by a few per cent, so that a larger operator now and then looks faster than a smaller
+one.  A scheduler would exploit such an artefact; hence the points are made non-decreasing first (isotonic regression:
+neighbours in the wrong order are replaced by their mean).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 class Curve:
-    """Linear between the points, on with the last slope beyond them and flat below the first; ``xs`` strictly increasing, at least two."""
+    """Linear between the points, on with the last slope beyond them and flat below the first; ``xs`` strictly
+    increasing, at least two."""
 
     __slots__ = ("slopes", "xs", "ys")
 

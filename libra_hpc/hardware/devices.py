@@ -1,7 +1,8 @@
 """Devices as plain data: what one accelerator computes, stores and sends.
 
-The table is `devices.toml` beside this module; each figure's source stands at its head. A user adds devices with a file of the same form, for example
-one graphics compute die of an MI250X (two per card; the peak is that of the data sheet, halved):
+The table is `devices.toml` beside this module; each figure's source stands at its head. A user adds devices with a file
+of the same form, for example one graphics compute die of an MI250X (two per card; the peak is that of the data sheet,
+halved):
 
     ["mi250x"]
     memory_bytes = 68.7e9
@@ -11,7 +12,8 @@ one graphics compute die of an MI250X (two per card; the peak is that of the dat
     inter_bytes_s = 12.5e9
     devices_per_node = 8
 
-Fields that are left out take the defaults of `Device`.  A device of the user's file replaces a built-in one of the same name.
+Fields that are left out take the defaults of `Device`.  A device of the user's file replaces a built-in one of the same
+name.
 """
 
 from __future__ import annotations
@@ -57,12 +59,15 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allreduce_s: float = 6e-6
     """Latency of the smallest all-reduce inside a node."""
     host_s: float = 1.9e-3
-    """Work of the host per engine step (scheduling, input preparation, output).  Our engines do not schedule ahead, so that weights change between two
-    known batches, and the device waits meanwhile.  Measured with vLLM 0.32 on an H200 (``tests/hardware/test_gpu_steps.py``)."""
+    """Work of the host per engine step (scheduling, input preparation, output).  Our engines do not schedule ahead,
+    so that weights change between two known batches, and the device waits meanwhile.  Measured with vLLM 0.32 on an
+    H200 (``tests/hardware/test_gpu_steps.py``)."""
     host_sequence_s: float = 26e-6
-    """The same per running sequence, sampling with log-probabilities included; measured likewise, at a vocabulary of 152 k."""
+    """The same per running sequence, sampling with log-probabilities included; measured likewise, at a vocabulary of
+    152 k."""
     workspace_bytes: float = 3e9
-    """Memory per device that is neither weights nor KV cache: activations of the largest step, graphs, communication buffers."""
+    """Memory per device that is neither weights nor KV cache: activations of the largest step, graphs, communication
+    buffers."""
 
 
 def device(name: str, path: str | Path | None = None) -> Device:
@@ -98,7 +103,9 @@ def _entry(path: Path, name: str, fields: object) -> Device:
     try:
         entry = msgspec.convert({**fields, "name": name}, Device)
     except msgspec.ValidationError as error:
-        raise invalid("device file", str(path), f"device {name!r}: {error}", "the fields of the built-in devices") from error
+        raise invalid(
+            "device file", str(path), f"device {name!r}: {error}", "the fields of the built-in devices"
+        ) from error
     for field in POSITIVE:
         if not 0 < getattr(entry, field) < inf:
             raise invalid(f"device {name!r} {field}", getattr(entry, field), "is out of range", "a number > 0")
@@ -107,5 +114,7 @@ def _entry(path: Path, name: str, fields: object) -> Device:
             raise invalid(f"device {name!r} {field}", getattr(entry, field), "is out of range", "a number >= 0")
     for field in ("flops_efficiency", "hbm_efficiency", "link_efficiency"):
         if not 0 < getattr(entry, field) <= 1:
-            raise invalid(f"device {name!r} {field}", getattr(entry, field), "is no share of the peak", "a number in (0, 1]")
+            raise invalid(
+                f"device {name!r} {field}", getattr(entry, field), "is no share of the peak", "a number in (0, 1]"
+            )
     return entry

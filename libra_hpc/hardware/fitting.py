@@ -1,8 +1,9 @@
 """Robust non-negative least squares for a handful of coefficients, without numpy.
 
-Step times are noisy from above (another process takes the core, a collector runs), so residuals are *relative* and weighted by Huber's rule: full
-weight up to `HUBER` robust standard deviations, less beyond.  Negative coefficients would make a step shorter by more work; with at most six of them
-the exact non-negative optimum is found by trying every subset.
+Step times are noisy from above (another process takes the core, a collector runs), so residuals are *relative* and
+weighted by Huber's rule: full weight up to `HUBER` robust standard deviations, less beyond.  Negative coefficients
+would make a step shorter by more work; with at most six of them the exact non-negative optimum is found by trying every
+subset.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ SINGULAR = 1e-10
 def robust_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     """Return the non-negative coefficients ``c`` for which ``rows @ c`` is near ``targets`` (> 0) in relative error.
 
-    ``rows`` has one row of at most six features per target.  A column that is zero, or a combination of others, gets 0 or
-    shares with them.
+    ``rows`` has one row of at most six features per target.  A column that is zero, or a combination of others, gets 0
+    or shares with them.
     """
     scaled = [[value / target for value in row] for row, target in zip(rows, targets, strict=True)]
     weights = [1.0] * len(scaled)
@@ -40,7 +41,8 @@ def robust_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> lis
 
 
 def non_negative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """Return the ``c >= 0`` that minimises ``sum(w * (rows @ c - 1)**2)``: the best among the unconstrained optima of all subsets of columns."""
+    """Return the ``c >= 0`` that minimises ``sum(w * (rows @ c - 1)**2)``: the best among the unconstrained optima
+    of all subsets of columns."""
     width = len(rows[0])
     gram = [[0.0] * width for _ in range(width)]
     moment = [0.0] * width

@@ -1,7 +1,7 @@
 """`lookup`: the one way to step times, whatever their source.
 
-A calibration file (real engine steps) wins if one is given; else operator tables, where the device's system and the model have them at that degree;
-else the roofline.  `StepTimes.source` says in words which it was.
+A calibration file (real engine steps) wins if one is given; else operator tables, where the device's system and the
+model have them at that degree; else the roofline.  `StepTimes.source` says in words which it was.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def lookup(
 ) -> StepTimes:
     """Return the step times of ``model`` on one replica of ``tp`` devices.
 
-    ``device_name`` is a name of the device table (or of ``devices_file``), ``model`` a short name or the path of a Hugging Face config; either may be
-    the object itself.  ``memory_util`` is the share of device memory for weights, workspace and KV cache; the capacity is 0 when the weights do not
-    fit.  A calibration file brings its own capacity; device and model then only have to be those it was measured with.
+    ``device_name`` is a name of the device table (or of ``devices_file``), ``model`` a short name or the path of a
+    Hugging Face config; either may be the object itself.  ``memory_util`` is the share of device memory for weights,
+    workspace and KV cache; the capacity is 0 when the weights do not fit.  A calibration file brings its own capacity;
+    device and model then only have to be those it was measured with.
 
-    Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured, ``source="tables"`` where there are none, and a
-    file that cannot be read.
+    Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured,
+    ``source="tables"`` where there are none, and a file that cannot be read.
     """
     if source not in SOURCES:
         raise invalid("source", source, "unknown source of step times", SOURCES)

@@ -1,15 +1,18 @@
 """Step times fitted to real engine steps: the calibration file and the model behind it.
 
-A calibration file is JSON: what was run (device, model), the KV capacity of each degree's replica, and the steps themselves.  The model of a step is
+A calibration file is JSON: what was run (device, model), the KV capacity of each degree's replica, and the steps
+themselves.  The model of a step is
 
-    seconds = base + per_sequence * decodes + per_kv * kv_tokens + per_prefill * prefill + per_pair * prefill * (context + prefill / 2)
+    seconds = base + per_sequence * decodes + per_kv * kv_tokens + per_prefill * prefill + per_pair * prefill * (context
+    + prefill / 2)
 
-with non-negative coefficients fitted in relative error, robustly (see `fitting`).  An engine on a CPU, or one with captured graphs, takes step times
-that jump between batch sizes: then ``base + per_sequence * decodes`` is replaced by a table over batch sizes (linear between them), if that lowers
-the cross-validated error by `MIN_GAIN`.
+with non-negative coefficients fitted in relative error, robustly (see `fitting`).  An engine on a CPU, or one with
+captured graphs, takes step times that jump between batch sizes: then ``base + per_sequence * decodes`` is replaced by a
+table over batch sizes (linear between them), if that lowers the cross-validated error by `MIN_GAIN`.
 
-Last, all coefficients are scaled so that the fitted total equals the measured total, where a single step counts at most `OUTLIER` times its fitted
-value.  A robust fit follows the typical step; a simulator sums steps, and the sum contains the slow ones too.
+Last, all coefficients are scaled so that the fitted total equals the measured total, where a single step counts at most
+`OUTLIER` times its fitted value.  A robust fit follows the typical step; a simulator sums steps, and the sum contains
+the slow ones too.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ MIN_GAIN = 0.05
 NEGLIGIBLE = 1e-3
 """... and by this error: no table to make up for rounding."""
 OUTLIER = 5.0
-"""A step that takes longer than this many times its fitted time counts as so many: one suspended process cannot bend the total."""
+"""A step that takes longer than this many times its fitted time counts as so many: one suspended process cannot bend
+the total."""
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +125,8 @@ def save(calibration: Calibration, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Calibration:
-    """Read a calibration file; raises `UserError` when it cannot be read, is of another format, or holds a step that cannot be."""
+    """Read a calibration file; raises `UserError` when it cannot be read, is of another format, or holds a step that
+    cannot be."""
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -130,25 +135,35 @@ def load(path: str | Path) -> Calibration:
         raise invalid(f"{path}: format", found.format, "unknown format of calibration", [FORMAT])
     for tp, capacity in found.kv_capacity.items():
         if tp < 1 or capacity < 1:
-            raise invalid(f"{path}: kv_capacity of tp {tp}", capacity, "is no number of tokens", "degree and tokens >= 1")
+            raise invalid(
+                f"{path}: kv_capacity of tp {tp}", capacity, "is no number of tokens", "degree and tokens >= 1"
+            )
     for number, point in enumerate(found.points):
         counts = (point.decodes, point.kv_tokens, point.prefill, point.context)
         if point.tp < 1 or min(counts) < 0 or point.decodes + point.prefill == 0:
-            raise invalid(f"{path}: points[{number}]", counts, "is no step", "tp >= 1, counts >= 0, decodes or prefill positive")
+            raise invalid(
+                f"{path}: points[{number}]", counts, "is no step", "tp >= 1, counts >= 0, decodes or prefill positive"
+            )
         if not (isfinite(point.seconds) and point.seconds > 0):
             raise invalid(f"{path}: points[{number}].seconds", point.seconds, "is no duration", "a number > 0")
     return found
 
 
 def measured_times(calibration: Calibration, tp: int) -> MeasuredTimes:
-    """Fit the steps of degree ``tp``; raises `UserError` when it was not measured, or in fewer than `MIN_POINTS` steps."""
+    """Fit the steps of degree ``tp``; raises `UserError` when it was not measured, or in fewer than `MIN_POINTS`
+    steps."""
     points = [point for point in calibration.points if point.tp == tp]
     if tp not in calibration.kv_capacity or not points:
-        raise invalid("tp", tp, "the calibration file has no steps of it", [str(n) for n in sorted(calibration.kv_capacity)])
+        raise invalid(
+            "tp", tp, "the calibration file has no steps of it", [str(n) for n in sorted(calibration.kv_capacity)]
+        )
     if len(points) < MIN_POINTS:
         raise invalid(f"steps of tp {tp}", len(points), "too few to fit", f"at least {MIN_POINTS}")
     fit = fit_steps(points)
-    source = f"measured: {fit.points} steps of {calibration.model} on {tp} x {calibration.device}, median error {fit.median_error:.1%}"
+    source = (
+        f"measured: {fit.points} steps of {calibration.model} on {tp} x {calibration.device}, median error"
+        f" {fit.median_error:.1%}"
+    )
     return MeasuredTimes(fit, tp, calibration.kv_capacity[tp], source)
 
 
@@ -162,7 +177,9 @@ def fit_steps(points: Sequence[StepPoint]) -> Fit:
     line = _line(points)
     fit = _scaled(_with_table(line, points) if table else line, points)
     total = sum(fit.seconds(points)) / sum(point.seconds for point in points)
-    return msgspec.structs.replace(fit, points=len(points), median_error=median(errors), p90_error=errors[int(0.9 * len(errors))], total=total)
+    return msgspec.structs.replace(
+        fit, points=len(points), median_error=median(errors), p90_error=errors[int(0.9 * len(errors))], total=total
+    )
 
 
 def _held_out(points: Sequence[StepPoint]) -> tuple[list[float], list[float]]:
@@ -185,7 +202,9 @@ def _line(points: Sequence[StepPoint]) -> Fit:
 def _with_table(line: Fit, points: Sequence[StepPoint]) -> Fit:
     bins: dict[int, list[float]] = {}
     for point, fitted in zip(points, line.seconds(points), strict=True):
-        bins.setdefault(point.decodes, []).append(line.base + line.per_sequence * point.decodes + point.seconds - fitted)
+        bins.setdefault(point.decodes, []).append(
+            line.base + line.per_sequence * point.decodes + point.seconds - fitted
+        )
     # A step never gets shorter by nothing: a negative remainder is the other coefficients' error.
     entries = [(batch, max(0.0, median(rest))) for batch, rest in sorted(bins.items()) if len(rest) >= MIN_BIN]
     if not entries:

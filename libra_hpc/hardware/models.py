@@ -1,6 +1,7 @@
 """Model shapes: the few integers of a transformer that decide its memory, its FLOPs and its communication.
 
-A shape comes from a short name (`models.toml` beside this module) or from a Hugging Face ``config.json``. Counts of FLOPs take a multiply-add as two.
+A shape comes from a short name (`models.toml` beside this module) or from a Hugging Face ``config.json``. Counts of
+FLOPs take a multiply-add as two.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.params * self.dtype_bytes
 
     def kv_bytes_per_device(self, tp: int) -> int:
-        """Bytes of one token's keys and values on each of ``tp`` devices: a head is never split, so it is replicated when ``tp > kv_heads``."""
+        """Bytes of one token's keys and values on each of ``tp`` devices: a head is never split, so it is replicated
+        when ``tp > kv_heads``."""
         return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * self.dtype_bytes
 
     @property
@@ -106,21 +108,27 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 4 * self.layers * self.heads * self.head_dim
 
     def divides(self, tp: int) -> bool:
-        """Whether tensor parallelism of degree ``tp`` can shard the heads: query heads evenly, KV heads evenly or by replication."""
+        """Whether tensor parallelism of degree ``tp`` can shard the heads: query heads evenly, KV heads evenly or by
+        replication."""
         return tp > 0 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def check_tp(self, tp: int) -> None:
         """Raise `UserError` unless ``tp`` shards this model."""
         if not self.divides(tp):
             valid = [str(n) for n in range(1, self.heads + 1) if self.divides(n)]
-            raise invalid("tp", tp, f"does not divide the {self.heads} query heads and {self.kv_heads} KV heads of {self.name}", f"one of {', '.join(valid)}")
+            raise invalid(
+                "tp",
+                tp,
+                f"does not divide the {self.heads} query heads and {self.kv_heads} KV heads of {self.name}",
+                f"one of {', '.join(valid)}",
+            )
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
     """Return a shape by short name (``qwen3-14b``, in any case) or from a ``config.json`` or the folder that holds one.
 
-    Raises `UserError` for an unknown name, an unreadable file, an architecture that is not in `ARCHITECTURES`, or a variant the counts would be wrong
-    for.
+    Raises `UserError` for an unknown name, an unreadable file, an architecture that is not in `ARCHITECTURES`, or a
+    variant the counts would be wrong for.
     """
     text = str(name_or_path)
     found = shapes().get(text.lower())
@@ -130,7 +138,12 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     if not path.exists():
-        raise invalid("model", text, "neither a known short name nor a folder or file with a Hugging Face config", sorted(shapes()))
+        raise invalid(
+            "model",
+            text,
+            "neither a known short name nor a folder or file with a Hugging Face config",
+            sorted(shapes()),
+        )
     try:
         config = json.loads(path.read_text())
     except RecursionError as error:
@@ -166,7 +179,9 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
             "no such layers",
         )
     if config.get("use_sliding_window") or (kind == "mixtral" and config.get("sliding_window")):
-        raise invalid(f"{name}: sliding_window", config.get("sliding_window"), "sliding-window attention is not modelled", "null")
+        raise invalid(
+            f"{name}: sliding_window", config.get("sliding_window"), "sliding-window attention is not modelled", "null"
+        )
     heads = _count(config, name, "num_attention_heads")
     hidden = _count(config, name, "hidden_size")
     moe = kind in ("mixtral", "qwen3_moe")
@@ -186,7 +201,9 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         experts=_count(config, name, moe_key) if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
-        moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate) if moe else 0,
+        moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate)
+        if moe
+        else 0,
         dtype_bytes=_dtype_bytes(config, name),
         untrained=next((refusal.reason for refusal in refusals(config)), ""),
     )

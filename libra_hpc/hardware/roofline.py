@@ -1,17 +1,21 @@
-"""Analytic step times: every part of a step is bound by bandwidth, by arithmetic, by a link or by latency, whichever takes longest.
+"""Analytic step times: every part of a step is bound by bandwidth, by arithmetic, by a link or by latency, whichever
+takes longest.
 
 One step computes ``tokens = decodes + prefill`` positions on ``tp`` devices:
 
-* Linear layers read the weights once and multiply: ``max(bytes / (tp * hbm), flops / (tp * peak))``.  A mixture of experts reads the experts that the
-  tokens touch; with k of E experts per token and even routing these are ``E * (1 - (1 - k/E)**tokens)``.
-* Decode attention reads ``kv_tokens`` keys and values from each device's share of the heads (replicated beyond the KV heads).
-* Prefill attention multiplies every new position with the context and the new positions before it, and reads the context once.
-* Tensor parallelism all-reduces the activations twice per layer: latency plus ``2 (tp-1)/tp`` times the message over the link (ring), the link
-  between nodes once a replica spans nodes.
+* Linear layers read the weights once and multiply: ``max(bytes / (tp * hbm), flops / (tp * peak))``.  A mixture of
+  experts reads the experts that the tokens touch; with k of E experts per token and even routing these are ``E * (1 -
+  (1 - k/E)**tokens)``.
+* Decode attention reads ``kv_tokens`` keys and values from each device's share of the heads (replicated beyond the KV
+  heads).
+* Prefill attention multiplies every new position with the context and the new positions before it, and reads the
+  context once.
+* Tensor parallelism all-reduces the activations twice per layer: latency plus ``2 (tp-1)/tp`` times the message over
+  the link (ring), the link between nodes once a replica spans nodes.
 * Launches: `KERNELS_PER_LAYER` kernels of fixed time each, which no degree of parallelism shortens.
 
-Peaks are scaled by the device's efficiencies.  The host's own work comes on top (`Device.host_s`).  Decoding is therefore at best ``tp`` times as fast on
-``tp`` devices, and less by latency, communication and the host.
+Peaks are scaled by the device's efficiencies.  The host's own work comes on top (`Device.host_s`).  Decoding is
+therefore at best ``tp`` times as fast on ``tp`` devices, and less by latency, communication and the host.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from .devices import Device
 from .models import ModelShape
 
 EXPERT_EFFICIENCY = 0.6
-"""Share of a large product's arithmetic speed that the grouped small products of the experts reach (near the median over the operator tables)."""
+"""Share of a large product's arithmetic speed that the grouped small products of the experts reach (near the median
+over the operator tables)."""
 KERNELS_PER_LAYER = 8
 """Two norms, four matrix products, attention and the activation: what a fused decoder layer launches."""
 ALLREDUCES_PER_LAYER = 2
@@ -40,7 +45,9 @@ class Roofline:
         self.source = f"roofline of {shape.name} on {tp} x {device.name}"
         hbm = device.hbm_bytes_s * device.hbm_efficiency
         flops = tp * device.peak_flops * device.flops_efficiency
-        link = (device.intra_bytes_s if tp <= device.devices_per_node else device.inter_bytes_s) * device.link_efficiency
+        link = (
+            device.intra_bytes_s if tp <= device.devices_per_node else device.inter_bytes_s
+        ) * device.link_efficiency
         self._host, self._host_sequence = device.host_s, device.host_sequence_s
         self._launch = shape.layers * KERNELS_PER_LAYER * device.kernel_s
         self._shared = (shape.layers * shape.shared_params + shape.head_params) * shape.dtype_bytes / (tp * hbm)
@@ -61,7 +68,12 @@ class Roofline:
         tokens = decodes + prefill
         # Each decode and the end of the prompt chunk needs one row of logits.
         compute = tokens * self._token + (decodes + 1 if prefill else decodes) * self._row
-        base = (compute if compute > self._shared else self._shared) + self._launch + self._reduce + tokens * self._reduce_token
+        base = (
+            (compute if compute > self._shared else self._shared)
+            + self._launch
+            + self._reduce
+            + tokens * self._reduce_token
+        )
         if self._experts:
             read, compute = self._experts * (1 - self._untouched**tokens), tokens * self._expert_token
             base += compute if compute > read else read

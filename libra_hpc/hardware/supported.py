@@ -48,7 +48,9 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Everything that keeps the model of a ``config.json`` from being trained by this version; nothing: it can be."""
     kind = config.get("model_type")
     if kind not in TRAINED:
-        yield Refusal("model_type", kind, FAMILIES.get(str(kind)) or "this version cannot train this architecture", TRAINED)
+        yield Refusal(
+            "model_type", kind, FAMILIES.get(str(kind)) or "this version cannot train this architecture", TRAINED
+        )
         return
     yield from _variants(config)
     yield from _rope(config)
@@ -79,7 +81,9 @@ def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if act != "silu":
         yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
     # Llama's config has no switch beside the window; Qwen's writes a window and leaves the switch off.
-    window = config.get("use_sliding_window", config.get("model_type") == "llama" and config.get("sliding_window") is not None)
+    window = config.get(
+        "use_sliding_window", config.get("model_type") == "llama" and config.get("sliding_window") is not None
+    )
     layers = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention"}
     if window:
         yield Refusal(
@@ -109,7 +113,9 @@ def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
         if not settings:
             continue
         if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
-            yield Refusal(section, settings, "not one set of rotary settings for all layers", "one table for all layers")
+            yield Refusal(
+                section, settings, "not one set of rotary settings for all layers", "one table for all layers"
+            )
             return
         for key in ("rope_type", "type"):
             kind = settings.get(key) or "default"
@@ -123,4 +129,6 @@ def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if settings["rope_type"] == "llama3":
         for key in LLAMA3_KEYS:
             if not isinstance(settings.get(key), (int, float)):
-                yield Refusal(f"rope_scaling.{key}", settings.get(key), "the llama3 rotary embedding needs it", "a number")
+                yield Refusal(
+                    f"rope_scaling.{key}", settings.get(key), "the llama3 rotary embedding needs it", "a number"
+                )

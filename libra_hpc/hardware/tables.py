@@ -2,20 +2,23 @@
 
 A table holds, for one system and model and each tensor-parallel degree, the time of each part of a step on a grid:
 
-* ``layers``: all matrix products, norms, activations and experts, by the tokens in the step (decodes and prompt tokens pass the same operators);
+* ``layers``: all matrix products, norms, activations and experts, by the tokens in the step (decodes and prompt tokens
+  pass the same operators);
 * ``reduce``: the all-reduces of tensor parallelism, by the tokens in the step;
 * ``head``: the output projection, by rows of logits;
 * ``decode_attention``: by sequences and by context of each;
 * ``prefill_attention``: by new tokens of one sequence and its cached context.
 
-A step is their sum.  ``python -m libra_hpc.hardware.tabulate`` makes the files under ``tables/`` and writes into each where its numbers come from.
+A step is their sum.  ``python -m libra_hpc.hardware.tabulate`` makes the files under ``tables/`` and writes into each
+where its numbers come from.
 
-Between grid points everything is linear.  Decode attention is first fitted by ``a(batch) + b(batch) * kv_tokens`` at each grid batch, in relative
-error of the step and over the contexts that the replica can hold: the measurements are linear in context to a few per cent, and a step that is linear
-in ``kv_tokens`` lets a simulator take many steps of one batch at once.  All curves are made non-decreasing.
+Between grid points everything is linear.  Decode attention is first fitted by ``a(batch) + b(batch) * kv_tokens`` at
+each grid batch, in relative error of the step and over the contexts that the replica can hold: the measurements are
+linear in context to a few per cent, and a step that is linear in ``kv_tokens`` lets a simulator take many steps of one
+batch at once.  All curves are made non-decreasing.
 
-A device whose links differ from those of the measured system (A800, H800) gets the same compute; of its all-reduces the latency (the time of the
-smallest message) stays and the rest grows with the ratio of link bandwidths.
+A device whose links differ from those of the measured system (A800, H800) gets the same compute; of its all-reduces the
+latency (the time of the smallest message) stays and the rest grows with the ratio of link bandwidths.
 
 The figures are device time; the host's own work of a step comes on top (`Device.host_s`).
 """
@@ -92,7 +95,11 @@ class OperatorTable(msgspec.Struct, frozen=True):
 @cache
 def available() -> dict[tuple[str, str], Path]:
     """The files there are, by (system, model)."""
-    return {(system, model): path for path in sorted(FOLDER.glob("*.json")) for system, _, model in [path.stem.partition("_")]}
+    return {
+        (system, model): path
+        for path in sorted(FOLDER.glob("*.json"))
+        for system, _, model in [path.stem.partition("_")]
+    }
 
 
 @cache
@@ -101,20 +108,30 @@ def load_table(path: Path) -> OperatorTable:
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorTable)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("operator table", str(path), str(error), "a file written by libra_hpc.hardware.tabulate") from error
+        raise invalid(
+            "operator table", str(path), str(error), "a file written by libra_hpc.hardware.tabulate"
+        ) from error
 
 
 class TableTimes:
     """`StepTimes` of ``shape`` on ``tp`` devices, from an operator table.
 
-    Raises `UserError` for a degree the table lacks, a ``tp`` that does not shard the model, and ``memory_util`` outside (0, 1].
+    Raises `UserError` for a degree the table lacks, a ``tp`` that does not shard the model, and ``memory_util`` outside
+    (0, 1].
     """
 
-    def __init__(self, table: OperatorTable, device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> None:
+    def __init__(
+        self, table: OperatorTable, device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9
+    ) -> None:
         self.tp = tp
         self.kv_capacity = kv_capacity(device, shape, tp, memory_util)
         if tp not in table.degrees:
-            raise invalid("tp", tp, f"the operator table of {table.model} on {table.provenance.system} lacks it", sorted(map(str, table.degrees)))
+            raise invalid(
+                "tp",
+                tp,
+                f"the operator table of {table.model} on {table.provenance.system} lacks it",
+                sorted(map(str, table.degrees)),
+            )
         parts = table.degrees[tp]
         slower = table.intra_bytes_s / device.intra_bytes_s
         link = "" if slower == 1 else f", all-reduces rescaled to links of {device.intra_bytes_s / 1e9:.0f} GB/s"
@@ -122,7 +139,9 @@ class TableTimes:
         measured = f"{made.tool} {made.version}, {made.system}, {made.backend} {made.backend_version}"
         self.source = f"operator tables ({measured}) for {shape.name} on {tp} x {device.name}{link}"
         floor = parts.reduce[0]
-        tokens_us = [own + floor + (reduce - floor) * slower for own, reduce in zip(parts.layers, parts.reduce, strict=True)]
+        tokens_us = [
+            own + floor + (reduce - floor) * slower for own, reduce in zip(parts.layers, parts.reduce, strict=True)
+        ]
         self._layers_at = lru_cache(CACHE)(Curve(table.tokens, [MICRO * us for us in isotonic(tokens_us)]))
         self._head = Curve(table.batches, [MICRO * us for us in isotonic(parts.head)])
         self._fit_decode(table, parts)
@@ -143,11 +162,13 @@ class TableTimes:
             bases.append(base)
             slopes.append(slope)
         self._attention_base = Curve(table.batches, isotonic(bases))
-        # The slope per token of *each* sequence grows with the batch; interpolating that one keeps steps monotone in the batch.
+        # The slope per token of *each* sequence grows with the batch; interpolating that one keeps steps monotone in
+        # the batch.
         self._attention_slope = Curve(table.batches, isotonic(slopes))
 
     def _decode_terms_of(self, decodes: int) -> tuple[float, float, float]:
-        """Base seconds of a pure decode step, seconds per KV token, and what of the base is the decodes' own: their attention and the host's work."""
+        """Base seconds of a pure decode step, seconds per KV token, and what of the base is the decodes' own: their
+        attention and the host's work."""
         if not decodes:
             return self._host, 0.0, self._host
         own = self._attention_base(decodes) + self._host + decodes * self._host_sequence

@@ -1,11 +1,12 @@
-"""Make the operator tables under ``tables/``: ``python -m libra_hpc.hardware.tabulate --system a100 --model qwen3-14b``.
+"""Make the operator tables under ``tables/``: ``python -m libra_hpc.hardware.tabulate --system a100 --model
+qwen3-14b``.
 
-Needs the extra ``libra-hpc[tables]`` (``aiconfigurator-core``: measured operator times of NVIDIA systems; no GPU is needed).  The tool composes a
-model from its operators; this module asks it for the operators of single steps, sorts them into the parts that `OperatorTable` names, and writes one
-JSON file per system and model.
+Needs the extra ``libra-hpc[tables]`` (``aiconfigurator-core``: measured operator times of NVIDIA systems; no GPU is
+needed).  The tool composes a model from its operators; this module asks it for the operators of single steps, sorts
+them into the parts that `OperatorTable` names, and writes one JSON file per system and model.
 
-Experts are sharded as the dense layers are (tensor parallel) where the tool has measurements of that, by whole experts otherwise; the file says
-which.
+Experts are sharded as the dense layers are (tensor parallel) where the tool has measurements of that, by whole experts
+otherwise; the file says which.
 """
 
 from __future__ import annotations
@@ -29,11 +30,42 @@ from .tables import FOLDER, OperatorTable, Parts, Provenance
 
 TOOL = "aiconfigurator-core"
 BACKEND = "vllm"
-SYSTEMS = {"a100": ("a100_sxm", "0.14.0", 300e9), "h100": ("h100_sxm", "0.24.0", 450e9), "h200": ("h200_sxm", "0.24.0", 450e9)}
-"""Our name -> the tool's name of the system, the vLLM version its measurements were taken with, and its link bandwidth in bytes/s, one direction."""
+SYSTEMS = {
+    "a100": ("a100_sxm", "0.14.0", 300e9),
+    "h100": ("h100_sxm", "0.24.0", 450e9),
+    "h200": ("h200_sxm", "0.24.0", 450e9),
+}
+"""Our name -> the tool's name of the system, the vLLM version its measurements were taken with, and its link
+bandwidth in bytes/s, one direction."""
 DEGREES = (1, 2, 4, 8)
 # Ratios of 1.5 or less where steps spend their time: linear interpolation of a quadratic is then within 4 %.
-TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+TOKENS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+    12288,
+    16384,
+)
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 NEWS = (1, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
@@ -66,7 +98,11 @@ def hf_config(shape: ModelShape) -> dict[str, object]:
     }
     if shape.experts:
         count = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
-        config |= {count: shape.experts, "num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.moe_intermediate}
+        config |= {
+            count: shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.moe_intermediate,
+        }
     return config
 
 
@@ -79,9 +115,13 @@ def tabulate(system: str, shape: ModelShape, degrees: Iterable[int] = DEGREES) -
         raise invalid("system", system, "the tool has no such system", sorted(SYSTEMS))
     tool_system, backend_version, link = SYSTEMS[system]
     try:
-        made = Provenance(TOOL, version(TOOL), tool_system, BACKEND, backend_version, datetime.now(UTC).date().isoformat())
+        made = Provenance(
+            TOOL, version(TOOL), tool_system, BACKEND, backend_version, datetime.now(UTC).date().isoformat()
+        )
     except PackageNotFoundError as error:
-        raise UserError(f"operator tables are made with {TOOL}, which is not installed; valid: pip install 'libra-hpc[tables]'.") from error
+        raise UserError(
+            f"operator tables are made with {TOOL}, which is not installed; valid: pip install 'libra-hpc[tables]'."
+        ) from error
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config(shape)))
         parts = {tp: _parts(folder, tool_system, backend_version, shape, tp) for tp in degrees if shape.divides(tp)}
@@ -111,7 +151,9 @@ def _parts(folder: str, system: str, backend_version: str, shape: ModelShape, tp
     decodes = [[decode(batch, context) for context in CONTEXTS] for batch in BATCHES]
     return Parts(
         experts=experts,
-        layers=_compact(sum(us for name, us in step.items() if name not in (*REDUCES, HEAD, ATTENTION)) for step in by_tokens),
+        layers=_compact(
+            sum(us for name, us in step.items() if name not in (*REDUCES, HEAD, ATTENTION)) for step in by_tokens
+        ),
         reduce=_compact(sum(us for name, us in step.items() if name in REDUCES) for step in by_tokens),
         head=_compact(row[0][HEAD] for row in decodes),
         decode_attention=tuple(_compact(step[ATTENTION] for step in row) for row in decodes),
@@ -150,8 +192,11 @@ def write(table: OperatorTable, path: Path) -> None:
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Command line: tabulate every given model on every given system; exits with 2 and one sentence on a mistake of the user's."""
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.hardware.tabulate", description="Tabulate operator times for the step-time tables.")
+    """Command line: tabulate every given model on every given system; exits with 2 and one sentence on a mistake of
+    the user's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m libra_hpc.hardware.tabulate", description="Tabulate operator times for the step-time tables."
+    )
     parser.add_argument("--system", nargs="+", required=True, help=f"one or more of {', '.join(SYSTEMS)}")
     parser.add_argument("--model", nargs="+", required=True, help="short names or Hugging Face config files")
     parser.add_argument("--tp", nargs="+", type=int, default=list(DEGREES))

@@ -1,7 +1,7 @@
 """How the project's pictures look and how they come onto disk; what they show is said where they are drawn.
 
-A `Figure` without pyplot needs neither a display nor a choice of backend.  matplotlib takes half a second to import, so verbs import the modules that
-draw only when a picture is asked for.
+A `Figure` without pyplot needs neither a display nor a choice of backend.  matplotlib takes half a second to import, so
+verbs import the modules that draw only when a picture is asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from matplotlib.figure import Figure
 from libra_hpc.errors import UserError
 from libra_hpc.files import write_atomic
 
-GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY = "#1a7f37", "#2a8fbd", "#b4478c", "#e6b84c", "#6e40c9", "#d1242f", "#8b949e"
+GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY = (
+    "#1a7f37",
+    "#2a8fbd",
+    "#b4478c",
+    "#e6b84c",
+    "#6e40c9",
+    "#d1242f",
+    "#8b949e",
+)
 TRAIN, ROLLOUT = PINK, BLUE
 """The stages have the same colours in every picture."""
 WIDTH = 10.0

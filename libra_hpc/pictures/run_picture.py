@@ -1,4 +1,5 @@
-"""The run in one picture: reward over time, seconds per batch of each stage, and the role of every node, on one time axis.
+"""The run in one picture: reward over time, seconds per batch of each stage, and the role of every node, on one time
+axis.
 
 Drift of the task mix and lost engines are vertical marks through all panels, so that cause and answer line up by eye.
 """
@@ -26,7 +27,8 @@ SMOOTHING = 0.2
 
 
 def plot(run: RunDir, out: Path) -> None:
-    """Write the picture of a run as PNG; a run without steps gives empty panels.  Raises `UserError` when it cannot be written."""
+    """Write the picture of a run as PNG; a run without steps gives empty panels.  Raises `UserError` when it cannot
+    be written."""
     rows, log = series.steps(run), series.events(run)
     rows = [row for row in rows if math.isfinite(series.number(row, "t"))]
     times = [series.number(row, "t") for row in rows] + [event["t"] for event in log]
@@ -35,7 +37,9 @@ def plot(run: RunDir, out: Path) -> None:
     lanes = series.roles(log, end=end, hybrid_start=hybrid)
 
     drawn = figure(5.4 + 0.28 * max(len(lanes), 2))
-    axes: list[Axes] = list(drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.6, 0.4 + 0.28 * max(len(lanes), 2)]}))
+    axes: list[Axes] = list(
+        drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.6, 0.4 + 0.28 * max(len(lanes), 2)]})
+    )
     clock = [series.number(row, "t") - start for row in rows]
     _reward(axes[0], clock, rows)
     _stages(axes[1], clock, rows)
@@ -72,7 +76,9 @@ def _reward(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) 
 def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) -> None:
     for key, label in (("train_s", "train"), ("rollout_s", "rollout")):
         panel.plot(clock, series.column(rows, key), color=COLOURS[label], linewidth=1.6, label=label)
-    panel.plot(clock, series.column(rows, "wait_s"), color=NOTE, linewidth=1, linestyle=":", label="training waits for rollout")
+    panel.plot(
+        clock, series.column(rows, "wait_s"), color=NOTE, linewidth=1, linestyle=":", label="training waits for rollout"
+    )
     panel.set_ylabel("seconds per batch")
     # The first wait contains the start of the engines and would flatten everything else.
     work = [value for key in ("train_s", "rollout_s") for value in series.column(rows, key) if math.isfinite(value)]
@@ -83,10 +89,23 @@ def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) 
 def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[series.Record], start: float) -> None:
     for lane, intervals in enumerate(lanes.values()):
         for part in intervals:
-            panel.barh(lane, part.end - part.start, left=part.start - start, height=0.66, color=COLOURS.get(part.role, "#d0d7de"))
+            panel.barh(
+                lane,
+                part.end - part.start,
+                left=part.start - start,
+                height=0.66,
+                color=COLOURS.get(part.role, "#d0d7de"),
+            )
     for event in log:
         if event["kind"] == "engine_lost" and event.get("rank") in lanes:
-            panel.plot(event["t"] - start, list(lanes).index(event["rank"]), "X", color=KILL, markeredgecolor="white", markersize=10)
+            panel.plot(
+                event["t"] - start,
+                list(lanes).index(event["rank"]),
+                "X",
+                color=KILL,
+                markeredgecolor="white",
+                markersize=10,
+            )
     panel.set_yticks(range(len(lanes)), [f"node {rank}" for rank in lanes])
     panel.set_ylim(len(lanes) - 0.4, -0.6)
     panel.tick_params(axis="y", length=0)
@@ -95,7 +114,13 @@ def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[s
     panel.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)
 
 
-def _marks(panels: Sequence[Axes], clock: Sequence[float], rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> None:
+def _marks(
+    panels: Sequence[Axes],
+    clock: Sequence[float],
+    rows: Sequence[series.Record],
+    log: Sequence[series.Record],
+    start: float,
+) -> None:
     phases = [series.phase(row) for row in rows]
     drifts = [at for at, now, before in zip(clock[1:], phases[1:], phases, strict=False) if now != before]
     kills = [event["t"] - start for event in log if event["kind"] == "engine_lost"]
@@ -111,6 +136,15 @@ def _marks(panels: Sequence[Axes], clock: Sequence[float], rows: Sequence[series
     if kills:
         top.plot([], [], color=KILL, linewidth=1.2, label="engine lost")
     if saved:
-        top.plot(saved, [0.02] * len(saved), "^", color=NOTE, markersize=5, transform=top.get_xaxis_transform(), label="checkpoint", clip_on=False)
+        top.plot(
+            saved,
+            [0.02] * len(saved),
+            "^",
+            color=NOTE,
+            markersize=5,
+            transform=top.get_xaxis_transform(),
+            label="checkpoint",
+            clip_on=False,
+        )
     for panel in panels[:2]:
         panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)

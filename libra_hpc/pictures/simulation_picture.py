@@ -1,7 +1,7 @@
 """Simulated runs in one picture: how the trajectories of every policy complete, and how busy each engine was meanwhile.
 
-The upper panel is the distribution of completions over time; below it, one panel per policy has a row per engine (grouped by TP degree, the largest on top),
-dark where many sequences ran at once.
+The upper panel is the distribution of completions over time; below it, one panel per policy has a row per engine
+(grouped by TP degree, the largest on top), dark where many sequences ran at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ def draw(results: Mapping[str, SimResult], title: str, out: Path) -> None:
     rows = max(len(result.engines) for result in results.values())
     height = 0.8 + 0.05 * rows
     drawn = figure(3.4 + len(shown) * (height + 0.35))
-    panels: list[Axes] = list(drawn.subplots(1 + len(shown), 1, sharex=True, gridspec_kw={"height_ratios": [2.6, *([height] * len(shown))]}))
+    panels: list[Axes] = list(
+        drawn.subplots(1 + len(shown), 1, sharex=True, gridspec_kw={"height_ratios": [2.6, *([height] * len(shown))]})
+    )
     _completions(panels[0], results)
     for panel, name in zip(panels[1:], shown, strict=True):
         _engines(panel, results[name])
-        panel.set_title(f"{name}: {results[name].makespan_s:,.0f} s, engines idle {results[name].idle_share:.0%}", loc="left", fontsize=9)
+        panel.set_title(
+            f"{name}: {results[name].makespan_s:,.0f} s, engines idle {results[name].idle_share:.0%}",
+            loc="left",
+            fontsize=9,
+        )
     for panel in panels:
         style(panel, title if panel is panels[0] else "")
     panels[-1].set_xlim(0, 1.02 * max(result.makespan_s for result in results.values()))
@@ -44,7 +50,14 @@ def draw(results: Mapping[str, SimResult], title: str, out: Path) -> None:
 def _completions(panel: Axes, results: Mapping[str, SimResult]) -> None:
     for colour, (name, result) in zip(COLOURS, results.items(), strict=False):
         count = len(result.finish_s)
-        panel.step([0.0, *result.finish_s], [100 * i / count for i in range(count + 1)], where="post", color=colour, label=name, linewidth=1.6)
+        panel.step(
+            [0.0, *result.finish_s],
+            [100 * i / count for i in range(count + 1)],
+            where="post",
+            color=colour,
+            label=name,
+            linewidth=1.6,
+        )
     panel.set_ylabel("trajectories done, %")
     panel.set_ylim(0, 101)
     panel.grid(alpha=GRID)

@@ -1,12 +1,13 @@
 """The split of ``components.split = "auto"``: the best plan for the nodes of a run file, in the words of a run file.
 
-The nodes of train, hybrid and rollout are a pool.  Where all are alike, the planner says how many train; as many of the others as
-``components.hybrid.nodes`` asks for, but never all, become hybrid nodes and start in rollout.  Where rollout nodes are of another kind, those of the
-training kind that do not train become hybrid nodes.
+The nodes of train, hybrid and rollout are a pool.  Where all are alike, the planner says how many train; as many of the
+others as ``components.hybrid.nodes`` asks for, but never all, become hybrid nodes and start in rollout.  Where rollout
+nodes are of another kind, those of the training kind that do not train become hybrid nodes.
 
-A run file says less than the search can: each training node is one replica of tp * pp devices, and all engines of a rollout node have one TP degree.
-The search is held to that, so that what is predicted is what is queued.  Nodes for the longest trajectories (large TP) are rollout nodes; hybrid nodes
-have the smallest TP, because their leaving then costs least.
+A run file says less than the search can: each training node is one replica of tp * pp devices, and all engines of a
+rollout node have one TP degree. The search is held to that, so that what is predicted is what is queued.  Nodes for the
+longest trajectories (large TP) are rollout nodes; hybrid nodes have the smallest TP, because their leaving then costs
+least.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Initial(msgspec.Struct, frozen=True):
 def initial_plan(config: RunConfig) -> Initial:
     """Fill in the split of a run file that says ``auto``.
 
-    Raises `UserError` when the planner does not know the hardware or the model, when nodes of these kinds cannot be divided, when the run file also
-    gives what is to be chosen, and when nothing fits.
+    Raises `UserError` when the planner does not know the hardware or the model, when nodes of these kinds cannot be
+    divided, when the run file also gives what is to be chosen, and when nothing fits.
     """
     _check(config)
     parts = config.components
@@ -73,7 +74,13 @@ def initial_plan(config: RunConfig) -> Initial:
     first = asked.pools[0]
     space = msgspec.structs.replace(asked.space, replica_devices=first.node_devices, least_devices=first.node_devices)
     search = PlanSearch(
-        asked.shape, asked.pools, asked.batch, space=space, options=asked.options, sorted_lengths=config.rollout.policy in SORTING, whole_nodes=True
+        asked.shape,
+        asked.pools,
+        asked.batch,
+        space=space,
+        options=asked.options,
+        sorted_lengths=config.rollout.policy in SORTING,
+        whole_nodes=True,
     )
     result = search.run(KEPT, trainers=(0,))
     chosen = written(config, asked.pools, result, alike)
@@ -127,17 +134,30 @@ def _check(config: RunConfig) -> None:
     for section, keys in CHOSEN.items():
         for key in sorted(getattr(config, section).model_fields_set & set(keys)):
             value = getattr(getattr(config, section), key)
-            raise invalid(f"{section}.{key}", value, "components.split = 'auto' chooses it", "no such key, or components.split = 'explicit'")
+            raise invalid(
+                f"{section}.{key}",
+                value,
+                "components.split = 'auto' chooses it",
+                "no such key, or components.split = 'explicit'",
+            )
     if config.run.engine == "real" and config.slurm.device == "cpu" and not config.planner.device:
         raise invalid(
-            "components.split", "auto", "slurm.device is 'cpu' and the planner has no figures for CPU nodes",
-            "planner.device (a GPU to plan as, or an entry of a file named by planner.devices), or 'explicit' with the nodes of each component",
-        )  # fmt: skip
+            "components.split",
+            "auto",
+            "slurm.device is 'cpu' and the planner has no figures for CPU nodes",
+            "planner.device (a GPU to plan as, or an entry of a file named by planner.devices), or 'explicit' with the"
+            " nodes of each component",
+        )
     train, hybrid = config.components.train, config.components.hybrid
     for key in KIND if hybrid.nodes else ():
         own, valid = getattr(hybrid, key), getattr(train, key)
         if own != valid:
-            raise invalid(f"components.hybrid.{key}", own, "with components.split = 'auto' hybrid nodes are of the training nodes' kind", repr(valid))
+            raise invalid(
+                f"components.hybrid.{key}",
+                own,
+                "with components.split = 'auto' hybrid nodes are of the training nodes' kind",
+                repr(valid),
+            )
 
 
 def _kind(component: Component) -> tuple[object, ...]:
@@ -145,7 +165,8 @@ def _kind(component: Component) -> tuple[object, ...]:
 
 
 def interchangeable(*parts: Component) -> bool:
-    """Whether any node of these components of a running job may do what any other does: they are of one kind, and the job has the same share of each."""
+    """Whether any node of these components of a running job may do what any other does: they are of one kind, and
+    the job has the same share of each."""
     return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts if c.nodes}) == 1
 
 
@@ -153,7 +174,10 @@ def _as_simulated(config: RunConfig) -> RunConfig:
     """A dry run is planned for what it simulates."""
     if config.run.engine == "real":
         return config
-    own = {key: getattr(config.planner, key) or getattr(config.simulated, key) for key in ("device", "devices", "model", "trace")}
+    own = {
+        key: getattr(config.planner, key) or getattr(config.simulated, key)
+        for key in ("device", "devices", "model", "trace")
+    }
     return config.model_copy(update={"planner": config.planner.model_copy(update=own)})
 
 
@@ -163,7 +187,10 @@ def _with_devices(config: RunConfig) -> RunConfig:
     if not config.planner.device or any(c.gpus for c in (parts.train, parts.hybrid, parts.rollout)):
         return config
     found = _device(config)
-    filled = {name: getattr(parts, name).model_copy(update={"gpus": found.devices_per_node}) for name in ("train", "hybrid", "rollout")}
+    filled = {
+        name: getattr(parts, name).model_copy(update={"gpus": found.devices_per_node})
+        for name in ("train", "hybrid", "rollout")
+    }
     return config.model_copy(update={"components": parts.model_copy(update=filled)})
 
 
@@ -175,14 +202,17 @@ def _device(config: RunConfig) -> Device:
 
 
 def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tuple[DevicePool, ...]:
-    """One pool of nodes that are alike, or those that may train and those that roll out only, even where both have the same GPUs."""
+    """One pool of nodes that are alike, or those that may train and those that roll out only, even where both have
+    the same GPUs."""
     parts = config.components
     if alike:
         (pool,) = merged
         return (pool,)
     trainers = parts.train.nodes + parts.hybrid.nodes
     first, last = merged[0], merged[-1]
-    return DevicePool(first.device, trainers, first.node_devices), DevicePool(last.device, parts.rollout.nodes, last.node_devices)
+    return DevicePool(first.device, trainers, first.node_devices), DevicePool(
+        last.device, parts.rollout.nodes, last.node_devices
+    )
 
 
 def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
@@ -190,7 +220,11 @@ def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike:
     left = pools[0].nodes - plan.nodes
     hybrid = min(parts.hybrid.nodes, left - 1) if alike else left
     rollout = left - hybrid if alike else parts.rollout.nodes
-    return {"components.train.nodes": plan.nodes, "components.hybrid.nodes": hybrid, "components.rollout.nodes": rollout}
+    return {
+        "components.train.nodes": plan.nodes,
+        "components.hybrid.nodes": hybrid,
+        "components.rollout.nodes": rollout,
+    }
 
 
 def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:
@@ -200,15 +234,31 @@ def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult)
     degrees: list[int] = []
     for index, pool in enumerate(pools):
         nodes = pool.nodes - (plan.nodes if index == plan.pool else 0)
-        own = sorted(s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices))
+        own = sorted(
+            s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices)
+        )
         # Nodes that have no share of the plan's lengths serve all the same, as well as they can alone.
         spare = min(((seconds, tp) for p, tp, seconds in result.alone if p == index), default=(0.0, 0))[1]
         if len(own) < nodes and not spare:
-            raise invalid("components.rollout.gpu_type", pool.device.name, "no TP degree holds the longest trajectories there", "a larger GPU")
+            raise invalid(
+                "components.rollout.gpu_type",
+                pool.device.name,
+                "no TP degree holds the longest trajectories there",
+                "a larger GPU",
+            )
         degrees += own + [spare] * (nodes - len(own))
-    sizes = [pool.node_devices for index, pool in enumerate(pools) for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))]
+    sizes = [
+        pool.node_devices
+        for index, pool in enumerate(pools)
+        for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))
+    ]
     engines = [size // tp for size, tp in zip(sizes, degrees, strict=True)]
-    chosen = {"train.tp": layout.tp, "train.pp": layout.pp, "rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}
+    chosen = {
+        "train.tp": layout.tp,
+        "train.pp": layout.pp,
+        "rollout.tp": _one(degrees),
+        "rollout.engines_per_node": _one(engines),
+    }
     for key in ("micro_tokens", "recompute"):
         if key not in config.train.model_fields_set:
             chosen[f"train.{key}"] = getattr(layout, key)

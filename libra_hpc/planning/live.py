@@ -1,9 +1,12 @@
-"""The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows, by measurements alone elsewhere.
+"""The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows,
+by measurements alone elsewhere.
 
-`RolloutByNodes` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both need to know device, model and the
-engines of every node.  A run on CPU nodes, of a model or device in no table, or with engines of several TP degrees under a policy that does not sort by
-length has no law, and its planner divides evenly and learns from its moves; with training and rollout nodes of different kinds there is a law, and no
-repartition, because the nodes cannot change places; where they are of one kind but the job has more of some than of others, a repartition is advice.
+`RolloutByNodes` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both
+need to know device, model and the engines of every node.  A run on CPU nodes, of a model or device in no table, or with
+engines of several TP degrees under a policy that does not sort by length has no law, and its planner divides evenly and
+learns from its moves; with training and rollout nodes of different kinds there is a law, and no repartition, because
+the nodes cannot change places; where they are of one kind but the job has more of some than of others, a repartition is
+advice.
 
 In a dry run seconds pass ``simulated.speedup`` times as fast, and so do step times here.
 """
@@ -70,7 +73,9 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         return Planner(config.planner, law)
     running = RunningLayout(config.train.tp, config.train.pp, config.train.recompute, engines)
     # Whether layers are recomputed is open: a resolved configuration does not tell whether the user chose it.
-    space = msgspec.structs.replace(asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True))
+    space = msgspec.structs.replace(
+        asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True)
+    )
     batch = asked.batch
 
     def words(result: PlanResult) -> dict[str, Any]:
@@ -82,9 +87,17 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     parts = config.components
     alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
     repartition = Repartition(
-        asked.shape, rolls, running, space=space, options=asked.options, minibatches=batch.minibatches, forwards=batch.forwards, steps=steps,
-        sorted_lengths=sorted_lengths, words=words if alike else None,
-    )  # fmt: skip
+        asked.shape,
+        rolls,
+        running,
+        space=space,
+        options=asked.options,
+        minibatches=batch.minibatches,
+        forwards=batch.forwards,
+        steps=steps,
+        sorted_lengths=sorted_lengths,
+        words=words if alike else None,
+    )
     return Planner(config.planner, law, repartition)
 
 

@@ -1,8 +1,8 @@
 """From a run file to the planner's question: which model, which nodes, which batch, which lengths.
 
-Nodes are those of the components that train or roll out; components with the same kind and number of GPUs form one pool.  Lengths come from a trace.
-Without one they are assumed, as shares of the longest context (`ASSUMED`), and the answer says so: the split depends on them more than on anything
-else.
+Nodes are those of the components that train or roll out; components with the same kind and number of GPUs form one
+pool.  Lengths come from a trace. Without one they are assumed, as shares of the longest context (`ASSUMED`), and the
+answer says so: the split depends on them more than on anything else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Assumed(msgspec.Struct, frozen=True):
     generated: float | None = None
     """Mean generated tokens of a trajectory; 1/8."""
     sigma: float = 1.0
-    """Shape: at 1 the longest tenth of the trajectories has 39 % of the tokens, as agentic coding sessions have 31..47 %."""
+    """Shape: at 1 the longest tenth of the trajectories has 39 % of the tokens, as agentic coding sessions have
+    31..47 %."""
     prompt: int | None = None
     """Prompt tokens; 1/16."""
     turns: float = 8.0
@@ -73,15 +74,23 @@ def request(
 ) -> PlanRequest:
     """Put together what to plan; options that are empty or 0 come from ``config``, first from its planner section.
 
-    Raises `UserError` for an unknown model or device, a number of GPUs that is no number of nodes, and a trace that cannot be read.
+    Raises `UserError` for an unknown model or device, a number of GPUs that is no number of nodes, and a trace that
+    cannot be read.
     """
     own = config.planner
     model, device_name = model or own.model, device_name or own.device
     devices_file = devices_file or (Path(own.devices) if own.devices else None)
     trace = trace or (_trace_file(own.trace) if own.trace else None)
     if not (model or config.model.path):
-        raise invalid("model.path", "", "not given", "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b")
-    shape = msgspec.structs.replace(model_shape(model or config.model.path), dtype_bytes=DTYPE_BYTES[config.model.dtype])
+        raise invalid(
+            "model.path",
+            "",
+            "not given",
+            "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b",
+        )
+    shape = msgspec.structs.replace(
+        model_shape(model or config.model.path), dtype_bytes=DTYPE_BYTES[config.model.dtype]
+    )
     pools = pools_of(config, device_name, devices_file, gpus)
     observed, words = _lengths(trace, assumed, config.rollout.max_model_len)
     algorithm = config.algorithm
@@ -92,7 +101,10 @@ def request(
     if shape.untrained:
         notes.append(f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study")
     if lengths.longest_context > config.rollout.max_model_len:
-        notes.append(f"the trace has contexts of {lengths.longest_context:,} tokens, rollout.max_model_len ends them at {config.rollout.max_model_len:,}")
+        notes.append(
+            f"the trace has contexts of {lengths.longest_context:,} tokens, rollout.max_model_len ends them at"
+            f" {config.rollout.max_model_len:,}"
+        )
     space = TrainSpace()
     if node_layouts:
         node = min(p.node_devices for p in pools)
@@ -110,7 +122,9 @@ def request(
     )
 
 
-def pools_of(config: RunConfig, device_name: str = "", devices_file: Path | None = None, gpus: int = 0) -> list[DevicePool]:
+def pools_of(
+    config: RunConfig, device_name: str = "", devices_file: Path | None = None, gpus: int = 0
+) -> list[DevicePool]:
     """The nodes to plan for: ``gpus`` devices called ``device_name``, or those of the run file's components."""
     parts = config.components
     components = [(name, getattr(parts, name)) for name in ("train", "hybrid", "rollout")]
@@ -118,18 +132,37 @@ def pools_of(config: RunConfig, device_name: str = "", devices_file: Path | None
     if gpus or not any(c.gpus for _, c in components):
         named = next((c.gpu_type for _, c in components if c.gpu_type), "")
         if not (device_name or named) or not gpus:
-            raise UserError("components.train.gpus = 0: no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and --device.")
+            raise UserError(
+                "components.train.gpus = 0: no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and"
+                " --device."
+            )
         found = _device(device_name or named, devices_file, "device" if device_name else "components.train.gpu_type")
-        per_node = next((c.gpus for _, c in components if c.gpus), found.devices_per_node) if not device_name else found.devices_per_node
+        per_node = (
+            next((c.gpus for _, c in components if c.gpus), found.devices_per_node)
+            if not device_name
+            else found.devices_per_node
+        )
         check_gpus(gpus, per_node)
         return [DevicePool(found, gpus // per_node, per_node)]
     merged: dict[tuple[str, int], DevicePool] = {}
     for name, component in components:
         if not component.gpus:
-            raise invalid(f"components.{name}.gpus", 0, "the other components have GPUs", "an integer >= 1, or --gpus and --device")
+            raise invalid(
+                f"components.{name}.gpus",
+                0,
+                "the other components have GPUs",
+                "an integer >= 1, or --gpus and --device",
+            )
         if not (device_name or component.gpu_type):
-            raise invalid(f"components.{name}.gpu_type", "", "the planner has to know the GPU", "a device it knows, such as a800, or --device")
-        found = _device(device_name or component.gpu_type, devices_file, "device" if device_name else f"components.{name}.gpu_type")
+            raise invalid(
+                f"components.{name}.gpu_type",
+                "",
+                "the planner has to know the GPU",
+                "a device it knows, such as a800, or --device",
+            )
+        found = _device(
+            device_name or component.gpu_type, devices_file, "device" if device_name else f"components.{name}.gpu_type"
+        )
         key = (found.name, component.gpus)
         before = merged[key].nodes if key in merged else 0
         merged[key] = DevicePool(found, before + component.nodes, component.gpus)
@@ -139,14 +172,20 @@ def pools_of(config: RunConfig, device_name: str = "", devices_file: Path | None
 def check_gpus(gpus: int, per_node: int) -> None:
     """Raise `UserError` unless so many GPUs are at least two whole nodes."""
     if gpus < 2 * per_node or gpus % per_node:
-        raise invalid("gpus", gpus, f"nodes have {per_node} of them and each stage needs a node", f"a multiple of {per_node} from {2 * per_node}")
+        raise invalid(
+            "gpus",
+            gpus,
+            f"nodes have {per_node} of them and each stage needs a node",
+            f"a multiple of {per_node} from {2 * per_node}",
+        )
 
 
 def describe(lengths: Lengths) -> str:
     """A distribution in one line."""
     return (
-        f"generated {lengths.generated:,.0f} tokens, longest {lengths.bins[-1].generated:,.0f}; context up to {lengths.longest_context:,}; "
-        f"{lengths.turns_per_token * lengths.generated:.1f} turns, {lengths.tool_s_per_token * lengths.generated:.1f} s of tools"
+        f"generated {lengths.generated:,.0f} tokens, longest {lengths.bins[-1].generated:,.0f}; context up to"
+        f" {lengths.longest_context:,}; {lengths.turns_per_token * lengths.generated:.1f} turns,"
+        f" {lengths.tool_s_per_token * lengths.generated:.1f} s of tools"
     )
 
 

@@ -27,7 +27,9 @@ from libra_hpc.slurm.query import slurm_seconds
 from .files import check_run_dir, check_task, read_model_config
 from .resources import check_memory, check_nodes
 
-TIME_FORMATS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
+TIME_FORMATS = (
+    "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
+)
 
 
 def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Iterator[UserError]:
@@ -94,7 +96,12 @@ def component_counts(config: RunConfig) -> Iterator[UserError]:
     for name in ("train", "rollout"):
         nodes = getattr(config.components, name).nodes
         if nodes < 1:
-            yield invalid(f"components.{name}.nodes", nodes, "each stage keeps a core node while hybrid nodes move", "an integer >= 1")
+            yield invalid(
+                f"components.{name}.nodes",
+                nodes,
+                "each stage keeps a core node while hybrid nodes move",
+                "an integer >= 1",
+            )
 
 
 def known_policy(config: RunConfig) -> Iterator[UserError]:
@@ -111,7 +118,10 @@ def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
     for name in ("tp", "engines_per_node"):
         value = getattr(config.rollout, name)
         if isinstance(value, list) and len(value) != hybrid + rollout:
-            why = f"a list has one entry for each of the {hybrid} hybrid and {rollout} rollout nodes, in this order, and this one has {len(value)}"
+            why = (
+                f"a list has one entry for each of the {hybrid} hybrid and {rollout} rollout nodes, in this order, and"
+                f" this one has {len(value)}"
+            )
             yield invalid(f"rollout.{name}", value, why, f"an integer, or a list of {hybrid + rollout}")
 
 
@@ -119,7 +129,12 @@ def batch_split(config: RunConfig) -> Iterator[UserError]:
     """A minibatch holds at least one trajectory."""
     batch = config.algorithm.prompts_per_step * config.algorithm.group_size
     if config.algorithm.minibatches > batch:
-        yield invalid("algorithm.minibatches", config.algorithm.minibatches, f"a global batch has {batch} trajectories", f"1 to {batch}")
+        yield invalid(
+            "algorithm.minibatches",
+            config.algorithm.minibatches,
+            f"a global batch has {batch} trajectories",
+            f"1 to {batch}",
+        )
 
 
 def well_formed_time(config: RunConfig) -> Iterator[UserError]:
@@ -134,7 +149,8 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
 
 
 def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
-    """On GPUs, also on simulated ones, every tensor- or pipeline-parallel rank of every engine of a node has its own device."""
+    """On GPUs, also on simulated ones, every tensor- or pipeline-parallel rank of every engine of a node has its own
+    device."""
     if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
     for name in ("train", "hybrid", "rollout"):
@@ -143,7 +159,9 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
             continue
         products = [{"train.tp": config.train.tp, "train.pp": config.train.pp}] if name != "rollout" else []
         for node in engine_nodes(config, name):
-            product = {f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")}
+            product = {
+                f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")
+            }
             if product not in products:
                 products.append(product)
         for product in products:
@@ -183,7 +201,8 @@ def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError
 
 
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Training shards heads, key-value heads, the MLP and the vocabulary; rollout replicates what it cannot shard, except attention heads."""
+    """Training shards heads, key-value heads, the MLP and the vocabulary; rollout replicates what it cannot shard,
+    except attention heads."""
     heads = int(model.get("num_attention_heads", 1))
     kv = int(model.get("num_key_value_heads") or heads)
     widths = {
@@ -198,7 +217,9 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
     degrees = config.rollout.tp if isinstance(config.rollout.tp, list) else [config.rollout.tp]
     for tp in dict.fromkeys(degrees):
         if heads % tp:
-            yield invalid("rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads))
+            yield invalid(
+                "rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads)
+            )
         elif kv % tp and tp % kv:
             why = f"neither divides the model's num_key_value_heads = {kv} nor is a multiple of it"
             yield invalid("rollout.tp", tp, why, _divisors(kv))
@@ -208,7 +229,9 @@ def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Us
     """Every pipeline stage has the same number of layers."""
     layers = int(model.get("num_hidden_layers", 1))
     if layers % config.train.pp:
-        yield invalid("train.pp", config.train.pp, f"does not divide the model's num_hidden_layers = {layers}", _divisors(layers))
+        yield invalid(
+            "train.pp", config.train.pp, f"does not divide the model's num_hidden_layers = {layers}", _divisors(layers)
+        )
 
 
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

@@ -14,7 +14,11 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid, nearest, said
 from libra_hpc.tasks.task_registry import BUILTIN
 
-MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model"], "safetensors": ["*.safetensors"]}
+MODEL_FILES = {
+    "config.json": ["config.json"],
+    "tokenizer": ["tokenizer.json", "tokenizer.model"],
+    "safetensors": ["*.safetensors"],
+}
 """What a policy folder holds, and file patterns of which at least one must match."""
 
 
@@ -22,9 +26,13 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
     """Parse the policy's config.json; raises `UserError` when the folder is not a complete Hugging Face model."""
     path, folder = config.model.path, Path(config.model.path)
     if not path:
-        raise invalid("model.path", path, "not given", "a Hugging Face folder with config.json, safetensors and a tokenizer")
+        raise invalid(
+            "model.path", path, "not given", "a Hugging Face folder with config.json, safetensors and a tokenizer"
+        )
     if not folder.is_dir():
-        raise invalid("model.path", path, "no such folder", "a Hugging Face folder with config.json, safetensors and a tokenizer")
+        raise invalid(
+            "model.path", path, "no such folder", "a Hugging Face folder with config.json, safetensors and a tokenizer"
+        )
     for what, patterns in MODEL_FILES.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             raise invalid("model.path", path, f"the folder has no {what}", f"a folder with {' or '.join(patterns)}")
@@ -45,13 +53,18 @@ def check_run_dir(config: RunConfig) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
-        raise invalid("run.dir", config.run.dir, f"{parent} is not a folder", "a writable folder on a file system all nodes share")
+        raise invalid(
+            "run.dir", config.run.dir, f"{parent} is not a folder", "a writable folder on a file system all nodes share"
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise invalid("run.dir", config.run.dir, f"{parent} is not writable", "a writable folder on a file system all nodes share")
+        raise invalid(
+            "run.dir", config.run.dir, f"{parent} is not writable", "a writable folder on a file system all nodes share"
+        )
 
 
 def check_task(name: str, options: Iterable[str] = ()) -> None:
-    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class, with a constructor that takes ``options``.
+    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class, with a
+    constructor that takes ``options``.
 
     The file is parsed, never run: what it imports need not be installed where runs are submitted.
     """
@@ -67,9 +80,13 @@ def check_task(name: str, options: Iterable[str] = ()) -> None:
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
-        raise invalid("task.name", name, f"{path} cannot be read ({error.strerror})", "path/to/file.py:ClassName") from error
+        raise invalid(
+            "task.name", name, f"{path} cannot be read ({error.strerror})", "path/to/file.py:ClassName"
+        ) from error
     except (SyntaxError, ValueError) as error:
-        raise invalid("task.name", name, f"{path} is not valid Python ({error})", "path/to/file.py:ClassName") from error
+        raise invalid(
+            "task.name", name, f"{path} is not valid Python ({error})", "path/to/file.py:ClassName"
+        ) from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"

@@ -1,8 +1,10 @@
-"""Another layout of a running job, in keys and values of its run file: what may be changed, what it becomes, or why not.
+"""Another layout of a running job, in keys and values of its run file: what may be changed, what it becomes, or why
+not.
 
-A layout is which rank belongs to which component, the parallelism of a training replica, the engines of a node, and what memory is counted with.  A
-running job keeps its nodes, so their number stays, and a rank that changes component must find there what it has: partition, GPUs, CPUs and memory.
-Whoever asks, the command line, rank 0 on an operator's order, or rank 0 on the planner's, asks here.
+A layout is which rank belongs to which component, the parallelism of a training replica, the engines of a node, and
+what memory is counted with.  A running job keeps its nodes, so their number stays, and a rank that changes component
+must find there what it has: partition, GPUs, CPUs and memory. Whoever asks, the command line, rank 0 on an operator's
+order, or rank 0 on the planner's, asks here.
 """
 
 from __future__ import annotations
@@ -23,8 +25,15 @@ STAGES = ("train", "hybrid", "rollout")
 """Components that a layout is made of, in rank order behind the planner's rank 0."""
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
 KEYS = (
-    *NODES, "train.tp", "train.pp", "train.micro_tokens", "train.recompute", "rollout.tp", "rollout.engines_per_node", "planner.hybrid_start",
-)  # fmt: skip
+    *NODES,
+    "train.tp",
+    "train.pp",
+    "train.micro_tokens",
+    "train.recompute",
+    "rollout.tp",
+    "rollout.engines_per_node",
+    "planner.hybrid_start",
+)
 """All that a new start of the ranks can change."""
 
 
@@ -48,7 +57,11 @@ class RankRole(msgspec.Struct, frozen=True):
     """(engines, TP of each) that it has or can have."""
 
     def __str__(self) -> str:
-        train = "" if self.replica is None else f"TP{self.replica[0]}" + (f" PP{self.replica[1]}" if self.replica[1] > 1 else "")
+        train = (
+            ""
+            if self.replica is None
+            else f"TP{self.replica[0]}" + (f" PP{self.replica[1]}" if self.replica[1] > 1 else "")
+        )
         rollout = "" if self.engines is None else f"{self.engines[0]}xTP{self.engines[1]}"
         return f"{self.component} {' or '.join(filter(None, (train, rollout)))}"
 
@@ -72,7 +85,9 @@ def describe(config: RunConfig) -> str:
     """A layout in a line: ``2 nodes train with TP2, 1 hybrid, 1 rolls out with 1xTP2``."""
     laid = ranks(config)
     train, hybrid, rollout = ([rank for rank in laid if rank.component == stage] for stage in STAGES)
-    engines = ", ".join(dict.fromkeys(f"{rank.engines[0]}xTP{rank.engines[1]}" for rank in (*hybrid, *rollout) if rank.engines))
+    engines = ", ".join(
+        dict.fromkeys(f"{rank.engines[0]}xTP{rank.engines[1]}" for rank in (*hybrid, *rollout) if rank.engines)
+    )
     nodes = f"{len(train)} node{'s train' if len(train) > 1 else ' trains'} with {str(train[0]).removeprefix('train ')}"
     middle = f", {len(hybrid)} hybrid" if hybrid else ""
     return f"{nodes}{middle}, {len(rollout)} roll{'' if len(rollout) > 1 else 's'} out with {engines}"
@@ -81,8 +96,8 @@ def describe(config: RunConfig) -> str:
 def repartitioned(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """``config`` in another layout.  A component that had no nodes takes over the kind of those it is given.
 
-    Raises `UserError` for a key that no layout is made of, another number of nodes, nodes that cannot change places, a configuration that its own checks
-    refuse, and (`SameLayout`) a layout that is the present one.
+    Raises `UserError` for a key that no layout is made of, another number of nodes, nodes that cannot change places, a
+    configuration that its own checks refuse, and (`SameLayout`) a layout that is the present one.
     """
     for key in values:
         if key not in KEYS:
@@ -99,7 +114,9 @@ def _same_nodes(config: RunConfig, changed: RunConfig) -> RunConfig:
     if len(before) != len(after):
         counts = " + ".join(str(getattr(changed.components, stage).nodes) for stage in STAGES)
         why = f"{' + '.join(NODES)} is the number of nodes of the job, which stays"
-        raise invalid("components.*.nodes", counts, why, f"nodes of train, hybrid and rollout that are {len(before)} together")
+        raise invalid(
+            "components.*.nodes", counts, why, f"nodes of train, hybrid and rollout that are {len(before)} together"
+        )
     kinds: dict[str, Component] = {stage: part for stage in STAGES if (part := getattr(config.components, stage)).nodes}
     for rank, (old, new) in enumerate(zip(before, after, strict=True), start=1):
         own = kinds[old]
@@ -107,14 +124,18 @@ def _same_nodes(config: RunConfig, changed: RunConfig) -> RunConfig:
         if not interchangeable(own, there):
             key = next(key for key in (*KIND, *SHARE) if getattr(own, key) != getattr(there, key))
             raise invalid(
-                f"components.{new}.nodes", getattr(changed.components, new).nodes,
-                f"rank {rank} would go from {old} to {new}, but {key} is {getattr(own, key)!r} there and {getattr(there, key)!r} here",
+                f"components.{new}.nodes",
+                getattr(changed.components, new).nodes,
+                f"rank {rank} would go from {old} to {new}, but {key} is {getattr(own, key)!r} there and"
+                f" {getattr(there, key)!r} here",
                 f"changes between components of one {', '.join(KIND)}, {' and '.join(SHARE)}",
-            )  # fmt: skip
+            )
     taken = {
         f"components.{stage}.{key}": getattr(kinds[stage], key)
-        for stage in kinds if not getattr(config.components, stage).nodes for key in (*KIND, *SHARE)
-    }  # fmt: skip
+        for stage in kinds
+        if not getattr(config.components, stage).nodes
+        for key in (*KIND, *SHARE)
+    }
     return with_values(changed, taken) if taken else changed
 
 

@@ -1,7 +1,7 @@
 """Whether the nodes and GPUs of a run file can carry its engines, by the planner's own memory models.
 
-* Training: the least that a replica of TP x PP can need (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused, with
-  the smallest TP x PP that fits.
+* Training: the least that a replica of TP x PP can need (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused,
+  with the smallest TP x PP that fits.
 * Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning.  Shorter
   trajectories may never ask for it.
 * Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
@@ -55,8 +55,13 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
         # Slurm takes 0 for all memory of a node.
         memory = memory_mb(component.mem) * MIB
         if 0 < memory < weights + NODE_BYTES:
-            why = f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes around them {NODE_BYTES / 1e9:.0f} GB"
-            raise invalid(f"components.{name}.mem", component.mem, why, f"at least {math.ceil((weights + NODE_BYTES) / GIB)}G")
+            why = (
+                f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes"
+                f" around them {NODE_BYTES / 1e9:.0f} GB"
+            )
+            raise invalid(
+                f"components.{name}.mem", component.mem, why, f"at least {math.ceil((weights + NODE_BYTES) / GIB)}G"
+            )
 
 
 def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
@@ -75,7 +80,11 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
             continue
         found = _device(config, name)
         if found is None:
-            kind = f"GPUs of gpu_type = {component.gpu_type!r} are" if component.gpu_type else "without a gpu_type GPUs are"
+            kind = (
+                f"GPUs of gpu_type = {component.gpu_type!r} are"
+                if component.gpu_type
+                else "without a gpu_type GPUs are"
+            )
             warnings[f"{kind} in no table, so their memory was not checked (planner.device, planner.devices)"] = None
             continue
         shape = model_shape(pace(config, name).model) if simulated or model is None else model
@@ -130,7 +139,9 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
             for tp, pp in _splits(shape, gpus):
                 if memory_limit(memory(tp, pp, recompute), gpu) is None:
                     more = "" if recompute == train.recompute else " and train.recompute = true"
-                    raise invalid("train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)")
+                    raise invalid(
+                        "train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)"
+                    )
         raise invalid(
             "train.tp",
             train.tp,
@@ -147,7 +158,12 @@ def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
     """(TP, PP) that divide the model and fit on a node, those of the fewest GPUs first."""
     degrees = range(1, gpus + 1)
     widths = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
-    found = [(tp, pp) for tp in degrees for pp in degrees if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)]
+    found = [
+        (tp, pp)
+        for tp in degrees
+        for pp in degrees
+        if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)
+    ]
     return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
 
 
@@ -166,7 +182,11 @@ def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: De
     for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
         if not shape.divides(tp):
             continue
-        room = rollout.kv_cache_mb * MIB // shape.kv_bytes_per_device(tp) if rollout.kv_cache_mb else kv_capacity(gpu, shape, tp, UTIL)
+        room = (
+            rollout.kv_cache_mb * MIB // shape.kv_bytes_per_device(tp)
+            if rollout.kv_cache_mb
+            else kv_capacity(gpu, shape, tp, UTIL)
+        )
         needs, has = missing(tp)
         if tokens > room and rollout.kv_cache_mb:
             least = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
@@ -179,6 +199,12 @@ def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: De
                 "sequence of "
                 f"{rollout.max_model_len:,} tokens, and {has / 1e9:.0f} GB of one {gpu.name} can be used"
             )
-            larger = next((n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]), None)
-            valid = f"rollout.tp = {larger}" if larger else f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
+            larger = next(
+                (n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]), None
+            )
+            valid = (
+                f"rollout.tp = {larger}"
+                if larger
+                else f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
+            )
             raise invalid("rollout.tp", tp, why, valid)

@@ -1,6 +1,7 @@
 """Private folders of an agent on its node, and how those of agents that were killed are removed.
 
-Each folder names its owner's process id.  Whoever comes next cleans up: the next agent on the node, and the launcher once it has seen an agent end.
+Each folder names its owner's process id.  Whoever comes next cleans up: the next agent on the node, and the launcher
+once it has seen an agent end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def orphans() -> list[Path]:
     for base in set(_bases()):
         for folder in base.glob(f"{PREFIX}*"):
             try:
-                if folder.stat().st_uid == os.getuid() and not Path(f"/proc/{int((folder / OWNER_FILE).read_text())}").exists():
+                if (
+                    folder.stat().st_uid == os.getuid()
+                    and not Path(f"/proc/{int((folder / OWNER_FILE).read_text())}").exists()
+                ):
                     found.append(folder)
             except (OSError, ValueError):
                 continue

@@ -1,8 +1,9 @@
 """A child process of the agent and the Unix-domain socket between them.
 
-The agent listens on a socket in its private 0700 directory, starts the child in a process group of its own with a log file of its own, and accepts one
-connection.  Frames are those of `libra_hpc.protocol.codec`.  The child exits when the socket closes, so no engine outlives its agent; the agent ends a
-child by its own process group, and learns of a child's death from the kernel, not from silence.
+The agent listens on a socket in its private 0700 directory, starts the child in a process group of its own with a log
+file of its own, and accepts one connection.  Frames are those of `libra_hpc.protocol.codec`.  The child exits when the
+socket closes, so no engine outlives its agent; the agent ends a child by its own process group, and learns of a child's
+death from the kernel, not from silence.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ LEAVE_S = 5.0
 def _ignore_job_signals() -> None:
     """Run in the child before it becomes the engine; ignored signals stay ignored across exec.
 
-    Slurm sends a job's signals to every process of a step, and an engine that dies of the notice to save could not save.
+    Slurm sends a job's signals to every process of a step, and an engine that dies of the notice to save could not
+    save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Child:
-    """One engine process.  `on_message` and `on_exit` are called in the agent's loop; `on_exit` exactly once, after the last message."""
+    """One engine process.  `on_message` and `on_exit` are called in the agent's loop; `on_exit` exactly once, after
+    the last message."""
 
     live: ClassVar[set[int]] = set()
     """Process ids of all children of this process that are not reaped."""
@@ -80,9 +83,16 @@ class Child:
         try:
             with log.open("ab", buffering=0) as output:
                 self._process = await asyncio.create_subprocess_exec(
-                    *argv, "--socket", str(self.socket_path), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                    env=environment, start_new_session=True, preexec_fn=_ignore_job_signals,
-                )  # fmt: skip
+                    *argv,
+                    "--socket",
+                    str(self.socket_path),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=_ignore_job_signals,
+                )
             Child.live.add(self._process.pid)
         finally:
             Child.starting -= 1
@@ -108,7 +118,8 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end_hung(self) -> None:
-        """End a child that makes no progress: its threads' stacks go to its log (`dump_on_request`), then SIGKILL; `on_exit` follows."""
+        """End a child that makes no progress: its threads' stacks go to its log (`dump_on_request`), then SIGKILL;
+        `on_exit` follows."""
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, DUMP_SIGNAL)
@@ -116,7 +127,8 @@ class Child:
             self.kill()
 
     async def stop(self, leave_s: float = LEAVE_S) -> None:
-        """Close the socket, which tells the child to leave, and SIGKILL it when it does not; returns when the process is gone."""
+        """Close the socket, which tells the child to leave, and SIGKILL it when it does not; returns when the
+        process is gone."""
         self.stopping = True
         if self._writer is not None:
             self._writer.close()
@@ -147,8 +159,11 @@ class Child:
             if isinstance(error, FrameError):
                 self.kill()
         except Exception as error:
-            # A defect of ours in the handler of a message: whoever runs the loop must hear of it, or the run would wait for an answer that was lost.
-            asyncio.get_running_loop().call_exception_handler({"message": f"a message of {self.socket_path.stem}", "exception": error})
+            # A defect of ours in the handler of a message: whoever runs the loop must hear of it, or the run would wait
+            # for an answer that was lost.
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"a message of {self.socket_path.stem}", "exception": error}
+            )
         finally:
             self._read_done.set()
             writer.close()

@@ -1,11 +1,14 @@
 """Deadlines on progress: how long an operation may take before whoever waits for it must act.
 
-- Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow once.
+- Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow
+  once.
 - Measured -> ``factor`` times the longest of the last `WINDOW` durations, and never less than ``floor_s``.
-- Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process, start another.
+- Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process,
+  start another.
 - Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends.
 - `GIVE_UP` in a row -> the run fails.
-- The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for nobody.
+- The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for
+  nobody.
 
 Pure: times are seconds of any monotonic clock, given as arguments.
 """
@@ -17,7 +20,8 @@ from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 WINDOW = 32
-"""Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after one."""
+"""Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after
+one."""
 GIVE_UP = 4
 """Operations of a name given up in a row that show that no limit will do: the last one had 8 times the first limit.
 Half: one slow start after another ends a run; double: nodes idle for days (128 times 900 s) before anybody is told."""

@@ -10,5 +10,6 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 
 def dump_on_request() -> None:
-    """Write the stacks of all threads to stderr at `DUMP_SIGNAL`.  The C handler needs no Python to run, so a blocked interpreter answers too."""
+    """Write the stacks of all threads to stderr at `DUMP_SIGNAL`.  The C handler needs no Python to run, so a
+    blocked interpreter answers too."""
     faulthandler.register(DUMP_SIGNAL, all_threads=True)

@@ -81,7 +81,8 @@ def _children_of(pid: int) -> set[int]:
 def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
     """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds.
 
-    Children in ``spared`` go on with all that is below them; they are not reaped, since whoever started them waits for them.
+    Children in ``spared`` go on with all that is below them; they are not reaped, since whoever started them waits for
+    them.
     """
     deadline = time.monotonic() + limit_s
     while left := [pid for pid in children().difference(spared) if not _reaped(pid)]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 MAX_STARTS = 3
-"""An engine that dies this often without ever becoming ready will not come up: once may be an accident of the node, thrice is the configuration."""
+"""An engine that dies this often without ever becoming ready will not come up: once may be an accident of the node,
+thrice is the configuration."""
 
 
 def engine_environment(base: Mapping[str, str], device: str, first: int, count: int, threads: int) -> dict[str, str]:

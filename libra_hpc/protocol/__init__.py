@@ -1,1 +1,2 @@
-"""Message schemas of everything that crosses a process boundary, one module per boundary, and of the trace that a run leaves.  Plain msgspec structs."""
+"""Message schemas of everything that crosses a process boundary, one module per boundary, and of the trace that a
+run leaves.  Plain msgspec structs."""

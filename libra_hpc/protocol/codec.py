@@ -1,8 +1,9 @@
 """Frames: how messages and arrays become bytes on a socket.
 
-A frame on a stream socket is a 4-byte little-endian length followed by one msgpack value, decoded against a closed union of structs: bytes from a
-peer can only become one of the listed messages, never code.  Arrays travel as raw little-endian bytes inside a message (int32 token ids, float32
-log-probabilities, uint8 masks): a 32k-token context then encodes in microseconds instead of milliseconds.
+A frame on a stream socket is a 4-byte little-endian length followed by one msgpack value, decoded against a closed
+union of structs: bytes from a peer can only become one of the listed messages, never code.  Arrays travel as raw
+little-endian bytes inside a message (int32 token ids, float32 log-probabilities, uint8 masks): a 32k-token context then
+encodes in microseconds instead of milliseconds.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class FrameBuffer:
 
 
 class EngineSocket(Generic[T]):
-    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls between two engine steps."""
+    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls between two engine
+    steps."""
 
     def __init__(self, path: str, inbound: Codec[Any], outbound: Codec[T]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,7 +138,8 @@ class EngineSocket(Generic[T]):
     def receive(self, timeout: float | None = None) -> Any | None:
         """Return the next message, or None when ``timeout`` seconds passed (None: wait for ever).
 
-        Raises `EOFError` when the agent closed the socket: the engine's cue to exit, so that no orphan survives its agent.
+        Raises `EOFError` when the agent closed the socket: the engine's cue to exit, so that no orphan survives its
+        agent.
         """
         while not self._pending:
             self._socket.settimeout(timeout)

@@ -1,4 +1,5 @@
-"""Rollout leader <-> environment host process (which runs the task's code and its sandboxed tools, never in the leader's own process)."""
+"""Rollout leader <-> environment host process (which runs the task's code and its sandboxed tools, never in the
+leader's own process)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Signal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenEpisode(msgspec.Struct, tag=True, frozen=True):
-    """Start sample ``sample`` of prompt number ``index`` of the data order; ``progress`` in [0, 1] is the run's, for a drifting mix."""
+    """Start sample ``sample`` of prompt number ``index`` of the data order; ``progress`` in [0, 1] is the run's, for
+    a drifting mix."""
 
     episode: str
     index: int
@@ -88,8 +90,8 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
     task: str
     step_limit_s: float = 0.0
-    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends overdue steps, whose tool
-    calls have limits of their own and may wait long for a free process; `HostAlive` says that it can."""
+    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends overdue steps,
+    whose tool calls have limits of their own and may wait long for a free process; `HostAlive` says that it can."""
     busy_s: float = 0.0
     """Longest time the task declares for a step or a tool: for so long its code may hold up `HostAlive`."""
 

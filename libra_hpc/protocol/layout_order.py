@@ -1,6 +1,8 @@
-"""What an operator orders of a running job, from the command line to rank 0: one JSON file in the run directory (`RunDir.order`).
+"""What an operator orders of a running job, from the command line to rank 0: one JSON file in the run directory
+(`RunDir.order`).
 
-The file system is shared and the file lies open, so it is decoded against this one schema and checked again by its reader.
+The file system is shared and the file lies open, so it is decoded against this one schema and checked again by its
+reader.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Agent <-> agent: the closed union of everything that crosses nodes.
 
-Names of the parties: the *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the lowest rank of
-component ``rollout``.  Every node's agent is a party too.  A message may be followed by one blob (raw bytes, see `libra_hpc.runtime.mesh`).
+Names of the parties: the *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the
+*rollout leader* the lowest rank of component ``rollout``.  Every node's agent is a party too.  A message may be
+followed by one blob (raw bytes, see `libra_hpc.runtime.mesh`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: the state the attempt starts from, decided once so that no two nodes see different files."""
+    """Coordinator -> agent: the state the attempt starts from, decided once so that no two nodes see different
+    files."""
 
     step: int
     checkpoint: str
@@ -50,7 +52,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: start the node's engine of this kind (``train`` | ``rollout``), or wake it from standby; answered by `EngineIsReady`."""
+    """Coordinator -> agent: start the node's engine of this kind (``train`` | ``rollout``), or wake it from standby;
+    answered by `EngineIsReady`."""
 
     kind: str
 
@@ -88,7 +91,8 @@ class Roles(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent of a node that was declared lost and is heard again: end all engines and say `Hello` once more."""
+    """Coordinator -> agent of a node that was declared lost and is heard again: end all engines and say `Hello` once
+    more."""
 
 
 class RankBack(msgspec.Struct, tag=True, frozen=True):
@@ -126,7 +130,8 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     """All ranks may go on from the newest checkpoint, if a restart is left."""
 
 
-# --- training -------------------------------------------------------------------------------------------------------------------------------
+# --- training
+# --------------------------------------------------------------------------------------------------
 
 
 class ToReplica(msgspec.Struct, tag=True, frozen=True):
@@ -143,7 +148,8 @@ class FromReplica(msgspec.Struct, tag=True, frozen=True):
 
 
 class FormGeneration(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: at the next step boundary, these ranks train together; a newer order replaces one not yet carried out."""
+    """Coordinator -> train leader: at the next step boundary, these ranks train together; a newer order replaces one
+    not yet carried out."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -180,7 +186,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     """Epoch seconds of the commit."""
 
 
-# --- experience -----------------------------------------------------------------------------------------------------------------------------
+# --- experience
+# --------------------------------------------------------------------------------------------------
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -208,7 +215,8 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
     """Of the batch's groups and of those it gave up."""
 
 
-# --- rollout --------------------------------------------------------------------------------------------------------------------------------
+# --- rollout
+# --------------------------------------------------------------------------------------------------
 
 
 class EngineUp(msgspec.Struct, tag=True, frozen=True):
@@ -268,7 +276,8 @@ class EngineVersion(msgspec.Struct, tag=True, frozen=True):
 
 
 Length = tuple[int, int, int, float, int, int]
-"""Of a finished trajectory: generated tokens, final context, turns, seconds in tools, index of its prompt, prompt tokens."""
+"""Of a finished trajectory: generated tokens, final context, turns, seconds in tools, index of its prompt, prompt
+tokens."""
 
 
 class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -314,7 +323,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Why no prompt is admitted at present, as a sentence (failures, no host, no engine); empty while prompts are."""
 
 
-# --- weights --------------------------------------------------------------------------------------------------------------------------------
+# --- weights
+# --------------------------------------------------------------------------------------------------
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):
@@ -326,7 +336,8 @@ class Publish(msgspec.Struct, tag=True, frozen=True):
 
 
 class WeightsWanted(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> train leader -> exporting train node: send ``rank`` the newest weights, if newer than ``have``."""
+    """Rollout node -> train leader -> exporting train node: send ``rank`` the newest weights, if newer than
+    ``have``."""
 
     rank: int
     have: int
@@ -341,10 +352,12 @@ class WeightsCurrent(msgspec.Struct, tag=True, frozen=True):
 class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
     """One piece of a weight file; the bytes follow as the message's blob.
 
-    ``relay`` lists the ranks behind the receiver: it forwards each chunk to the heads of the two halves of that list (a binomial tree), so the
-    sender's link carries two copies however many rollout nodes there are, and a dead node costs only its own subtree until that asks.
+    ``relay`` lists the ranks behind the receiver: it forwards each chunk to the heads of the two halves of that list (a
+    binomial tree), so the sender's link carries two copies however many rollout nodes there are, and a dead node costs
+    only its own subtree until that asks.
 
-    Without bytes it announces a version: the publisher sends one to every receiver, which asks when no chunk of it arrives.
+    Without bytes it announces a version: the publisher sends one to every receiver, which asks when no chunk of it
+    arrives.
     """
 
     version: int
@@ -357,11 +370,42 @@ class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
 
 
 MeshMessage = Union[
-    Hello, Welcome, Heartbeat, StartEngine, StandbyEngine, EngineIsReady, EngineDied, Roles, RankLost, RankBack, Reset, Log, StopAgent, Fatal,
-    ToReplica, FromReplica, FormGeneration, MemberJoined, StopTraining, TrainingFinished, StepReport,
-    Batch, Committed,
-    EngineUp, EngineDown, DrainTurns, TurnsDrained, Turns, TurnsDone, EngineLoad, EngineVersion, RolloutReport,
-    Publish, WeightsWanted, WeightsCurrent, WeightsChunk,
-]  # fmt: skip
+    Hello,
+    Welcome,
+    Heartbeat,
+    StartEngine,
+    StandbyEngine,
+    EngineIsReady,
+    EngineDied,
+    Roles,
+    RankLost,
+    RankBack,
+    Reset,
+    Log,
+    StopAgent,
+    Fatal,
+    ToReplica,
+    FromReplica,
+    FormGeneration,
+    MemberJoined,
+    StopTraining,
+    TrainingFinished,
+    StepReport,
+    Batch,
+    Committed,
+    EngineUp,
+    EngineDown,
+    DrainTurns,
+    TurnsDrained,
+    Turns,
+    TurnsDone,
+    EngineLoad,
+    EngineVersion,
+    RolloutReport,
+    Publish,
+    WeightsWanted,
+    WeightsCurrent,
+    WeightsChunk,
+]
 
 mesh: Codec[MeshMessage] = Codec(MeshMessage)

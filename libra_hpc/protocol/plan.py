@@ -1,4 +1,5 @@
-"""What the planner sees and what it answers.  Plain structs; times are seconds of one clock (``at``, ``since``), durations seconds, lengths tokens."""
+"""What the planner sees and what it answers.  Plain structs; times are seconds of one clock (``at``, ``since``),
+durations seconds, lengths tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class NodeFact(msgspec.Struct, frozen=True):
     component: str
     """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes ever move."""
     role: str
-    """A `libra_hpc.runtime.states.NodeState` value: ``starting`` | ``train`` | ``to_rollout`` | ``rollout`` | ``to_train`` | ``lost``."""
+    """A `libra_hpc.runtime.states.NodeState` value: ``starting`` | ``train`` | ``to_rollout`` | ``rollout`` |
+    ``to_train`` | ``lost``."""
     since: float
     """When it took this role."""
 
@@ -107,7 +109,8 @@ class QueueFact(msgspec.Struct, frozen=True):
 
 
 class PlanSnapshot(msgspec.Struct, frozen=True):
-    """Everything one decision is made from.  Lists are in order of time and may be sliding windows; the planner skips what is too old to count."""
+    """Everything one decision is made from.  Lists are in order of time and may be sliding windows; the planner
+    skips what is too old to count."""
 
     nodes: tuple[NodeFact, ...]
     steps: tuple[TrainStepFact, ...]
@@ -158,7 +161,8 @@ class PlanDecision(msgspec.Struct, frozen=True):
     numbers: dict[str, float]
     """The inputs: seconds unless the name says otherwise."""
     nodes: tuple[int, ...] = ()
-    """All ranks that should move, ``node`` first.  Who moves one at a time may do so: the next looks ask for the rest."""
+    """All ranks that should move, ``node`` first.  Who moves one at a time may do so: the next looks ask for the
+    rest."""
     candidates: tuple[Candidate, ...] = ()
     """The best five, best first."""
     triggers: tuple[str, ...] = ()
@@ -166,4 +170,5 @@ class PlanDecision(msgspec.Struct, frozen=True):
     layout: str = ""
     """With ``repartition``: the training layout and the rollout TP classes to change to."""
     changes: dict[str, Any] = {}
-    """With ``repartition``: dotted keys of the run file and their values, which say the same; empty where nodes cannot change places."""
+    """With ``repartition``: dotted keys of the run file and their values, which say the same; empty where nodes
+    cannot change places."""

@@ -1,7 +1,7 @@
 """Agent <-> vLLM engine process.
 
-Arrays: ``prompt`` and ``tokens`` are little-endian int32 bytes, ``logprobs`` float32 bytes (natural log, of the sampled token, *after* temperature and
-masks, i.e. of the distribution actually sampled from).
+Arrays: ``prompt`` and ``tokens`` are little-endian int32 bytes, ``logprobs`` float32 bytes (natural log, of the sampled
+token, *after* temperature and masks, i.e. of the distribution actually sampled from).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     """vLLM priority: lower is served first."""
     keep_s: float = 0.0
-    """Seconds after its end for which the request's KV cache is kept although nothing runs on it, as far as nothing else needs the room."""
+    """Seconds after its end for which the request's KV cache is kept although nothing runs on it, as far as nothing
+    else needs the room."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -34,7 +35,8 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Swap in the HF-named safetensors at ``path`` between two engine steps; running requests are recomputed under the new weights."""
+    """Swap in the HF-named safetensors at ``path`` between two engine steps; running requests are recomputed under
+    the new weights."""
 
     path: str
     version: int
@@ -71,7 +73,8 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
-    """Sent at most every 0.5 s while busy, once when the engine falls idle, and once a second while it is.  Counters are totals since start."""
+    """Sent at most every 0.5 s while busy, once when the engine falls idle, and once a second while it is.  Counters
+    are totals since start."""
 
     version: int
     running: int
@@ -107,7 +110,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """KV capacity of the replica in tokens."""
     start_s: float
     warm_up: tuple[EngineStats, ...] = ()
-    """Reports from before it was announced (`libra_hpc.rollout.engine.warm_up`), oldest first; the counters start anew after them."""
+    """Reports from before it was announced (`libra_hpc.rollout.engine.warm_up`), oldest first; the counters start
+    anew after them."""
 
 
 class WeightsApplied(msgspec.Struct, tag=True, frozen=True):

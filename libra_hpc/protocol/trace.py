@@ -1,10 +1,12 @@
-"""A trajectory as plain numbers: what a line of ``trajectories.jsonl`` or of a trace says, whoever wrote it, and what replays and policies make of it.
+"""A trajectory as plain numbers: what a line of ``trajectories.jsonl`` or of a trace says, whoever wrote it, and what
+replays and policies make of it.
 
-The rollout leader writes one line per finished trajectory; the simulator, the dry run and the planner read them as workloads, and a scheduling policy
-learns from them.  A line may have further fields (engine, versions, times), which are for people; readers ignore what they do not know.
+The rollout leader writes one line per finished trajectory; the simulator, the dry run and the planner read them as
+workloads, and a scheduling policy learns from them.  A line may have further fields (engine, versions, times), which
+are for people; readers ignore what they do not know.
 
-A start that goes back to a checkpoint appends a `Restart` line.  Lines before it of prompts that are not trained there were superseded, unless the start
-goes on with them.  `live_lines` leaves them out, and every reader goes through it.
+A start that goes back to a checkpoint appends a `Restart` line.  Lines before it of prompts that are not trained there
+were superseded, unless the start goes on with them.  `live_lines` leaves them out, and every reader goes through it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ WHERE_KNOWN = ("exit_code", "passed", "failed")
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
-    """One turn: the environment adds ``new_tokens``, the policy generates ``gen_tokens``, then calls ``tool`` (None on the last turn)."""
+    """One turn: the environment adds ``new_tokens``, the policy generates ``gen_tokens``, then calls ``tool`` (None
+    on the last turn)."""
 
     new_tokens: int
     """0 on the first turn, whose context is the prompt."""
@@ -38,7 +41,11 @@ class TurnRecord(msgspec.Struct, frozen=True):
 
     def line(self) -> dict[str, Any]:
         """The turn as it stands in a line."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None or name not in WHERE_KNOWN}
+        return {
+            name: value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value is not None or name not in WHERE_KNOWN
+        }
 
 
 class TrajectoryRecord(msgspec.Struct, frozen=True):
@@ -64,8 +71,11 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
 
 
 def signal_of(turn: TurnRecord, payload_tokens: int) -> Signal:
-    """What the tool at the end of ``turn`` said; its answer adds ``payload_tokens``.  An outcome that is not known counts as ``ok``."""
-    return Signal(turn.tool or "", turn.outcome or "ok", payload_tokens, turn.tool_s, turn.exit_code, turn.passed, turn.failed)
+    """What the tool at the end of ``turn`` said; its answer adds ``payload_tokens``.  An outcome that is not known
+    counts as ``ok``."""
+    return Signal(
+        turn.tool or "", turn.outcome or "ok", payload_tokens, turn.tool_s, turn.exit_code, turn.passed, turn.failed
+    )
 
 
 def signals_of(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
@@ -82,7 +92,8 @@ def signals_of(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """A start from a checkpoint: prompts below ``low`` and those in ``extra`` are trained there, trajectories in ``kept`` count on."""
+    """A start from a checkpoint: prompts below ``low`` and those in ``extra`` are trained there, trajectories in
+    ``kept`` count on."""
 
     step: int
     low: int
@@ -114,7 +125,11 @@ def live_lines(read: Callable[[], Iterable[bytes]]) -> Iterator[tuple[int, bytes
 
     ``read`` gives the lines from the beginning; it is called twice, so that a file need not be held in memory.
     """
-    restarts = [(number, found) for number, line in enumerate(read(), 1) if line.startswith(_MARK) and (found := _restart_of(line))]
+    restarts = [
+        (number, found)
+        for number, line in enumerate(read(), 1)
+        if line.startswith(_MARK) and (found := _restart_of(line))
+    ]
     marks = {number for number, _ in restarts}
     rules = [(number, one.low, frozenset(one.extra), frozenset(one.kept)) for number, one in restarts]
     for number, line in enumerate(read(), 1):
@@ -138,4 +153,6 @@ def _superseded(line: bytes, rules: Sequence[tuple[int, int, frozenset[int], fro
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     index = place.index
-    return index is not None and not all(index < low or index in extra or (index, place.sample) in kept for _, low, extra, kept in rules)
+    return index is not None and not all(
+        index < low or index in extra or (index, place.sample) in kept for _, low, extra, kept in rules
+    )

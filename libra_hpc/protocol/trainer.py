@@ -1,6 +1,7 @@
 """Agent <-> Megatron worker process (one process per device; the ``tp * pp`` processes of one node form one replica).
 
-The agent sends every message to all processes of the replica and takes the answer of local rank 0 once every process has answered.
+The agent sends every message to all processes of the replica and takes the answer of local rank 0 once every process
+has answered.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from .codec import Codec
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One finished trajectory as the trainer sees it; ``n`` tokens.
 
-    ``loss_mask`` marks the tokens the policy generated; ``logprobs`` are the behaviour log-probabilities, 0.0 where the mask is 0.
+    ``loss_mask`` marks the tokens the policy generated; ``logprobs`` are the behaviour log-probabilities, 0.0 where the
+    mask is 0.
     """
 
     uid: str
@@ -44,9 +46,11 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
-    """Gradients of this replica's share, summed over the generation, divided by ``total_tokens``, one optimizer step per minibatch.
+    """Gradients of this replica's share, summed over the generation, divided by ``total_tokens``, one optimizer step
+    per minibatch.
 
-    Every member gets the same ``step``, ``generation`` and ``total_tokens`` (loss tokens of each *global* minibatch) and its own samples.
+    Every member gets the same ``step``, ``generation`` and ``total_tokens`` (loss tokens of each *global* minibatch)
+    and its own samples.
     """
 
     step: int
@@ -56,7 +60,8 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
 
 
 class Export(msgspec.Struct, tag=True, frozen=True):
-    """Write the present weights to ``path`` as one HF-named safetensors file (atomic rename, by local rank 0) for the rollout engines."""
+    """Write the present weights to ``path`` as one HF-named safetensors file (atomic rename, by local rank 0) for
+    the rollout engines."""
 
     path: str
     """Chosen by the node's agent, in its shared memory; empty on the way there."""
@@ -202,9 +207,19 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, StopWorker]
 FromWorker = Union[
-    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, Loaded,
+    WorkerReady,
+    Joined,
+    StepDone,
+    Exported,
+    StepFailed,
+    Saved,
+    SaveFailed,
+    ExportFailed,
+    Warned,
+    Alive,
+    Loaded,
     WorkerError,
-]  # fmt: skip
+]
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)
 from_worker: Codec[FromWorker] = Codec(FromWorker)

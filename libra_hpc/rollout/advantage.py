@@ -1,4 +1,5 @@
-"""Group-normalised advantages (GRPO, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + `ADVANTAGE_EPS`) over the samples of one prompt."""
+"""Group-normalised advantages (GRPO, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + `ADVANTAGE_EPS`) over the
+samples of one prompt."""
 
 from __future__ import annotations
 

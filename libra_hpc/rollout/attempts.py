@@ -1,7 +1,8 @@
-"""The attempts of trajectories that failed: who waits for the next one, who may begin, and what the event log gets to see of it.
+"""The attempts of trajectories that failed: who waits for the next one, who may begin, and what the event log gets to
+see of it.
 
-Events: ``trajectory_failed`` (at most `EVENTS` in a minute; the next one after that has the number of those ``unsaid``), ``admission_paused``,
-``admission_resumed``.
+Events: ``trajectory_failed`` (at most `EVENTS` in a minute; the next one after that has the number of those
+``unsaid``), ``admission_paused``, ``admission_resumed``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Attempts:
         self._waiting[trajectory.index, trajectory.sample] = (now, trajectory)
 
     def begin(self, now: float) -> list[Trajectory]:
-        """Attempts that begin now: all that are due, or during a pause one as a probe, of the prompt that failed least."""
+        """Attempts that begin now: all that are due, or during a pause one as a probe, of the prompt that failed
+        least."""
         if self.book.paused:
             if not self._waiting or not self.book.may_probe(now):
                 return []
@@ -57,7 +59,8 @@ class Attempts:
         return [self._waiting.pop(key)[1] for key in due]
 
     def evaluate(self, running: int, now: float) -> int | None:
-        """Carry out what the failures call for; how many groups may be admitted now, None for as many as the staleness bound allows."""
+        """Carry out what the failures call for; how many groups may be admitted now, None for as many as the
+        staleness bound allows."""
         decision = self.book.evaluate(running, len(self._waiting), now)
         if decision is not None and decision.action == "fail":
             self._fail(decision.reason)
@@ -76,7 +79,13 @@ class Attempts:
             return
         self._said.append(now)
         self._log(
-            "trajectory_failed", trajectory=trajectory.episode, task=failure.task, prompt=failure.prompt, failure=failure.kind,
-            error=failure.error[:ERROR_CHARS], given_up=given_up, unsaid=self._unsaid,
-        )  # fmt: skip
+            "trajectory_failed",
+            trajectory=trajectory.episode,
+            task=failure.task,
+            prompt=failure.prompt,
+            failure=failure.kind,
+            error=failure.error[:ERROR_CHARS],
+            given_up=given_up,
+            unsaid=self._unsaid,
+        )
         self._unsaid = 0

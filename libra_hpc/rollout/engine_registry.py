@@ -1,7 +1,8 @@
 """The engines that accept turns, as the rollout leader knows them: who runs which turn, and what they have done.
 
-Load lives on the `libra_hpc.sched.board.Board`, which policies read; this is what policies have no use for: nodes, requests in flight, and the counters
-behind the report to the coordinator.  Every change that matters to a policy is passed on to the board here, and nowhere else.
+Load lives on the `libra_hpc.sched.board.Board`, which policies read; this is what policies have no use for: nodes,
+requests in flight, and the counters behind the report to the coordinator.  Every change that matters to a policy is
+passed on to the board here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -90,8 +91,14 @@ class EngineRegistry:
         return held.trajectory
 
     def drop(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        """Forget the turns of a trajectory that starts anew; returns (engine, request) of each: their answers will find nothing."""
-        found = [(name, rid) for name, engine in self.engines.items() for rid, held in engine.inflight.items() if held.trajectory is trajectory]
+        """Forget the turns of a trajectory that starts anew; returns (engine, request) of each: their answers will
+        find nothing."""
+        found = [
+            (name, rid)
+            for name, engine in self.engines.items()
+            for rid, held in engine.inflight.items()
+            if held.trajectory is trajectory
+        ]
         for name, rid in found:
             self.take(name, rid, counts=False)
         return found
@@ -114,8 +121,8 @@ class EngineRegistry:
     def admit(self, oldest: int) -> None:
         """Let the engines have turns that may have some.
 
-        One behind ``oldest``, the version that admission counts from, would sample tokens older than the staleness bound allows; it is left out until it
-        caught up.
+        One behind ``oldest``, the version that admission counts from, would sample tokens older than the staleness
+        bound allows; it is left out until it caught up.
         """
         for name, engine in self.engines.items():
             self._board.set_open(name, not engine.draining and self._board.engines[name].version >= oldest)
@@ -174,13 +181,20 @@ class EngineRegistry:
         return sum(speeds) / len(speeds) if speeds else 0.0
 
     def buckets(self, trajectories: Iterable[Trajectory]) -> tuple[tuple[int, int, int, int, float], ...]:
-        """(tp, engines, turns in flight, trajectories, largest KV use) per TP degree, ascending; a trajectory belongs to the engine of its last turn."""
+        """(tp, engines, turns in flight, trajectories, largest KV use) per TP degree, ascending; a trajectory
+        belongs to the engine of its last turn."""
         open_at: dict[int, int] = {}
         for trajectory in trajectories:
             view = self._board.engines.get(trajectory.engine)
             if view is not None:
                 open_at[view.tp] = open_at.get(view.tp, 0) + 1
         return tuple(
-            (c.tp, len(c.members), sum(view.inflight for view in c.members), open_at.get(c.tp, 0), max(view.kv_use for view in c.members))
+            (
+                c.tp,
+                len(c.members),
+                sum(view.inflight for view in c.members),
+                open_at.get(c.tp, 0),
+                max(view.kv_use for view in c.members),
+            )
             for c in self._board.classes
         )

@@ -1,11 +1,11 @@
 """The episodes of all trajectories in play, at their environment hosts.
 
-An episode is opened, gets the policy's turns, and answers each.  When a host dies its episodes are brought back in the one that follows it, and so are
-those of trajectories that a new start of all ranks took over in mid-course: their turns are played again (`replay`), and a turn that runs at an engine
-goes on meanwhile.
+An episode is opened, gets the policy's turns, and answers each.  When a host dies its episodes are brought back in the
+one that follows it, and so are those of trajectories that a new start of all ranks took over in mid-course: their turns
+are played again (`replay`), and a turn that runs at an engine goes on meanwhile.
 
-No context grows beyond the longest one that engines take.  An answer is clipped to the room that is left; when no token fits behind it the trajectory ends
-as ``truncated``, with reward 0.
+No context grows beyond the longest one that engines take.  An answer is clipped to the room that is left; when no token
+fits behind it the trajectory ends as ``truncated``, with reward 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from collections.abc import Callable
 from typing import Any
 
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, HostReady, OpenEpisode, StepEpisode, ToHost
+from libra_hpc.protocol.env import (
+    CloseEpisode,
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    HostAlive,
+    HostReady,
+    OpenEpisode,
+    StepEpisode,
+    ToHost,
+)
 
 from .replay import TurnReplay
 from .trajectory import Trajectory, unusable_reward
@@ -29,8 +39,9 @@ GRACE_S = 10.0
 class Environments:
     """Messages go out through ``send(host, message)``.
 
-    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason)``: its episode is lost and it is to be sampled
-    anew.  ``failed(trajectory, kind, error)``: this attempt failed.  ``progress(index)``: where its prompt stands in the run.
+    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason)``: its
+    episode is lost and it is to be sampled anew.  ``failed(trajectory, kind, error)``: this attempt failed.
+    ``progress(index)``: where its prompt stands in the run.
     """
 
     def __init__(
@@ -76,7 +87,10 @@ class Environments:
         trajectory.host = (trajectory.index * self._group_size + trajectory.sample) % len(self._up)
         if trajectory.prompt_tokens:
             self._replays[trajectory.episode] = TurnReplay(trajectory)
-        self._ask(trajectory, OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)))
+        self._ask(
+            trajectory,
+            OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)),
+        )
 
     def answer(self, trajectory: Trajectory) -> None:
         """Its turn is complete: the environment's move, as soon as it is where the trajectory is."""
@@ -91,12 +105,18 @@ class Environments:
     def watch(self) -> None:
         """Fail the attempts whose environment has not answered in time; about once a second."""
         now = self._clock()
-        late = [(self.episodes[episode], now - since, limit) for episode, (since, limit) in self._pending.items() if now - since > limit]
+        late = [
+            (self.episodes[episode], now - since, limit)
+            for episode, (since, limit) in self._pending.items()
+            if now - since > limit
+        ]
         for trajectory, waited_s, limit in late:
             # A host that is not up has no time to answer in; its start has a deadline of its own.
             if not self._up[trajectory.host]:
                 continue
-            self._failed(trajectory, "timeout", f"The environment has not answered for {waited_s:.0f} s (limit {limit:.0f} s).")
+            self._failed(
+                trajectory, "timeout", f"The environment has not answered for {waited_s:.0f} s (limit {limit:.0f} s)."
+            )
 
     def discount(self, seconds: float) -> None:
         """Nobody could read answers for so long."""
@@ -117,7 +137,11 @@ class Environments:
         if isinstance(message, HostReady):
             self._up[host] = True
             self._limits[host] = message.step_limit_s or self._limits[host]
-            self._pending |= {episode: (self._clock(), self._limits[host] + GRACE_S) for episode in self._pending if self.episodes[episode].host == host}
+            self._pending |= {
+                episode: (self._clock(), self._limits[host] + GRACE_S)
+                for episode in self._pending
+                if self.episodes[episode].host == host
+            }
             return
         if isinstance(message, HostAlive):
             return
@@ -150,8 +174,8 @@ class Environments:
     def on_down(self, host: int, reason: str) -> None:
         """A host died, and another follows it.
 
-        One of its episodes may have broken it, with a turn that it would be told again: of those it was working on, each is brought back once, then sampled
-        anew.
+        One of its episodes may have broken it, with a turn that it would be told again: of those it was working on,
+        each is brought back once, then sampled anew.
         """
         self._up[host] = False
         for trajectory in [t for t in self.episodes.values() if t.host == host]:
@@ -197,6 +221,6 @@ class Environments:
 
     def _no_room(self, trajectory: Trajectory) -> str:
         return (
-            f"The prompt has {trajectory.prompt_tokens} tokens and a turn at most {trajectory.max_tokens}; valid: at least 1 of each, with room for a token "
-            f"below rollout.max_model_len = {self._max_model_len}."
+            f"The prompt has {trajectory.prompt_tokens} tokens and a turn at most {trajectory.max_tokens}; valid: at"
+            f" least 1 of each, with room for a token below rollout.max_model_len = {self._max_model_len}."
         )

@@ -1,9 +1,12 @@
-"""Evaluation: sample a policy on a fixed set of episodes and average their rewards, with the task, sandbox and engine of the real run.
+"""Evaluation: sample a policy on a fixed set of episodes and average their rewards, with the task, sandbox and engine
+of the real run.
 
-The set is the task's own data order from `FIRST_INDEX` on, one sample per prompt, far beyond what training reaches; with a given task seed it is the same
-set for every policy.  The sampling temperature is 1 unless told otherwise, because that is the policy that was trained.
+The set is the task's own data order from `FIRST_INDEX` on, one sample per prompt, far beyond what training reaches;
+with a given task seed it is the same set for every policy.  The sampling temperature is 1 unless told otherwise,
+because that is the policy that was trained.
 
-``python -m libra_hpc.rollout.evaluate --policy FOLDER --config CONFIG.json [--episodes 512] [--progress 0.0]`` prints one JSON object.
+``python -m libra_hpc.rollout.evaluate --policy FOLDER --config CONFIG.json [--episodes 512] [--progress 0.0]`` prints
+one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +24,16 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, StepEpisode, from_host, to_host
+from libra_hpc.protocol.env import (
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    HostReady,
+    OpenEpisode,
+    StepEpisode,
+    from_host,
+    to_host,
+)
 from libra_hpc.protocol.rollout import Generate, Generated
 from libra_hpc.rollout.engine.offline import OfflineEngine
 from libra_hpc.rollout.engine.settings import EngineConfig
@@ -43,15 +55,24 @@ class _Open:
 class Evaluation:
     """One evaluation: ``episodes`` prompts at run progress ``progress``."""
 
-    def __init__(self, policy: str, config: RunConfig, episodes: int, progress: float, temperature: float, seed: int) -> None:
+    def __init__(
+        self, policy: str, config: RunConfig, episodes: int, progress: float, temperature: float, seed: int
+    ) -> None:
         self._config, self._episodes, self._progress, self._temperature = config, episodes, progress, temperature
         rollout = config.rollout
         self._engine = OfflineEngine(
             EngineConfig(
-                model=policy, dtype=config.model.dtype, max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
-                kv_cache_mb=rollout.kv_cache_mb, block_size=rollout.block_size, threads=rollout.threads, seed=seed, device=config.slurm.device,
+                model=policy,
+                dtype=config.model.dtype,
+                max_model_len=rollout.max_model_len,
+                max_num_seqs=rollout.max_num_seqs,
+                kv_cache_mb=rollout.kv_cache_mb,
+                block_size=rollout.block_size,
+                threads=rollout.threads,
+                seed=seed,
+                device=config.slurm.device,
             )
-        )  # fmt: skip
+        )
         self._open: dict[str, _Open] = {}
         self._results: list[dict[str, float]] = []
         self._host: Child | None = None
@@ -94,7 +115,9 @@ class Evaluation:
                 self._turn(episode)
             case EpisodeStepped(episode=episode, done=True, reward=reward, info=info):
                 state = self._open.pop(episode)
-                self._results.append({**info, "reward": reward, "turns": float(state.turns), "generated": float(state.generated)})
+                self._results.append(
+                    {**info, "reward": reward, "turns": float(state.turns), "generated": float(state.generated)}
+                )
             case EpisodeStepped(episode=episode, tokens=tokens):
                 context = self._open[episode].context
                 context.frombytes(tokens[: context.itemsize * (self._config.rollout.max_model_len - len(context))])
@@ -107,7 +130,9 @@ class Evaluation:
         room = min(state.max_tokens, self._config.rollout.max_model_len - len(state.context))
         if room <= 0:
             del self._open[episode]
-            self._results.append({"reward": 0.0, "truncated": 1.0, "turns": float(state.turns), "generated": float(state.generated)})
+            self._results.append(
+                {"reward": 0.0, "truncated": 1.0, "turns": float(state.turns), "generated": float(state.generated)}
+            )
             return
         self._engine.submit(Generate(episode, state.context.tobytes(), room, self._temperature, state.stop_ids))
 
@@ -147,7 +172,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=12345, help="of the engine's sampling")
     arguments = parser.parse_args()
     config = load_resolved(Path(arguments.config))
-    evaluation = Evaluation(arguments.policy, config, arguments.episodes, arguments.progress, arguments.temperature, arguments.seed)
+    evaluation = Evaluation(
+        arguments.policy, config, arguments.episodes, arguments.progress, arguments.temperature, arguments.seed
+    )
     print(json.dumps(asyncio.run(evaluation.run())), flush=True)
     evaluation.close()
 

@@ -1,17 +1,19 @@
 """Failed attempts of trajectories: how long each waits for the next one, when admission pauses, and when the run ends.
 
-- Attempt failed -> the trajectory waits 1, 2, 4, ... s (at most `LONGEST_S`); at its `MAX_STRIKES`-th failure it is given up.
-- More than ``max_share`` of the window failed -> pause: no prompt is admitted, and one attempt at a time (a *probe*) begins.
+- Attempt failed -> the trajectory waits 1, 2, 4, ... s (at most `LONGEST_S`); at its `MAX_STRIKES`-th failure it is
+  given up.
+- More than ``max_share`` of the window failed -> pause: no prompt is admitted, and one attempt at a time (a *probe*)
+  begins.
 - Probe failed -> the next one, of another prompt where one waits, comes after twice the time.
 - What led to a pause does not count against its trajectory; of the failures in a pause only those of probes do.
 - Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
 - Since the last failure so many attempts advanced that the failed ones are at most ``max_share`` of both -> resume.
 - Paused for ``patience_s`` in all, with no sound window and no attempt that advanced in between -> fail.
 
-The window has one entry a trajectory, how its newest attempt ended: of as many as are open, but at least `LEAST` and at most `WINDOW`.
-Attempts that advanced since the last failure count as well: slow successes weigh as much as fast failures.
-The window is judged from `ENOUGH` entries on, or when every open trajectory waits.
-The failures of one prompt alone never pause the others.
+The window has one entry a trajectory, how its newest attempt ended: of as many as are open, but at least `LEAST` and at
+most `WINDOW`. Attempts that advanced since the last failure count as well: slow successes weigh as much as fast
+failures. The window is judged from `ENOUGH` entries on, or when every open trajectory waits. The failures of one prompt
+alone never pause the others.
 
 Pure: times are seconds of any monotonic clock, given as arguments.
 """
@@ -32,7 +34,8 @@ PROMPTS = 2
 FIRST_S, LONGEST_S = 1.0, 60.0
 """Back-off: an outage of 15 s is over within two probes, one of an hour costs a probe a minute."""
 TEXTS, TEXT_CHARS = 256, 200
-"""Different error texts that are counted one by one, and how much of each: a text may contain a number that never repeats."""
+"""Different error texts that are counted one by one, and how much of each: a text may contain a number that never
+repeats."""
 
 Key = tuple[int, int]
 """(index of the prompt, sample)"""
@@ -72,13 +75,15 @@ class FailureBook:
         self._probed: Counter[int] = Counter()
         """Probes of this pause that failed, by prompt."""
         self._advanced: set[Key] = set()
-        """Running attempts that their environment answered well since the last failure; without probes and what failed before."""
+        """Running attempts that their environment answered well since the last failure; without probes and what
+        failed before."""
         self._probe_at = self._paused_at = self._paused_s = self._counted_at = 0.0
         self._delay_s = FIRST_S
         self._failed_at = float("-inf")
         self._resume = self._over = False
 
-    # --- what happened ----------------------------------------------------------------------------------------------------------------------
+    # --- what happened
+    # ----------------------------------------------------------------------------------------------
 
     def failed(self, key: Key, failure: Failure, now: float) -> float | None:
         """An attempt failed; seconds until the next one of this trajectory, None when it is given up."""
@@ -144,10 +149,12 @@ class FailureBook:
         if len(self._window) > WINDOW:
             self._window.popitem(last=False)
 
-    # --- what follows -----------------------------------------------------------------------------------------------------------------------
+    # --- what follows
+    # ----------------------------------------------------------------------------------------------
 
     def evaluate(self, running: int, waiting: int, now: float) -> Admission | None:
-        """What to do now, None for going on; ``running`` attempts are in play, ``waiting`` trajectories wait for their next one."""
+        """What to do now, None for going on; ``running`` attempts are in play, ``waiting`` trajectories wait for
+        their next one."""
         if not self.paused:
             recent = list(self._window.items())[-max(LEAST, running + waiting) :]
             return self._pause(recent, now) if self._outage(recent, running, waiting) else None
@@ -160,7 +167,11 @@ class FailureBook:
         if waiting and self.probe is None and not self._over and self._paused_s > self._patience_s:
             self._over = True
             sentence = self._sentence(list(self._window.items()))
-            return Admission("fail", f"{sentence} Admission was paused for {self._paused_s:.0f} s ([task] failed_patience_s = {self._patience_s:g}).")
+            return Admission(
+                "fail",
+                f"{sentence} Admission was paused for {self._paused_s:.0f} s ([task] failed_patience_s ="
+                f" {self._patience_s:g}).",
+            )
         return None
 
     def unable(self, now: float) -> None:
@@ -191,7 +202,13 @@ class FailureBook:
         self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
         self._strikes.clear()
         self._probed.clear()
-        self._paused_at, self._counted_at, self._probe_at, self.probe, self._resume = now, now, now + self._delay_s, None, False
+        self._paused_at, self._counted_at, self._probe_at, self.probe, self._resume = (
+            now,
+            now,
+            now + self._delay_s,
+            None,
+            False,
+        )
         return Admission("pause", self.paused)
 
     def _resumed(self, now: float, why: str) -> Admission:

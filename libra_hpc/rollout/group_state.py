@@ -11,20 +11,55 @@ from .trajectory import Trajectory
 
 RESERVED = (
     # of a batch, here and in the rollout leader
-    "reward", "reward_std", "trajectories", "staleness_mean", "staleness_max", "gen_tokens", "gen_tokens_p50", "gen_tokens_p95", "turns_p50", "turns_p95",
-    "context_p50", "failed", "retried", "rollout_s",
+    "reward",
+    "reward_std",
+    "trajectories",
+    "staleness_mean",
+    "staleness_max",
+    "gen_tokens",
+    "gen_tokens_p50",
+    "gen_tokens_p95",
+    "turns_p50",
+    "turns_p95",
+    "context_p50",
+    "failed",
+    "retried",
+    "rollout_s",
     # of the train leader
-    "generation", "replicas", "wait_s", "tokens", "step_s", "version", "loss", "grad_norm", "entropy", "ratio_mean", "ratio_truncated", "logprob_gap",
-    "skipped", "loss_tokens", "trained_tokens", "train_s", "train_wall_s", "reduce_s", "export_s", "train_tokens_per_s",
+    "generation",
+    "replicas",
+    "wait_s",
+    "tokens",
+    "step_s",
+    "version",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "ratio_mean",
+    "ratio_truncated",
+    "logprob_gap",
+    "skipped",
+    "loss_tokens",
+    "trained_tokens",
+    "train_s",
+    "train_wall_s",
+    "reduce_s",
+    "export_s",
+    "train_tokens_per_s",
     # of the coordinator
-    "t", "step", "rollout_nodes", "rollout_tokens_per_s", "expected_s",
-)  # fmt: skip
+    "t",
+    "step",
+    "rollout_nodes",
+    "rollout_tokens_per_s",
+    "expected_s",
+)
 """Columns of `metrics.jsonl`: a number of the task that has such a name gets `TASK_PREFIX` before it."""
 TASK_PREFIX = "task_"
 
 
 class GroupState:
-    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has finished or begun."""
+    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has
+    finished or begun."""
 
     __slots__ = ("begun", "done", "failed", "index", "missing", "open", "retried")
 
@@ -53,7 +88,8 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:
-    """Columns of `metrics.jsonl` that describe a batch: reward, lengths, staleness (versions between first sampling and training), the task's own numbers.
+    """Columns of `metrics.jsonl` that describe a batch: reward, lengths, staleness (versions between first sampling and
+    training), the task's own numbers.
 
     Averages are over all trajectories: a number that one of them lacks counts as 0.0 there.
     """

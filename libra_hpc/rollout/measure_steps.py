@@ -1,19 +1,21 @@
 """Measure the steps of one real engine, for the simulator and the planner.
 
-The engine runs in this process (`OfflineEngine`), so that one `poll` is one step and its time is the wall time of batching, model and sampling.  What
-a step did is known from what was submitted, and confirmed by the engine's own counters; a step that did not do exactly what was planned (a prompt split
-into chunks, a batch that did not form) is left out.  Three kinds are measured, in shuffled order so that a slow moment of the machine spreads over all:
+The engine runs in this process (`OfflineEngine`), so that one `poll` is one step and its time is the wall time of
+batching, model and sampling.  What a step did is known from what was submitted, and confirmed by the engine's own
+counters; a step that did not do exactly what was planned (a prompt split into chunks, a batch that did not form) is
+left out.  Three kinds are measured, in shuffled order so that a slow moment of the machine spreads over all:
 
 * decode: 1, 2, 4 ... sequences of short, middle and long context, `DECODE_STEPS` = 24 steps each;
 * prefill: one prompt alone, after no cached context or a longer one;
 * both: a prompt that joins a running batch.
 
-``python -m libra_hpc.rollout.measure_steps --config ENGINE.json --device NAME --model NAME --out FILE`` writes a calibration file
-(`libra_hpc.hardware.measured`); steps of other degrees in an existing file of the same device and model are kept, so one file holds all degrees of a
-machine.
+``python -m libra_hpc.rollout.measure_steps --config ENGINE.json --device NAME --model NAME --out FILE`` writes a
+calibration file (`libra_hpc.hardware.measured`); steps of other degrees in an existing file of the same device and
+model are kept, so one file holds all degrees of a machine.
 
-With ``--together`` it is one of several that share the machine: it says on stdout when its engine is up, measures once a line comes on stdin, reports its
-progress, and then keeps its engine loaded until stdin closes, so that no other measures a machine that is freer than a run's (`together` starts them).
+With ``--together`` it is one of several that share the machine: it says on stdout when its engine is up, measures once
+a line comes on stdin, reports its progress, and then keeps its engine loaded until stdin closes, so that no other
+measures a machine that is freer than a run's (`together` starts them).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ REPEATS = 3
 FILL = 0.9
 """Share of the KV cache a planned batch may use: no step is to preempt."""
 CHUNK = 256
-"""Prompt tokens a step computes at the least when there are so many: bounds how far the first sequences of a batch are when the last one joins."""
+"""Prompt tokens a step computes at the least when there are so many: bounds how far the first sequences of a batch
+are when the last one joins."""
 WARM_UP = 3
 """Decode rounds before anything is timed: allocators, caches, captured graphs."""
 SAYS = "calibrate:"
@@ -51,7 +54,8 @@ TOKENS = (3, 96)
 
 
 class MeasurementPlan(msgspec.Struct, frozen=True):
-    """One measurement: ``decodes`` sequences of ``length`` tokens run; ``prefill`` tokens after ``context`` cached ones join them."""
+    """One measurement: ``decodes`` sequences of ``length`` tokens run; ``prefill`` tokens after ``context`` cached
+    ones join them."""
 
     decodes: int = 0
     length: int = 0
@@ -93,7 +97,9 @@ class Calibrator:
         self._serial = 0
         self._tp = engine.engine.ready.tp
 
-    def measure(self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None) -> list[StepPoint]:
+    def measure(
+        self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[StepPoint]:
         """Every step of ``todo`` that did what was planned; ``progress`` hears of each plan."""
         self._random.shuffle(todo)
         for _ in range(WARM_UP):
@@ -137,7 +143,9 @@ class Calibrator:
         return points
 
     def _point(self, decodes: int, kv_tokens: int, step: tuple[float, int, int], context: int) -> StepPoint:
-        return StepPoint(tp=self._tp, decodes=decodes, kv_tokens=kv_tokens, prefill=step[2], context=context, seconds=step[0])
+        return StepPoint(
+            tp=self._tp, decodes=decodes, kv_tokens=kv_tokens, prefill=step[2], context=context, seconds=step[0]
+        )
 
     def _step(self) -> tuple[float, int, int] | None:
         """(seconds, tokens generated, prompt tokens computed) of one step; None when it was not the only one."""
@@ -170,7 +178,8 @@ class Calibrator:
 
 
 def calibrate(config: EngineConfig, device: str, model: str, together: bool = False) -> Calibration:
-    """Start the engine, measure it, end it; ``together`` as in the module.  Raises `UserError` for a model folder that cannot be served."""
+    """Start the engine, measure it, end it; ``together`` as in the module.  Raises `UserError` for a model folder
+    that cannot be served."""
     with OfflineEngine(config) as engine:
         ready = engine.engine.ready
         todo = list(plans(ready.max_model_len, config.max_num_seqs, ready.kv_tokens))
@@ -191,7 +200,8 @@ def _closed() -> bool:
 
 
 def earlier(path: Path, device: str, model: str) -> Calibration:
-    """What a calibration file holds already, nothing when there is none; raises `UserError` when it is of another device or model."""
+    """What a calibration file holds already, nothing when there is none; raises `UserError` when it is of another
+    device or model."""
     if not path.exists():
         return Calibration(device=device, model=model, kv_capacity={}, points=[])
     found = load(path)
@@ -212,7 +222,9 @@ def main() -> int:
     parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")
     parser.add_argument("--model", required=True, help="name of the model, likewise")
     parser.add_argument("--out", required=True, type=Path, help="calibration file; other degrees in it are kept")
-    parser.add_argument("--together", action="store_true", help="speak with the process that started this one and others")
+    parser.add_argument(
+        "--together", action="store_true", help="speak with the process that started this one and others"
+    )
     arguments = parser.parse_args()
     try:
         config, old = read_config(arguments.config), earlier(arguments.out, arguments.device, arguments.model)

@@ -1,4 +1,5 @@
-"""What the planner is told of trajectories: how long finished ones became, and how far the groups are that are not finished."""
+"""What the planner is told of trajectories: how long finished ones became, and how far the groups are that are not
+finished."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ from .trajectory import Trajectory
 def length_of(trajectory: Trajectory) -> Length:
     """Of a finished one."""
     tools = sum(turn.tool_s for turn in trajectory.turns)
-    return (trajectory.attained, len(trajectory.context), len(trajectory.turns), tools, trajectory.index, trajectory.prompt_tokens)
+    return (
+        trajectory.attained,
+        len(trajectory.context),
+        len(trajectory.turns),
+        tools,
+        trajectory.index,
+        trajectory.prompt_tokens,
+    )
 
 
 def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> tuple[OpenGroup, ...]:
     """Groups with trajectories in play, by index; those of which no prompt is known yet are left out.
 
-    Engines answer whole turns.  One that was sent ``s`` seconds ago counts as s / ``decode_s`` tokens, 0 while the speed (seconds per token) is unknown, and
-    never as more than it may generate.
+    Engines answer whole turns.  One that was sent ``s`` seconds ago counts as s / ``decode_s`` tokens, 0 while the
+    speed (seconds per token) is unknown, and never as more than it may generate.
     """
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in episodes:

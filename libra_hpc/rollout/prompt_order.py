@@ -1,6 +1,7 @@
 """Prompts in, global batches out: the data order under the staleness gate.
 
-It decides which prompt may start and which finished groups form the next batch; running the trajectories in between is the leader's business.
+It decides which prompt may start and which finished groups form the next batch; running the trajectories in between is
+the leader's business.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from .trajectory import Trajectory
 
 
 class PromptOrder:
-    """The data order of a run from (step, low, extra) on: indices below ``low`` and those in ``extra`` are trained or given up already.
+    """The data order of a run from (step, low, extra) on: indices below ``low`` and those in ``extra`` are trained or
+    given up already.
 
-    ``steps`` is the length of the whole run.  A prompt whose samples all fail is given up and the next one takes its place, so that every step has its batch;
-    the last prompt of the run is therefore not known before.  Times are seconds of any monotonic clock.  ``kept``: trajectories of untrained prompts from
-    before this start (`libra_hpc.rollout.recovered`).  They are admitted in their prompt's place, so that
-    the order of the data stays what it was, and only the rest
-    of the group is run.
+    ``steps`` is the length of the whole run.  A prompt whose samples all fail is given up and the next one takes its
+    place, so that every step has its batch; the last prompt of the run is therefore not known before.  Times are
+    seconds of any monotonic clock.  ``kept``: trajectories of untrained prompts from before this start
+    (`libra_hpc.rollout.recovered`).  They are admitted in their prompt's place, so that the order of the data stays
+    what it was, and only the rest of the group is run.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class PromptOrder:
         return min(1.0, index / max(1, self._total))
 
     def close(self, index: int, failed: bool = False) -> bool:
-        """One trajectory of a group ended, finished or ``failed`` for good; False when the whole group is given up with it."""
+        """One trajectory of a group ended, finished or ``failed`` for good; False when the whole group is given up
+        with it."""
         group = self.groups[index]
         group.open -= 1
         group.failed += failed
@@ -103,7 +106,8 @@ class PromptOrder:
         return given_up
 
     def next_batch(self) -> tuple[int, list[GroupState]] | None:
-        """The step and groups of the next batch, once, when the gate allows it; it may run ahead of the trainer by what eta admits.
+        """The step and groups of the next batch, once, when the gate allows it; it may run ahead of the trainer by what
+        eta admits.
 
         Every group has a finished trajectory.
         """

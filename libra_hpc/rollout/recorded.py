@@ -1,4 +1,5 @@
-"""A calibration from the engine steps that a run has recorded (``record_steps`` in its ``[rollout]``), all attempts and engines together."""
+"""A calibration from the engine steps that a run has recorded (``record_steps`` in its ``[rollout]``), all attempts
+and engines together."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def recorded(run: RunDir, device: str) -> Calibration:
         # The smallest cache is what every engine has.
         capacity[header.tp] = min(header.kv_tokens, capacity.get(header.tp, header.kv_tokens))
     if not any(points.values()):
-        raise UserError(f"{run.path} has no recorded engine steps; set rollout.record_steps = true in its run file before it starts.")
+        raise UserError(
+            f"{run.path} has no recorded engine steps; set rollout.record_steps = true in its run file before it"
+            " starts."
+        )
     model = Path(str(run.read_json(run.config).get("model", {}).get("path", ""))).name
     thinned = [point for steps in points.values() for point in steps[:: -(-len(steps) // MAX_POINTS)]]
     return Calibration(device=device, model=model, kv_capacity=capacity, points=thinned)

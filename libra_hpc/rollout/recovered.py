@@ -1,17 +1,19 @@
 """What of the trajectories of earlier starts counts for this one: a record of each, and the rules.
 
-All ranks start anew after a time limit, a crash, a requeue or a repartition, from the newest checkpoint, the one after step s.  A trajectory that is not
-trained there need not be sampled again, as far as it has come, when
+All ranks start anew after a time limit, a crash, a requeue or a repartition, from the newest checkpoint, the one after
+step s.  A trajectory that is not trained there need not be sampled again, as far as it has come, when
 
 * its prompt is not trained at s (else the weights have it already, and it counts nowhere),
 * its start made the same prompts: the digest of everything they depend on is the same (else reason ``configuration``),
-* all its tokens were sampled under weights that this start has: versions up to s, and, where earlier starts went back to a lower step after it was sampled, up
-  to the lowest of these, because what was trained beyond that step is not what was trained there later (``weights``),
+* all its tokens were sampled under weights that this start has: versions up to s, and, where earlier starts went back
+  to a lower step after it was sampled, up to the lowest of these, because what was trained beyond that step is not what
+  was trained there later (``weights``),
 * it can still be trained within the staleness bound: its first token is of version s - eta or later (``staleness``).
 
-A finished one is taken as it is.  One in mid-course goes on if its environment can be brought back (`libra_hpc.rollout.replay`).  Where a start ended without
-a word (a crash) there are no records of those, and they are drawn again; since it is the long ones that are cut off, the batches sampled around it then lean
-towards short trajectories, at most eta + 1 of them.
+A finished one is taken as it is.  One in mid-course goes on if its environment can be brought back
+(`libra_hpc.rollout.replay`).  Where a start ended without a word (a crash) there are no records of those, and they are
+drawn again; since it is the long ones that are cut off, the batches sampled around it then lean towards short
+trajectories, at most eta + 1 of them.
 
 Pure: records and positions in, trajectories out.
 """
@@ -57,7 +59,19 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, array_like=True):
         """The record of a trajectory, as far as it has come."""
         arrays = t.context.tobytes(), bytes(t.mask), t.logprobs.tobytes()
         place = t.place if t.place == "done" or t.place == "tool" else "before"
-        return cls(t.index, t.sample, t.attempt, t.prompt_id, t.prompt_tokens, *arrays, t.reward, t.info, tuple(t.turns), tuple(t.versions), place)
+        return cls(
+            t.index,
+            t.sample,
+            t.attempt,
+            t.prompt_id,
+            t.prompt_tokens,
+            *arrays,
+            t.reward,
+            t.info,
+            tuple(t.turns),
+            tuple(t.versions),
+            place,
+        )
 
     @property
     def sound(self) -> bool:
@@ -83,11 +97,17 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, array_like=True):
         return max(version for version, _ in self.versions)
 
     def trajectory(self) -> Trajectory:
-        """What training and its statistics need of it, or to go on with it; of finished ones the scheduler learns from ``trajectories.jsonl``."""
+        """What training and its statistics need of it, or to go on with it; of finished ones the scheduler learns
+        from ``trajectories.jsonl``."""
         t = Trajectory(self.index, self.sample, self.attempt)
         t.prompt_id, t.prompt_tokens, t.reward, t.info = self.prompt_id, self.prompt_tokens, self.reward, self.info
         t.context, t.mask, t.logprobs = array("i", self.tokens), bytearray(self.mask), array("f", self.logprobs)
-        t.turns, t.versions, t.first_version, t.attained = list(self.turns), list(self.versions), self.oldest, self.mask.count(1)
+        t.turns, t.versions, t.first_version, t.attained = (
+            list(self.turns),
+            list(self.versions),
+            self.oldest,
+            self.mask.count(1),
+        )
         t.place = self.place
         if self.place != "done":
             t.turn = list(t.context[len(t.context) - t.turns[-1].gen_tokens :])
@@ -119,8 +139,11 @@ class TrainedPrompts(msgspec.Struct, frozen=True):
         return index < self.low or index in self.extra
 
 
-def verdict(record: FinishedTrajectory, number: int, starts: Sequence[Start], position: TrainedPrompts, eta: int) -> str:
-    """Why a record of start ``number`` (from 0) does not count for the last of ``starts``, which is at ``position``; empty when it does."""
+def verdict(
+    record: FinishedTrajectory, number: int, starts: Sequence[Start], position: TrainedPrompts, eta: int
+) -> str:
+    """Why a record of start ``number`` (from 0) does not count for the last of ``starts``, which is at ``position``;
+    empty when it does."""
     if position.trained(record.index):
         return TRAINED
     if starts[number].digest != starts[-1].digest:
@@ -147,10 +170,15 @@ class Recovered(msgspec.Struct, frozen=True):
         begun = [trajectory for trajectory in both if trajectory.place != "done"]
         finished = Counter(trajectory.index for trajectory in kept)
         return {
-            "trajectories": len(kept), "groups": len(finished), "whole_groups": sum(count == group_size for count in finished.values()),
-            "tokens": sum(len(trajectory.context) for trajectory in kept), "generated_tokens": sum(trajectory.attained for trajectory in kept),
-            "unfinished": len(begun), "unfinished_tokens": sum(trajectory.attained for trajectory in begun), "dropped": dict(self.dropped),
-        }  # fmt: skip
+            "trajectories": len(kept),
+            "groups": len(finished),
+            "whole_groups": sum(count == group_size for count in finished.values()),
+            "tokens": sum(len(trajectory.context) for trajectory in kept),
+            "generated_tokens": sum(trajectory.attained for trajectory in kept),
+            "unfinished": len(begun),
+            "unfinished_tokens": sum(trajectory.attained for trajectory in begun),
+            "dropped": dict(self.dropped),
+        }
 
 
 def gather(found: Iterable[tuple[FinishedTrajectory | None, str]]) -> Recovered:

@@ -1,18 +1,22 @@
-"""The spool: trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all ranks goes on with them.
+"""The spool: trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all
+ranks goes on with them.
 
-Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a thread, to the newest *segment*: frames
-of a length, a CRC-32 and a msgpack value that decodes to a `libra_hpc.rollout.recovered.FinishedTrajectory` and
-to nothing else.  A reader stops at the first frame that is
-torn or damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its digest; a segment's name
-begins with the number of its start, and no start writes to another's.  What of it counts for a new start is `libra_hpc.rollout.recovered`'s to say.
+Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a
+thread, to the newest *segment*: frames of a length, a CRC-32 and a msgpack value that decodes to a
+`libra_hpc.rollout.recovered.FinishedTrajectory` and to nothing else.  A reader stops at the first frame that is torn or
+damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its
+digest; a segment's name begins with the number of its start, and no start writes to another's.  What of it counts for a
+new start is `libra_hpc.rollout.recovered`'s to say.
 
-A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is trained now, but not there, is needed only
-if it would count there: its tokens are of versions up to that checkpoint's.  So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed,
-and a segment without any is removed, within `TRIM_S` of the checkpoint.
+A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is
+trained now, but not there, is needed only if it would count there: its tokens are of versions up to that checkpoint's.
+So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed, and a segment without any is removed,
+within `TRIM_S` of the checkpoint.
 
-Cost: 9 bytes a token and some 130 a turn, 0.2 s of CPU per 1,000 trajectories of 20,000 tokens.  A batch of 2,048 such ones is 370 MB, at five minutes a batch
-1.2 MB/s; with eta = 1 up to 1.5 GB are needed at once.  When a file cannot be written (a full disk) the spool removes all it has, which is better than a
-checkpoint that finds no room, and begins again after `RETRY_S` with what finishes from then on.  A restart samples the rest again.
+Cost: 9 bytes a token and some 130 a turn, 0.2 s of CPU per 1,000 trajectories of 20,000 tokens.  A batch of 2,048 such
+ones is 370 MB, at five minutes a batch 1.2 MB/s; with eta = 1 up to 1.5 GB are needed at once.  When a file cannot be
+written (a full disk) the spool removes all it has, which is better than a checkpoint that finds no room, and begins
+again after `RETRY_S` with what finishes from then on.  A restart samples the rest again.
 
 `SEGMENT_BYTES`: few files for a large run; a small one has one of at most this size.
 """
@@ -41,7 +45,8 @@ from .trajectory import Trajectory
 SEGMENT_BYTES = 64 << 20
 TRIM_S = 10.0
 RETRY_S = 60.0
-"""Half: a full disk is filled again before anybody can make room; double: a restart soon after samples twice as much again."""
+"""Half: a full disk is filled again before anybody can make room; double: a restart soon after samples twice as much
+again."""
 STARTS = "starts.json"
 _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
@@ -83,12 +88,19 @@ def read_starts(folder: Path) -> list[Start]:
 
 
 class RecoveryLog:
-    """One start's spool, which raises no `OSError`.  `recover` comes first, `close` last; ``clock`` is monotonic seconds."""
+    """One start's spool, which raises no `OSError`.  `recover` comes first, `close` last; ``clock`` is monotonic
+    seconds."""
 
     failed = ""
     """Why nothing is kept at present; empty while it is."""
 
-    def __init__(self, folder: Path, position: Callable[[], TrainedPrompts], clock: Callable[[], float], segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        position: Callable[[], TrainedPrompts],
+        clock: Callable[[], float],
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
         self._trimmed_at = clock()
         self._needed: dict[Path, dict[int, int]] = {}
@@ -111,7 +123,9 @@ class RecoveryLog:
             self._give_up(error)
             return gather(())
 
-    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[FinishedTrajectory | None, str]]:
+    def _begin(
+        self, digest: str, position: TrainedPrompts, eta: int
+    ) -> Iterator[tuple[FinishedTrajectory | None, str]]:
         """Every record found, oldest first, with its verdict; none for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
         self._number = len(starts) - 1
@@ -129,7 +143,8 @@ class RecoveryLog:
                 path.unlink()
 
     def _list_starts(self) -> None:
-        # Before anything of this start is written: what the list does not have is a start whose weights would pass for those of another.
+        # Before anything of this start is written: what the list does not have is a start whose weights would pass for
+        # those of another.
         self._folder.mkdir(exist_ok=True)
         write_atomic(self._folder / STARTS, msgspec.json.encode(self._starts) + b"\n")
 
@@ -200,13 +215,14 @@ class RecoveryLog:
         try:
             position = self._position()
         except (OSError, ValueError):
-            return  # a checkpoint that cannot be read now: what is needed is unknown, and this is no fault of the spool's files
+            # The checkpoint cannot be read now, so what is needed is unknown; the log's own files are sound.
+            return
         self._committed = {index for index in self._committed if not position.trained(index)}
         for path, groups in list(self._needed.items()):
             needed = any(
                 not position.trained(index) and (index not in self._committed or version <= position.step)
                 for index, version in groups.items()
-            )  # fmt: skip
+            )
             if not needed and (self._handle is None or path != self._path):
                 path.unlink(missing_ok=True)
                 del self._needed[path]

@@ -1,8 +1,10 @@
-"""An environment brought back: the turns of a trajectory are played again in a new episode, as long as it answers as it did.
+"""An environment brought back: the turns of a trajectory are played again in a new episode, as long as it answers as it
+did.
 
-The policy's tokens are the expensive part of a trajectory, and the leader has them; what is gone with an environment host, or with all ranks, is the state of
-the tools.  So an episode of the same prompt and sample is opened, and gets the turns of the record one after the other.  When the prompt and every answer
-are token for token those of the record, the environment is where it was, and the trajectory goes on from there.  At the first difference (tools that look at a
+The policy's tokens are the expensive part of a trajectory, and the leader has them; what is gone with an environment
+host, or with all ranks, is the state of the tools.  So an episode of the same prompt and sample is opened, and gets the
+turns of the record one after the other.  When the prompt and every answer are token for token those of the record, the
+environment is where it was, and the trajectory goes on from there.  At the first difference (tools that look at a
 clock, a random number or the world) it is sampled anew from its prompt.
 
 Only answers are compared: what an environment keeps to itself may differ, and counts as the same.
@@ -16,7 +18,8 @@ from .trajectory import Trajectory
 
 
 class TurnReplay:
-    """Of one trajectory, which may go on to grow meanwhile: its turns that have been answered when this is made are played."""
+    """Of one trajectory, which may go on to grow meanwhile: its turns that have been answered when this is made are
+    played."""
 
     __slots__ = ("_at", "_past", "_turn", "_turns")
 

@@ -1,12 +1,14 @@
-"""The rollout leader: admits prompts under the staleness gate, runs the trajectory loops, and asks the scheduling policy where every turn goes.
+"""The rollout leader: admits prompts under the staleness gate, runs the trajectory loops, and asks the scheduling
+policy where every turn goes.
 
-It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained.  A trajectory alternates between three
-places: an environment host (a tool runs; no engine slot is held), the dispatcher's queue, and an engine.  Whatever dies, the token-level record here
-is complete up to the last answer, so a lost engine costs the running turns only (they are sent again elsewhere), and the episodes of a lost environment host
-are brought back by playing their turns again (`environments`).
+It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained.  A
+trajectory alternates between three places: an environment host (a tool runs; no engine slot is held), the dispatcher's
+queue, and an engine.  Whatever dies, the token-level record here is complete up to the last answer, so a lost engine
+costs the running turns only (they are sent again elsewhere), and the episodes of a lost environment host are brought
+back by playing their turns again (`environments`).
 
-Queue, board and policy are those the simulator drives.  Work is coalesced: answers that arrive together are routed together, once per pass of the event
-loop.
+Queue, board and policy are those the simulator drives.  Work is coalesced: answers that arrive together are routed
+together, once per pass of the event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ MAX_OVERDUE = 3
 
 
 class RolloutLeader:
-    """See the module docstring.  Inputs are the ``on_*`` methods; outputs go through ``send`` (mesh), ``to_host``, ``ended`` and ``routed``."""
+    """See the module docstring.  Inputs are the ``on_*`` methods; outputs go through ``send`` (mesh), ``to_host``,
+    ``ended`` and ``routed``."""
 
     def __init__(
         self,
@@ -85,13 +88,19 @@ class RolloutLeader:
         self._rid = self.resubmitted = 0
         self._lengths: list[Length] = []
 
-    # --- data order -------------------------------------------------------------------------------------------------------------------------
+    # --- data order
+    # ----------------------------------------------------------------------------------------------
 
-    def on_position(self, step: int, low: int, extra: tuple[int, ...], kept: Mapping[int, Sequence[Trajectory]] | None = None) -> None:
-        """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept`` (by prompt) is sampled again."""
+    def on_position(
+        self, step: int, low: int, extra: tuple[int, ...], kept: Mapping[int, Sequence[Trajectory]] | None = None
+    ) -> None:
+        """Where the data order stands: nothing below ``low``, nothing in ``extra``, and no trajectory in ``kept``
+        (by prompt) is sampled again."""
         algorithm, in_order = self._config.algorithm, self._config.algorithm.batch_order == "data"
         gate = StalenessGate(algorithm.eta, algorithm.prompts_per_step, self._config.max_open_groups, step, in_order)
-        self._supply = PromptOrder(gate, step, low, extra, self._config.run.steps, algorithm.group_size, kept or {}, self._log)
+        self._supply = PromptOrder(
+            gate, step, low, extra, self._config.run.steps, algorithm.group_size, kept or {}, self._log
+        )
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
@@ -123,7 +132,8 @@ class RolloutLeader:
         assert self._supply is not None
         return self._supply.progress(index)
 
-    # --- environment hosts ------------------------------------------------------------------------------------------------------------------
+    # --- environment hosts
+    # ------------------------------------------------------------------------------------------------------------------
 
     def on_host(self, host: int, message: Any) -> None:
         """A message of an environment host."""
@@ -139,7 +149,8 @@ class RolloutLeader:
         """Trajectories in mid-course that have generated something: what a new start of all ranks can go on with."""
         return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
 
-    # --- turns ------------------------------------------------------------------------------------------------------------------------------
+    # --- turns
+    # ----------------------------------------------------------------------------------------------
 
     def _answered(self, trajectory: Trajectory) -> None:
         self._attempts.book.advanced((trajectory.index, trajectory.sample))
@@ -191,11 +202,14 @@ class RolloutLeader:
             self._send(rank, Turns(tuple(items)))
 
     def _rebalance(self) -> None:
-        """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its partial output."""
+        """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its
+        partial output."""
         for move in self._queue.rebalance(self._fleet.running(self._view), self._clock()):
             rid = self._fleet.request(move.source, move.trajectory)
             self._abort(move.source, rid)
-            self._log("turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason)
+            self._log(
+                "turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason
+            )
 
     def _abort(self, engine: str, rid: str) -> None:
         self._send(self._fleet.engines[engine].rank, Turns(((engine, Abort(rid)),)))
@@ -203,7 +217,10 @@ class RolloutLeader:
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
         for name, generated in items:
-            overdue, nothing = self._fleet.turns.overdue((name, generated.rid)), generated.finish == "abort" and not generated.tokens
+            overdue, nothing = (
+                self._fleet.turns.overdue((name, generated.rid)),
+                generated.finish == "abort" and not generated.tokens,
+            )
             trajectory = self._fleet.take(name, generated.rid, counts=not nothing)
             if trajectory is None:
                 continue
@@ -266,7 +283,8 @@ class RolloutLeader:
         self._begin(Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1), now)
 
     def _failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
-        """This attempt failed: try again later, or let the group go on without the trajectory, or give the group up with its last one."""
+        """This attempt failed: try again later, or let the group go on without the trajectory, or give the group up
+        with its last one."""
         now, supply, index = self._clock(), self._supply, trajectory.index
         assert supply is not None
         self._environments.close(trajectory)
@@ -276,9 +294,15 @@ class RolloutLeader:
             supply.groups[index].retried += 1
         elif not supply.close(index, failed=True):
             self._attempts.book.settled(index)
-            self._log("prompt_given_up", index=index, prompt=prompt, reason=f"All its trajectories failed, the last one with: {error}")
+            self._log(
+                "prompt_given_up",
+                index=index,
+                prompt=prompt,
+                reason=f"All its trajectories failed, the last one with: {error}",
+            )
 
-    # --- the end of a trajectory ------------------------------------------------------------------------------------------------------------
+    # --- the end of a trajectory
+    # ------------------------------------------------------------------------------------------------------------
 
     def _finish(self, trajectory: Trajectory) -> None:
         if not trajectory.attained:
@@ -300,11 +324,14 @@ class RolloutLeader:
         while self._supply is not None and (due := self._supply.next_batch()):
             step, groups = due
             stats = batch_stats(groups, step - 1)
-            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, len(self._fleet.engines))
+            stats["rollout_s"] = (
+                stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, len(self._fleet.engines))
+            )
             composed = tuple(group.to_group() for group in groups)
             self._send(self._train_leader, Batch(step, composed, stats, self._supply.take_given_up()))
 
-    # --- engines ----------------------------------------------------------------------------------------------------------------------------
+    # --- engines
+    # ----------------------------------------------------------------------------------------------
 
     def on_engine_up(self, up: EngineUp) -> None:
         """An engine accepts turns."""
@@ -363,10 +390,12 @@ class RolloutLeader:
         """Counters of an engine."""
         self._fleet.load(name, stats)
 
-    # --- deadlines --------------------------------------------------------------------------------------------------------------------------
+    # --- deadlines
+    # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Fail steps of environments that have not ended in time, and send overdue turns elsewhere; about once a second."""
+        """Fail steps of environments that have not ended in time, and send overdue turns elsewhere; about once a
+        second."""
         self._environments.watch()
         for action, engine, rid, sentence in self._fleet.turns.evaluate(self._clock()):
             if action == "slow":
@@ -383,7 +412,8 @@ class RolloutLeader:
         self._environments.discount(seconds)
         self._fleet.turns.discount(seconds)
 
-    # --- reports ----------------------------------------------------------------------------------------------------------------------------
+    # --- reports
+    # ----------------------------------------------------------------------------------------------
 
     def report(self) -> RolloutReport:
         """What happened since the last report."""
@@ -393,8 +423,23 @@ class RolloutLeader:
         fleet, supply, episodes, now = self._fleet, self._supply, self._environments.episodes.values(), self._clock()
         ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
         return RolloutReport(
-            len(episodes) + len(self._attempts), len(self._queue), fleet.inflight, sum(1 for t in episodes if t.place == "tool"), ready, outstanding,
-            self.resubmitted, supply.blocked_share(now) if supply else 0.0, fleet.generated, fleet.prefilled, fleet.busy_s, fleet.decode_s(),
-            fleet.buckets(episodes), lengths, open_groups(episodes, now, fleet.decode_s()),
-            self._attempts.book.counts, self._attempts.book.paused or self._environments.missing or ("" if fleet.engines else "No engine accepts turns."),
-        )  # fmt: skip
+            len(episodes) + len(self._attempts),
+            len(self._queue),
+            fleet.inflight,
+            sum(1 for t in episodes if t.place == "tool"),
+            ready,
+            outstanding,
+            self.resubmitted,
+            supply.blocked_share(now) if supply else 0.0,
+            fleet.generated,
+            fleet.prefilled,
+            fleet.busy_s,
+            fleet.decode_s(),
+            fleet.buckets(episodes),
+            lengths,
+            open_groups(episodes, now, fleet.decode_s()),
+            self._attempts.book.counts,
+            self._attempts.book.paused
+            or self._environments.missing
+            or ("" if fleet.engines else "No engine accepts turns."),
+        )

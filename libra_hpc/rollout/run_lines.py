@@ -1,10 +1,11 @@
 """What the rollout leader leaves behind: the lines of `trajectories.jsonl` and `decisions.jsonl`.
 
-A trajectory's line is a `libra_hpc.protocol.trace.TrajectoryRecord`, so that a user can replay their own run in the simulator; its other fields are for
-people; ``clipped`` are the tokens of its last answer for which the context had no room.
+A trajectory's line is a `libra_hpc.protocol.trace.TrajectoryRecord`, so that a user can replay their own run in the
+simulator; its other fields are for people; ``clipped`` are the tokens of its last answer for which the context had no
+room.
 
-A decision's line says which turn of which trajectory went where, the policy's reason and the numbers it rests on.  Times are epoch seconds,
-durations seconds.
+A decision's line says which turn of which trajectory went where, the policy's reason and the numbers it rests on.
+Times are epoch seconds, durations seconds.
 """
 
 from __future__ import annotations
@@ -39,18 +40,36 @@ def trace_line(ended: TrajectoryEnd) -> dict[str, Any]:
     """The line of a finished trajectory."""
     trajectory = ended.trajectory
     return {
-        "prompt_id": trajectory.prompt_id, "sample": trajectory.sample, "prompt_tokens": trajectory.prompt_tokens,
+        "prompt_id": trajectory.prompt_id,
+        "sample": trajectory.sample,
+        "prompt_tokens": trajectory.prompt_tokens,
         "turns": [turn.line() | {"tool_s": round(turn.tool_s, 6)} for turn in trajectory.turns],
-        "reward": trajectory.reward, "index": trajectory.index, "attempt": trajectory.attempt, "info": trajectory.info, "versions": trajectory.versions,
-        "clipped": trajectory.clipped, "started_at": ended.at - ended.seconds, "finished_at": ended.at,
-    }  # fmt: skip
+        "reward": trajectory.reward,
+        "index": trajectory.index,
+        "attempt": trajectory.attempt,
+        "info": trajectory.info,
+        "versions": trajectory.versions,
+        "clipped": trajectory.clipped,
+        "started_at": ended.at - ended.seconds,
+        "finished_at": ended.at,
+    }
 
 
 def decision_line(routed: Routed) -> dict[str, Any]:
     """The line of a routed turn."""
     turn, decision = routed.turn, routed.decision
     return {
-        "t": routed.at, "trajectory": turn.trajectory, "prompt_id": turn.prompt_id, "turn": turn.turns, "engine": decision.engine, "from": turn.engine,
-        "level": decision.level, "priority": decision.priority, "reason": decision.reason, "numbers": dict(decision.numbers),
-        "context_tokens": turn.context_tokens, "waited_s": round(routed.waited_s, 6), "keep_s": decision.keep_s,
-    }  # fmt: skip
+        "t": routed.at,
+        "trajectory": turn.trajectory,
+        "prompt_id": turn.prompt_id,
+        "turn": turn.turns,
+        "engine": decision.engine,
+        "from": turn.engine,
+        "level": decision.level,
+        "priority": decision.priority,
+        "reason": decision.reason,
+        "numbers": dict(decision.numbers),
+        "context_tokens": turn.context_tokens,
+        "waited_s": round(routed.waited_s, 6),
+        "keep_s": decision.keep_s,
+    }

@@ -1,7 +1,8 @@
-"""Calibrate several engines of one machine at once: what each takes while the others work, which is what a run will see.
+"""Calibrate several engines of one machine at once: what each takes while the others work, which is what a run will
+see.
 
-Each engine is a process of its own (`libra_hpc.rollout.measure_steps` with ``--together``).  They begin when all are up, and stay loaded until the last one has
-measured.  An engine alone is the case of one.
+Each engine is a process of its own (`libra_hpc.rollout.measure_steps` with ``--together``).  They begin when all are
+up, and stay loaded until the last one has measured.  An engine alone is the case of one.
 """
 
 from __future__ import annotations
@@ -43,11 +44,25 @@ class _Part:
         self._rest = b""
         path = folder / f"{number}.config.json"
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(config, seed=config.seed + number)))
-        command = [sys.executable, "-m", "libra_hpc.rollout.measure_steps", "--config", str(path), "--device", device, "--model", model]
+        command = [
+            sys.executable,
+            "-m",
+            "libra_hpc.rollout.measure_steps",
+            "--config",
+            str(path),
+            "--device",
+            device,
+            "--model",
+            model,
+        ]
         environment = engine_environment(os.environ, config.device, number * config.tp, config.tp, config.threads)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--out", str(self.out), "--together"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+                [*command, "--out", str(self.out), "--together"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
             )
 
     @property
@@ -92,7 +107,9 @@ class _Part:
         text = self.log.read_text(errors="replace").strip()
         if code == UserError.exit_code and text:
             return UserError(text.splitlines()[-1])
-        return OperationError(f"The engine ended with {code} before it was measured: {text[-QUOTED:] or 'it said nothing'}")
+        return OperationError(
+            f"The engine ended with {code} before it was measured: {text[-QUOTED:] or 'it said nothing'}"
+        )
 
     def kill(self) -> None:
         """End it, whatever it does."""
@@ -102,10 +119,13 @@ class _Part:
         self.stdout.close()
 
 
-def together(config: EngineConfig, engines: int, device: str, model: str, progress: Progress = lambda what, done, total: None) -> Calibration:
+def together(
+    config: EngineConfig, engines: int, device: str, model: str, progress: Progress = lambda what, done, total: None
+) -> Calibration:
     """Measure ``engines`` engines of one configuration at once; their steps are those of one calibration.
 
-    On CUDA the n-th engine has the n-th ``tp`` devices.  Raises `UserError` for a model that cannot be served, `OperationError` when an engine fails.
+    On CUDA the n-th engine has the n-th ``tp`` devices.  Raises `UserError` for a model that cannot be served,
+    `OperationError` when an engine fails.
     """
     check_config(config)
     parts: list[_Part] = []
@@ -149,4 +169,6 @@ def _until(parts: Sequence[_Part], reached: Callable[[_Part], bool], heard: Call
 def _merged(found: Sequence[Calibration]) -> Calibration:
     # The smallest cache is what every engine has.
     capacity = {tp: min(one.kv_capacity[tp] for one in found) for tp in found[0].kv_capacity}
-    return msgspec.structs.replace(found[0], kv_capacity=capacity, points=[point for one in found for point in one.points])
+    return msgspec.structs.replace(
+        found[0], kv_capacity=capacity, points=[point for one in found for point in one.points]
+    )

@@ -24,17 +24,47 @@ class ServedTurn(TurnRecord, frozen=True):
 
 
 Place = Literal["waiting", "engine", "tool", "before", "done"]
-"""In the dispatcher's queue; at an engine; at its environment; in mid-course when a new start of all ranks took it over; finished."""
+"""In the dispatcher's queue; at an engine; at its environment; in mid-course when a new start of all ranks took it
+over; finished."""
 
 
 class Trajectory:
-    """Mutable state of one sample of a group.  `context` is int32, `mask` uint8 (1: the policy generated it), `logprobs` float32, all of one length."""
+    """Mutable state of one sample of a group.  `context` is int32, `mask` uint8 (1: the policy generated it),
+    `logprobs` float32, all of one length."""
 
     __slots__ = (
-        "at_signal", "attempt", "attained", "clipped", "context", "engine", "episode", "errors", "first_version", "host", "index", "info", "logprobs", "mask",
-        "max_tokens", "overdue", "place", "prompt_id", "prompt_tokens", "ready_at", "replays", "reward", "sample", "sent_at", "signals", "started_at",
-        "stepped_at", "stop_ids", "turn", "turns", "versions",
-    )  # fmt: skip
+        "at_signal",
+        "attempt",
+        "attained",
+        "clipped",
+        "context",
+        "engine",
+        "episode",
+        "errors",
+        "first_version",
+        "host",
+        "index",
+        "info",
+        "logprobs",
+        "mask",
+        "max_tokens",
+        "overdue",
+        "place",
+        "prompt_id",
+        "prompt_tokens",
+        "ready_at",
+        "replays",
+        "reward",
+        "sample",
+        "sent_at",
+        "signals",
+        "started_at",
+        "stepped_at",
+        "stop_ids",
+        "turn",
+        "turns",
+        "versions",
+    )
 
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
         self.index, self.sample, self.attempt, self.host = index, sample, attempt, host
@@ -70,7 +100,8 @@ class Trajectory:
         return min(self.max_tokens - len(self.turn), max_model_len - len(self.context))
 
     def add_environment(self, tokens: bytes) -> None:
-        """Append tokens the policy did not generate (int32 bytes; the prompt, then answers of tools), and open the next turn."""
+        """Append tokens the policy did not generate (int32 bytes; the prompt, then answers of tools), and open the
+        next turn."""
         count = len(tokens) // self.context.itemsize
         self.context.frombytes(tokens)
         self.mask.extend(bytes(count))
@@ -99,29 +130,53 @@ class Trajectory:
     def add_signal(self, signal: Signal) -> None:
         """Note what the tool at the end of the last turn said."""
         self.turns[-1] = replace(
-            self.turns[-1], tool=signal.tool, outcome=signal.outcome, tool_s=signal.seconds, exit_code=signal.exit_code, passed=signal.passed,
+            self.turns[-1],
+            tool=signal.tool,
+            outcome=signal.outcome,
+            tool_s=signal.seconds,
+            exit_code=signal.exit_code,
+            passed=signal.passed,
             failed=signal.failed,
-        )  # fmt: skip
+        )
         self.signals.append(signal)
         self.at_signal.append(self.attained)
 
     def view(self, task: str, max_context: int) -> TurnView:
         """The turn that needs an engine now, as the scheduler sees it."""
         return TurnView(
-            self.episode, self.prompt_id, self.sample, task, len(self.context), self.attained, len(self.turns) - 1, self.ready_at, self.engine,
-            tuple(self.signals), max_context,
-        )  # fmt: skip
+            self.episode,
+            self.prompt_id,
+            self.sample,
+            task,
+            len(self.context),
+            self.attained,
+            len(self.turns) - 1,
+            self.ready_at,
+            self.engine,
+            tuple(self.signals),
+            max_context,
+        )
 
     def finished(self, task: str) -> Finished:
         """The whole, for the scheduler to learn from."""
         return Finished(
-            self.episode, self.prompt_id, self.sample, task, self.attained, len(self.turns), tuple(self.at_signal), tuple(self.signals),
-            self.versions[-1][0] if self.versions else 0, len(self.context),
-        )  # fmt: skip
+            self.episode,
+            self.prompt_id,
+            self.sample,
+            task,
+            self.attained,
+            len(self.turns),
+            tuple(self.at_signal),
+            tuple(self.signals),
+            self.versions[-1][0] if self.versions else 0,
+            len(self.context),
+        )
 
     def sample_for_training(self, advantage: float) -> Sample:
         """The trainer's view."""
-        return Sample(f"{self.index}.{self.sample}", self.context.tobytes(), bytes(self.mask), self.logprobs.tobytes(), advantage)
+        return Sample(
+            f"{self.index}.{self.sample}", self.context.tobytes(), bytes(self.mask), self.logprobs.tobytes(), advantage
+        )
 
 
 LARGEST_REWARD = 3.4e38
@@ -131,7 +186,9 @@ LARGEST_REWARD = 3.4e38
 def unusable(generated: Generated) -> str:
     """Why an engine's answer cannot be trained on; empty when it can."""
     if len(generated.logprobs) != len(generated.tokens) or len(generated.tokens) % 4:
-        return f"{len(generated.tokens)} bytes of tokens came with {len(generated.logprobs)} bytes of log-probabilities."
+        return (
+            f"{len(generated.tokens)} bytes of tokens came with {len(generated.logprobs)} bytes of log-probabilities."
+        )
     logprobs = array("f", generated.logprobs)
     # A float64 sum of float32 values is finite exactly when all of them are.
     if not math.isfinite(sum(logprobs)):

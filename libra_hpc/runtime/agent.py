@@ -1,8 +1,9 @@
 """The node agent: one MPI rank per node, the process Slurm starts.
 
-Thin on purpose: asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.  Every agent can run engines of
-both kinds (`RolloutNode`, `TrainNode`); rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout
-leader.  All parts run in one event loop and talk through the mesh, also where they share a process.
+Thin on purpose: asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an
+engine.  Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`); rank 0 is also the coordinator, the
+lowest training rank the train leader, the lowest rollout rank the rollout leader.  All parts run in one event loop and
+talk through the mesh, also where they share a process.
 
 ``python -m libra_hpc.runtime.agent --run RUN_DIR --attempt N``
 """
@@ -90,7 +91,8 @@ class Agent:
         self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
-        """Serve until the coordinator says stop; True when the run completed or starts again (rank 0), or this node was not at fault (others)."""
+        """Serve until the coordinator says stop; True when the run completed or starts again (rank 0), or this node
+        was not at fault (others)."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -118,13 +120,24 @@ class Agent:
     def _hello(self) -> None:
         self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
 
-    # --- life -------------------------------------------------------------------------------------------------------------------------------
+    # --- life
+    # ----------------------------------------------------------------------------------------------
 
     def _enter(self, start: wire.Welcome) -> None:
         """The attempt's start state is known: build the parts of this node."""
         if self.context is not None:
             return
-        context = AgentContext(self.rank, self.layout, self.config, self.run_dir, self.attempt, self.mesh.send, start, self.private, self.shared_memory)
+        context = AgentContext(
+            self.rank,
+            self.layout,
+            self.config,
+            self.run_dir,
+            self.attempt,
+            self.mesh.send,
+            start,
+            self.private,
+            self.shared_memory,
+        )
         self.context = context
         if context.component != "planner":
             self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)
@@ -226,7 +239,8 @@ class Agent:
             log.error("%s", context["message"], exc_info=error)
 
     def _fail(self, what: str, error: BaseException) -> None:
-        """A defect of ours: traceback into this agent's log, the reason to the coordinator, which ends the run, or restarts it after a file system's fault."""
+        """A defect of ours: traceback into this agent's log, the reason to the coordinator, which ends the run, or
+        restarts it after a file system's fault."""
         log.error("%s", what, exc_info=error)
         self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}", restart=isinstance(error, OSError)))
 
@@ -254,7 +268,8 @@ class Agent:
         else:
             self._early_signals.append(name)
 
-    # --- messages ---------------------------------------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
         if source == 0:
@@ -330,7 +345,9 @@ def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoRe
     """End before there is a coordinator; rank 0 leaves the verdict."""
     log.error("%s", error)
     if rank == 0:
-        run.write_json(run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": attempt, "t": time.time()})
+        run.write_json(
+            run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": attempt, "t": time.time()}
+        )
     leave(error.exit_code)
 
 

@@ -1,6 +1,8 @@
-"""Where an attempt starts, what it forgets of the one before, and the policy it leaves: rank 0's dealings with the run directory at both ends.
+"""Where an attempt starts, what it forgets of the one before, and the policy it leaves: rank 0's dealings with the run
+directory at both ends.
 
-An attempt goes on from the newest complete checkpoint.  Whatever was done after that is done again, so nothing of it may count.
+An attempt goes on from the newest complete checkpoint.  Whatever was done after that is done again, so nothing of it
+may count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Command lines of the processes below the agents: the one place where a dry run (``run.engine = "simulated"``) differs from a real run."""
+"""Command lines of the processes below the agents: the one place where a dry run (``run.engine = "simulated"``)
+differs from a real run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from libra_hpc.tasks.settings import host_settings as real_settings
 
 
 def engine_command(config: RunConfig, component: str, settings: Path) -> list[str]:
-    """A rollout engine on a node of ``component``; ``settings`` holds its `EngineConfig`.  All three go without their ``--socket``."""
+    """A rollout engine on a node of ``component``; ``settings`` holds its `EngineConfig`.  All three go without
+    their ``--socket``."""
     return _command(config, component, "libra_hpc.rollout.engine", "libra_hpc.simulated.engine_process", settings)
 
 
@@ -38,4 +40,12 @@ def host_settings(config: RunConfig) -> bytes:
 def _command(config: RunConfig, component: str, real: str, simulated: str, settings: Path) -> list[str]:
     if config.run.engine == "real":
         return [sys.executable, "-m", real, "--config", str(settings)]
-    return [sys.executable, "-m", simulated, "--config", str(settings), "--pace", msgspec.json.encode(pace(config, component)).decode()]
+    return [
+        sys.executable,
+        "-m",
+        simulated,
+        "--config",
+        str(settings),
+        "--pace",
+        msgspec.json.encode(pace(config, component)).decode(),
+    ]

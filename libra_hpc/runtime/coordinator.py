@@ -1,11 +1,12 @@
 """The coordinator, in the agent of rank 0: it carries out what the pure policies decide and writes what people read.
 
 It owns the pool (`libra_hpc.runtime.states`): every message that tells of an engine or a node is an event, every effect
-becomes an order to an agent or a leader.
-Every `PlannerSection.interval_s` it shows the planner a snapshot and turns its decision into a move.  It is the only writer of the event log, the
-metrics and the status snapshot (in a thread, `libra_hpc.telemetry.facts`), and it decides how the run ends.
+becomes an order to an agent or a leader. Every `PlannerSection.interval_s` it shows the planner a snapshot and turns
+its decision into a move.  It is the only writer of the event log, the metrics and the status snapshot (in a thread,
+`libra_hpc.telemetry.facts`), and it decides how the run ends.
 
-- A node is lost (`liveness`) -> the others go on without it; when it led a stage, all ranks restart from the newest checkpoint (`recovery`).
+- A node is lost (`liveness`) -> the others go on without it; when it led a stage, all ranks restart from the newest
+  checkpoint (`recovery`).
 - A lost node is heard again -> it ends its engines, says hello, and starts as a new one.
 """
 
@@ -37,7 +38,8 @@ from .repartitioner import Repartitioner
 from .screen import compose_status
 
 GONE_HELLO_S = 10.0
-"""The end of a rank that has not said hello counts from then on: what the launcher notes late may be of the start before."""
+"""The end of a rank that has not said hello counts from then on: what the launcher notes late may be of the start
+before."""
 HELLO_S = 120.0
 """All agents of one `srun` say hello within seconds of each other."""
 STATUS_S = 1.0
@@ -46,8 +48,8 @@ ROLES_S = 2.0
 GONE_S = 1.0
 """Between two looks at what the launcher saw."""
 NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
-"""How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use); the notice before the
-time limit comes 60 s early."""
+"""How long a checkpoint may take after a notice.  A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the
+shortest in use); the notice before the time limit comes 60 s early."""
 SAVE_S = 600.0
 """How long a checkpoint may take when nobody else waits for it."""
 
@@ -80,7 +82,8 @@ class Coordinator:
         self._job_id = ""
         self._polls: set[asyncio.Task[None]] = set()
 
-    # --- messages ---------------------------------------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def on_message(self, source: int, message: Any) -> None:
         """Everything that is addressed to the coordinator."""
@@ -109,8 +112,17 @@ class Coordinator:
                 self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
             case wire.TurnsDrained(rank=rank):
                 self._nodes.apply(states.Drained(rank))
-            case wire.MemberJoined(rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds):
-                self._event("member_joined", rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds)
+            case wire.MemberJoined(
+                rank=rank, generation=generation, step=step, received_bytes=received, seconds=seconds
+            ):
+                self._event(
+                    "member_joined",
+                    rank=rank,
+                    generation=generation,
+                    step=step,
+                    received_bytes=received,
+                    seconds=seconds,
+                )
                 self._nodes.apply(states.StateArrived(rank))
                 self._nodes.apply(states.MemberOf(rank, generation))
             case wire.TrainingFinished(step=step):
@@ -150,23 +162,33 @@ class Coordinator:
             return
         self._event("job_started", ranks=len(self._nodes.facts), step=self._step, attempt=self._context.attempt)
         if self._ending.recovery.cause:
-            self._event("recovered", restarts=self._ending.recovery.used, reason=self._ending.recovery.cause, step=self._step)
+            self._event(
+                "recovered", restarts=self._ending.recovery.used, reason=self._ending.recovery.cause, step=self._step
+            )
         self._ending.state, self._ending.message = "running", "starting engines"
         self._nodes.start(self._config.planner.hybrid_start)
 
-    # --- planning -----------------------------------------------------------------------------------------------------------------------------
+    # --- planning
+    # ----------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
         assert self._nodes.pool is not None
         facts = self._nodes.facts
-        nodes = tuple(NodeFact(rank, node.component, str(node.state), facts[rank].since) for rank, node in self._nodes.pool.nodes.items())
+        nodes = tuple(
+            NodeFact(rank, node.component, str(node.state), facts[rank].since)
+            for rank, node in self._nodes.pool.nodes.items()
+        )
         algorithm = self._config.algorithm
         steps_left = self._config.run.steps - self._step
-        snapshot = self._observations.snapshot(nodes, algorithm.prompts_per_step, algorithm.group_size, algorithm.eta, steps_left)
+        snapshot = self._observations.snapshot(
+            nodes, algorithm.prompts_per_step, algorithm.group_size, algorithm.eta, steps_left
+        )
         now = time.time()
         decision = self._planner.decide(snapshot, now)
         self._decisions.look(decision, now)
-        carried_out = decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
+        carried_out = (
+            decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
+        )
         if carried_out and self._repartitioner.propose(decision):
             self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
         if decision.action not in ("to_train", "to_rollout"):
@@ -174,14 +196,22 @@ class Coordinator:
         role: Role = "train" if decision.action == "to_train" else "rollout"
         gain = predicted_gain(decision)
         for rank in decision.nodes or (decision.node,):
-            self._event("move_started", rank=rank, to=role, reason=decision.reason, numbers=decision.numbers, predicted_gain_s=gain)
+            self._event(
+                "move_started",
+                rank=rank,
+                to=role,
+                reason=decision.reason,
+                numbers=decision.numbers,
+                predicted_gain_s=gain,
+            )
             self._nodes.move(rank, role, now)
 
     def _blocked_by(self) -> str:
         """Why the ranks cannot be repartitioned at the moment."""
         return "the run is stopping" if self._ending.stopping else self._nodes.on_the_way
 
-    # --- the loop ---------------------------------------------------------------------------------------------------------------------------
+    # --- the loop
+    # ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Drive the run to its end."""
@@ -245,7 +275,9 @@ class Coordinator:
             self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
             if not self._job_id:
                 # The launcher writes it once it knows the id, which may be after this start.
-                self._job_id = str((await asyncio.to_thread(self._run_dir.read_json, self._run_dir.job)).get("job_id", ""))
+                self._job_id = str(
+                    (await asyncio.to_thread(self._run_dir.read_json, self._run_dir.job)).get("job_id", "")
+                )
             await asyncio.sleep(GONE_S)
 
     async def _poll_orders(self) -> None:
@@ -301,7 +333,9 @@ class Coordinator:
         if self.state == "restarting":
             await asyncio.to_thread(self._leave_for_restart)
         if self.state != "restarting":
-            await asyncio.to_thread(self._repartitioner.give_up, f"the run is over: {self.state}, {self._ending.message}.")
+            await asyncio.to_thread(
+                self._repartitioner.give_up, f"the run is over: {self.state}, {self._ending.message}."
+            )
             self._records.verdict(self.state, self._ending.message, self._step)
         self._write_status()
         for rank in self._nodes.facts:
@@ -332,10 +366,22 @@ class Coordinator:
         message = self._ending.message or self._repartitioner.message or self._late(now, notices)
         nodes = self._nodes
         status = compose_status(
-            self._context, nodes.pool, nodes.facts, self._observations, job_id=self._job_id, state=self.state, message=message,
-            started_at=self._started_at, step=self._step, gen_tokens=self._gen_tokens, decision=self._decisions.last,
-            estimate=self._estimate(nodes.trainers), repartitioned=self._repartitioner.last, notices=notices, now=now,
-        )  # fmt: skip
+            self._context,
+            nodes.pool,
+            nodes.facts,
+            self._observations,
+            job_id=self._job_id,
+            state=self.state,
+            message=message,
+            started_at=self._started_at,
+            step=self._step,
+            gen_tokens=self._gen_tokens,
+            decision=self._decisions.last,
+            estimate=self._estimate(nodes.trainers),
+            repartitioned=self._repartitioner.last,
+            notices=notices,
+            now=now,
+        )
         self._records.status(status)
 
 

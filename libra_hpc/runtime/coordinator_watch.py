@@ -4,7 +4,8 @@
 - Silent for `ORPHAN_S` -> gone, whatever the launcher saw; before its first word `FIRST_WORD_S`.
 - This process was stopped itself -> that time is no silence of the coordinator.
 
-Once it is gone, training saves at its next step boundary, so that the restart loses no step; training nodes stay for it.
+Once it is gone, training saves at its next step boundary, so that the restart loses no step; training nodes stay for
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .liveness import read_gone
 
 LOOK_S = 1.0
 ORPHAN_S = 90.0
-"""The coordinator repeats the roles every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle so much longer."""
+"""The coordinator repeats the roles every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle so
+much longer."""
 FIRST_WORD_S = 1800.0
 """Before its first word the coordinator reads a whole checkpoint, which takes minutes for a large one."""
 QUIET_S = 5.0
@@ -70,6 +72,7 @@ class CoordinatorWatch:
             await asyncio.sleep(LOOK_S)
 
     async def _ended(self, rank: int, pid: int = 0) -> bool:
-        """Whether the launcher saw the end of a rank, of process ``pid`` where that is known; in a thread, for the file system may hang."""
+        """Whether the launcher saw the end of a rank, of process ``pid`` where that is known; in a thread, for the
+        file system may hang."""
         found = (await asyncio.to_thread(read_gone, self._prefix)).get(rank)
         return found is not None and pid in (0, found)

@@ -1,7 +1,8 @@
-"""The planner's decisions as events: every one that says something new, with inputs, candidates and reason, and afterwards what a move brought.
+"""The planner's decisions as events: every one that says something new, with inputs, candidates and reason, and
+afterwards what a move brought.
 
-Most looks end in the same hold.  A hold whose reason differs from the last one's in its figures only is counted; the count is written (``held``) once
-the reason changes.
+Most looks end in the same hold.  A hold whose reason differs from the last one's in its figures only is counted; the
+count is written (``held``) once the reason changes.
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ class DecisionLog:
         """One look at the plan."""
         self._judge()
         before = self.last
-        same = before is not None and decision.action == "hold" == before.action and _class(decision.reason) == _class(before.reason)
+        same = (
+            before is not None
+            and decision.action == "hold" == before.action
+            and _class(decision.reason) == _class(before.reason)
+        )
         if not same:
             self.close()
             self._event(
-                "decision", action=decision.action, node=decision.node, nodes=list(decision.nodes), reason=decision.reason, triggers=list(decision.triggers),
-                numbers=decision.numbers, candidates=msgspec.to_builtins(decision.candidates), layout=decision.layout,
+                "decision",
+                action=decision.action,
+                node=decision.node,
+                nodes=list(decision.nodes),
+                reason=decision.reason,
+                triggers=list(decision.triggers),
+                numbers=decision.numbers,
+                candidates=msgspec.to_builtins(decision.candidates),
+                layout=decision.layout,
                 predicted_gain_s=predicted_gain(decision),
-            )  # fmt: skip
+            )
         self._repeats = self._repeats + 1 if same else 0
         self.last = DecisionStatus(**msgspec.structs.asdict(decision), at=now, looks=self._repeats + 1)
 
@@ -52,7 +64,12 @@ class DecisionLog:
     def _judge(self) -> None:
         """Write what moves brought, as far as it is measured since the last look."""
         for outcome in self._planner.outcomes[self._judged :]:
-            fields: dict[str, Any] = {"at": outcome.at, "to": outcome.direction.removeprefix("to_"), "rank": outcome.node, "nodes": outcome.count}
+            fields: dict[str, Any] = {
+                "at": outcome.at,
+                "to": outcome.direction.removeprefix("to_"),
+                "rank": outcome.node,
+                "nodes": outcome.count,
+            }
             self._event("move_judged", **fields, predicted_gain_s=outcome.predicted, realised_gain_s=outcome.realised)
         self._judged = len(self._planner.outcomes)
 

@@ -1,7 +1,8 @@
 """How a run ends: pure, from what happened, with time as an argument.
 
 - Training has saved the last step -> completed.
-- A notice of Slurm, or a run directory that takes nothing -> save and stop within the time that is left; cancelled, or failed with the reason.
+- A notice of Slurm, or a run directory that takes nothing -> save and stop within the time that is left; cancelled, or
+  failed with the reason.
 - A repartition or the loss of a leader -> restarting, from the checkpoint saved for it or from the newest one.
 - Anything else that the run cannot go on with -> failed.
 
@@ -82,6 +83,9 @@ class Ending:
     def check(self, now: float) -> None:
         """What time alone brings about."""
         if self._deadline is not None and now > self._deadline:
-            self.end(self._stop_state, f"{self._stop_reason}stopped before the last step could be saved; the last checkpoint stands")
+            self.end(
+                self._stop_state,
+                f"{self._stop_reason}stopped before the last step could be saved; the last checkpoint stands",
+            )
         elif self.recovery.reason and now > self.recovery.deadline:
             self.end("restarting", f"{self.recovery.reason}; all ranks restart from the newest checkpoint")

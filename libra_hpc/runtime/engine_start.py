@@ -33,8 +33,13 @@ def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile 
 
 
 def _saved_policy(context: AgentContext) -> tuple[int, str]:
-    """Step and folder of the policy to begin with: the start's, or the newest one once that checkpoint has made room for others."""
+    """Step and folder of the policy to begin with: the start's, or the newest one once that checkpoint has made room
+    for others."""
     start = context.start
-    if start.checkpoint and not Path(start.checkpoint).is_dir() and (saved := context.run.latest_checkpoint()) is not None:
+    if (
+        start.checkpoint
+        and not Path(start.checkpoint).is_dir()
+        and (saved := context.run.latest_checkpoint()) is not None
+    ):
         return saved[0], str(saved[1] / POLICY_DIR)
     return start.step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else context.config.model.path

@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 
 from libra_hpc.process.deadlines import DeadlineLimits, Deadlines
 
-Operation = Literal["start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"]
+Operation = Literal[
+    "start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"
+]
 START: Operation = "start of the engine"
 WEIGHTS: Operation = "weight update of the engine"
 WAKE: Operation = "waking of the engine"

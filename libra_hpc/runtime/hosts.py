@@ -1,11 +1,12 @@
 """The environment host processes of the rollout leader: started, watched, ended when they hang, started again.
 
-- Start takes longer than its deadline, or no sign of life for longer than its deadline -> event ``hung``, stacks into the log, SIGKILL.
-- A sign of life may take the first deadline until the host has answered a step, because a task may load its data late; then
-  the task's own longest step or tool (`HostReady.busy_s`) if that is longer than what was measured.
+- Start takes longer than its deadline, or no sign of life for longer than its deadline -> event ``hung``, stacks into
+  the log, SIGKILL.
+- A sign of life may take the first deadline until the host has answered a step, because a task may load its data late;
+  then the task's own longest step or tool (`HostReady.busy_s`) if that is longer than what was measured.
 - More than half of a deadline has passed -> event ``slow``, once.
-- A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it could not be started); more ends than
-  `RestartBudget` allows -> the run fails.
+- A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it could not be
+  started); more ends than `RestartBudget` allows -> the run fails.
 - This process was stopped itself -> `discount`.
 """
 
@@ -34,7 +35,8 @@ START, LIFE = "start of environment host", "sign of life of environment host"
 
 
 class Hosts:
-    """``message(host, message)`` hands on what a host says, ``down(host, reason)`` that another has followed a dead one, ``fail`` ends the run."""
+    """``message(host, message)`` hands on what a host says, ``down(host, reason)`` that another has followed a dead
+    one, ``fail`` ends the run."""
 
     def __init__(
         self,
@@ -100,13 +102,17 @@ class Hosts:
     async def _start(self, host: int) -> bool:
         """False when it could not be started; another attempt follows."""
         context = self._context
-        child = Child(f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._received, self._exited)
+        child = Child(
+            f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._received, self._exited
+        )
         self._children[host] = child
         self._deadlines.begin(START, host, self._clock())
         settings = context.private / f"host{host}.json"
         try:
             write_private(settings, host_settings(context.config))
-            await child.start(host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log")
+            await child.start(
+                host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log"
+            )
         except OSError as error:
             self._ended(host, f"environment host cannot be started: {said(error)}", NO_START_S)
             return False
@@ -139,7 +145,9 @@ class Hosts:
         if budget.spend(self._clock()):
             self._task(self._restart(host, after_s * budget.spent))
         else:
-            self._fail(f"{reason}, {budget.spent} times in {budget.window_s:.0f} s; see {self._context.logs}/host{host}.log")
+            self._fail(
+                f"{reason}, {budget.spent} times in {budget.window_s:.0f} s; see {self._context.logs}/host{host}.log"
+            )
 
     async def _restart(self, host: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -147,7 +155,8 @@ class Hosts:
             self._announce(host)
 
     def _announce(self, host: int) -> None:
-        """Have the episodes of an ended host opened in the next one: before anything else goes to it, or comes from it."""
+        """Have the episodes of an ended host opened in the next one: before anything else goes to it, or comes from
+        it."""
         reason = self._lost.pop(host, None)
         if reason is not None:
             self._down(host, reason)

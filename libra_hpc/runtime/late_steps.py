@@ -1,7 +1,8 @@
 """Why a run makes no progress: pure, from the pool, the last rollout report, and the notices of its parts.
 
-A step is expected within `FACTOR` times the median of the last ones, and never before `FLOOR_S`.  Once it is late, the status names what is waited for; the
-newest notice of a part (a slow or hung engine, a storage fault, paused admission) says more than a guess, and comes first.
+A step is expected within `FACTOR` times the median of the last ones, and never before `FLOOR_S`.  Once it is late, the
+status names what is waited for; the newest notice of a part (a slow or hung engine, a storage fault, paused admission)
+says more than a guess, and comes first.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ NOTICE_S = 120.0
 """A notice older than this explains nothing any more, unless it is said again."""
 NOTICES = 8
 NOTICE_KINDS = (
-    "slow", "hung", "storage_fault", "admission_paused", "checkpoint_failed", "snapshot_failed", "export_failed", "weights_stalled", "weights_corrupt",
-    "weights_not_stored", "update_skipped", "checkpoint_damaged", "engine_lost", "host_lost", "node_lost", "own_stall",
-)  # fmt: skip
+    "slow",
+    "hung",
+    "storage_fault",
+    "admission_paused",
+    "checkpoint_failed",
+    "snapshot_failed",
+    "export_failed",
+    "weights_stalled",
+    "weights_corrupt",
+    "weights_not_stored",
+    "update_skipped",
+    "checkpoint_damaged",
+    "engine_lost",
+    "host_lost",
+    "node_lost",
+    "own_stall",
+)
 """Events whose reason belongs on the status screen."""
 
 
@@ -42,7 +57,13 @@ class Notices:
         return [sentence for t, sentence in reversed(self._kept) if now - t <= NOTICE_S]
 
 
-def late_step(waited_s: float, step_seconds: Sequence[float], pool: states.Pool, report: RolloutReport | None, notices: Sequence[str]) -> str:
+def late_step(
+    waited_s: float,
+    step_seconds: Sequence[float],
+    pool: states.Pool,
+    report: RolloutReport | None,
+    notices: Sequence[str],
+) -> str:
     """One sentence once no step was committed for too long, else nothing.  ``step_seconds``: of the last steps."""
     usual = sorted(step_seconds)[len(step_seconds) // 2] if step_seconds else 0.0
     if waited_s < max(FLOOR_S, FACTOR * usual):
@@ -67,5 +88,7 @@ def _waits_for(pool: states.Pool, report: RolloutReport | None) -> str:
 
 
 def _nodes(pool: states.Pool, role: str) -> str:
-    waiting = [f"node {node.rank} is {node.state.replace('_', ' ')}" for node in pool.nodes.values() if node.role == role]
+    waiting = [
+        f"node {node.rank} is {node.state.replace('_', ' ')}" for node in pool.nodes.values() if node.role == role
+    ]
     return ", ".join(waiting[:3])

@@ -1,6 +1,7 @@
 """Byte streams between the agents: one TCP connection per sender and receiver, opened when the first message is sent.
 
-On the wire: a proof that both ends know the run's secret, then `HEADER` (bytes of the frame, bytes of the blob), frame, blob, and so on.
+On the wire: a proof that both ends know the run's secret, then `HEADER` (bytes of the frame, bytes of the blob), frame,
+blob, and so on.
 
 - A peer that does not read (stopped, slow network) -> what is sent to it waits, for ever.
 - A connection that breaks, or that every address refuses -> what waits is dropped, and so is all that is
@@ -28,12 +29,15 @@ RANK = struct.Struct("<I")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_S = 5.0
-"""For one address to answer and prove itself.  Too short costs another round over the addresses, too long delays a start at a node with wrong ones."""
+"""For one address to answer and prove itself.  Too short costs another round over the addresses, too long delays a
+start at a node with wrong ones."""
 REFUSALS = 3
-"""A rank that was stopped while it connected is turned away once; a fourth attempt would find nothing else than the third."""
+"""A rank that was stopped while it connected is turned away once; a fourth attempt would find nothing else than the
+third."""
 PAUSE_S = 0.2
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
-"""Seconds, seconds, times.  A firewall between the nodes sees traffic; a machine that is gone is noticed after six minutes where heartbeats did not."""
+"""Seconds, seconds, times.  A firewall between the nodes sees traffic; a machine that is gone is noticed after six
+minutes where heartbeats did not."""
 JOIN_BYTES = 1 << 16
 """Small messages that wait are sent with one call of the kernel, up to this size."""
 TURN_BYTES = 4 << 20
@@ -97,7 +101,8 @@ class Outgoing:
             self._give_up()
 
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
-        """Send what waits up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of it."""
+        """Send what waits up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of
+        it."""
         taken, small = 0, bytearray()
         for posted in self._queue:
             small += posted.frame
@@ -159,7 +164,9 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> Non
         while True:
             frame_bytes, blob_bytes = HEADER.unpack(await reader.exactly(HEADER.size))
             if frame_bytes > MAX_FRAME_BYTES or blob_bytes > MAX_BLOB_BYTES:
-                raise ConnectionError(f"rank {source} announces a frame of {frame_bytes} and a blob of {blob_bytes} bytes")
+                raise ConnectionError(
+                    f"rank {source} announces a frame of {frame_bytes} and a blob of {blob_bytes} bytes"
+                )
             frame = await reader.exactly(frame_bytes)
             blob = bytearray(blob_bytes)
             await reader.into(memoryview(blob))
@@ -238,7 +245,9 @@ async def _connect(world: World, peer: int) -> socket.socket:
         if not silent:
             refusals += 1
             await asyncio.sleep(PAUSE_S)
-    raise ConnectionError(f"{endpoint.host} answers at none of {', '.join(endpoint.addresses)}, port {endpoint.port} ({why})")
+    raise ConnectionError(
+        f"{endpoint.host} answers at none of {', '.join(endpoint.addresses)}, port {endpoint.port} ({why})"
+    )
 
 
 async def _open(world: World, peer: int, address: str) -> socket.socket:

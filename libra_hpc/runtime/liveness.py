@@ -2,8 +2,10 @@
 
 - The launcher saw the agent's process end -> lost at once.
 - A node's connection to another broke while both live -> the one that leads nothing is lost, never rank 0.
-- No message for `HEARTBEAT_LOST_S` -> lost; a node that leads a stage has `LEADER_LOST_S`, because losing it restarts every rank.
-- Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read before anyone is judged.
+- No message for `HEARTBEAT_LOST_S` -> lost; a node that leads a stage has `LEADER_LOST_S`, because losing it restarts
+  every rank.
+- Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read before anyone is
+  judged.
 - A lost node is heard again -> it is taken back (`libra_hpc.runtime.coordinator`), with fresh engines.
 """
 
@@ -19,14 +21,16 @@ from libra_hpc.process.deadlines import stall_of
 from .screen import NodeFacts
 
 HEARTBEAT_LOST_S = 20.0
-"""A heartbeat comes every second from a process that does nothing long.  Half: a paused network loses nodes; double: their turns wait longer."""
+"""A heartbeat comes every second from a process that does nothing long.  Half: a paused network loses nodes; double:
+their turns wait longer."""
 LEADER_LOST_S = 45.0
 """A restart of all ranks costs about a minute, so a silent leader gets longer than a node whose loss costs seconds."""
 
 
 BROKEN_S = 5.0
-"""After a node took its state, until a broken connection to it counts.  The launcher's word that its process ended comes first and is the better
-reason; and who takes a node back says for a moment longer that the old connection is broken.  Double: turns wait longer."""
+"""After a node took its state, until a broken connection to it counts.  The launcher's word that its process ended
+comes first and is the better reason; and who takes a node back says for a moment longer that the old connection is
+broken.  Double: turns wait longer."""
 
 
 class Silent(NamedTuple):
@@ -37,7 +41,9 @@ class Silent(NamedTuple):
     silent_s: float
 
 
-def silent_nodes(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], gone: Mapping[int, int], now: float) -> list[Silent]:
+def silent_nodes(
+    nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], gone: Mapping[int, int], now: float
+) -> list[Silent]:
     """Nodes that are lost at epoch time ``now``; ``gone`` has the process ids whose end the launcher saw, by rank."""
     found = []
     for rank, node in nodes.items():
@@ -52,7 +58,9 @@ def silent_nodes(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[i
     return [*found, *_cut_off(nodes, own, leaders, lost, now)]
 
 
-def _cut_off(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float) -> list[Silent]:
+def _cut_off(
+    nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float
+) -> list[Silent]:
     """The nodes to give up for a connection that broke between two that live; ``lost`` are those that do not."""
     found = {}
     for rank, node in nodes.items():
@@ -69,7 +77,8 @@ def _cut_off(nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int],
 
 
 def discount(nodes: Mapping[int, NodeFacts], slept_s: float, planned_s: float, now: float) -> float:
-    """Move what was heard forward by the time in which nobody listened; returns that time, 0.0 for a loop that woke as planned."""
+    """Move what was heard forward by the time in which nobody listened; returns that time, 0.0 for a loop that woke
+    as planned."""
     stall = stall_of(slept_s, planned_s)
     for node in nodes.values() if stall else ():
         node.seen = min(now, node.seen + stall)

@@ -27,13 +27,15 @@ DRAIN_S = 0.005
 """Between two looks at what has not been taken yet, in the last moments of an agent."""
 
 SETTLE_S = 3.0
-"""From a broken connection to a complaint: where the process at the other end ended, its launcher says so first, and that is the better reason."""
+"""From a broken connection to a complaint: where the process at the other end ended, its launcher says so first, and
+that is the better reason."""
 
 Handler = Callable[[int, Any, bytes | bytearray], None]
 
 
 class Mesh:
-    """One agent's end of the mesh.  Messages to the own rank take the same path through the handler, without a stream."""
+    """One agent's end of the mesh.  Messages to the own rank take the same path through the handler, without a
+    stream."""
 
     def __init__(self, world: World, handler: Handler) -> None:
         self.rank, self.size = world.rank, world.size
@@ -61,7 +63,8 @@ class Mesh:
             link.put(codec.encode(message), memoryview(blob), done)
 
     def forget(self, rank: int) -> None:
-        """A rank was declared lost.  What it is sending arrives to the end of its messages: half a blob would be taken for another frame."""
+        """A rank was declared lost.  What it is sending arrives to the end of its messages: half a blob would be
+        taken for another frame."""
         self._lost.add(rank)
 
     def remember(self, rank: int) -> None:

@@ -1,7 +1,8 @@
-"""The pool of nodes as rank 0 keeps it: the state machine's pool, what is known of every node, and the orders that follow.
+"""The pool of nodes as rank 0 keeps it: the state machine's pool, what is known of every node, and the orders that
+follow.
 
-Every event goes through `apply`: the pure state machine (`libra_hpc.runtime.states`) answers with effects, and each effect becomes a message to an agent
-or to a leader.  Nodes that are lost or come back are announced to everybody here.
+Every event goes through `apply`: the pure state machine (`libra_hpc.runtime.states`) answers with effects, and each
+effect becomes a message to an agent or to a leader.  Nodes that are lost or come back are announced to everybody here.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Role = Literal["train", "rollout"]
 
 
 class NodePool:
-    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of every completed move; ``recorded()`` is the highest
-    step whose metrics line is durable."""
+    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of every completed
+    move; ``recorded()`` is the highest step whose metrics line is durable."""
 
     def __init__(
         self,
@@ -60,7 +61,11 @@ class NodePool:
     def on_the_way(self) -> str:
         """A node that is neither training nor rolling out, as a sentence; empty when there is none."""
         assert self.pool is not None
-        busy = [node for node in self.pool.nodes.values() if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)]
+        busy = [
+            node
+            for node in self.pool.nodes.values()
+            if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)
+        ]
         return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
 
     def start(self, hybrid_role: Role) -> None:
@@ -137,10 +142,13 @@ class NodePool:
                 case states.OrderDrain(rank=rank):
                     context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
                 case states.OpenTurns() | states.ResubmitTurns():
-                    pass  # the rollout leader hears of engines from their own node, and of a lost node with everybody else
+                    # The rollout leader hears of engines from their own node, and of a lost node with everybody else.
+                    pass
                 case states.FormMembership(membership=membership):
                     self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
-                    context.send(context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks))
+                    context.send(
+                        context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks)
+                    )
 
     def announce(self) -> None:
         """Tell everybody the state of every node; repeated, it also tells that the coordinator lives."""
@@ -152,10 +160,13 @@ class NodePool:
             self._context.send(rank, message)
 
     def lose(self, gone: Mapping[int, int], now: float) -> list[Silent]:
-        """Find the nodes that are lost now and announce them; ``gone`` as in `libra_hpc.runtime.liveness.silent_nodes`."""
+        """Find the nodes that are lost now and announce them; ``gone`` as in
+        `libra_hpc.runtime.liveness.silent_nodes`."""
         assert self.pool is not None
         layout, found = self._context.layout, []
-        for silent in silent_nodes(self.facts, self._context.rank, (layout.train_leader, layout.rollout_leader), gone, now):
+        for silent in silent_nodes(
+            self.facts, self._context.rank, (layout.train_leader, layout.rollout_leader), gone, now
+        ):
             if self.pool.nodes[silent.rank].state is states.NodeState.LOST:
                 continue
             self._event("node_lost", rank=silent.rank, reason=silent.reason, silent_s=silent.silent_s)

@@ -1,6 +1,8 @@
-"""What rank 0 remembers of the run for the planner and for the status screen: sliding windows of steps, rollout windows, trajectories and moves.
+"""What rank 0 remembers of the run for the planner and for the status screen: sliding windows of steps, rollout
+windows, trajectories and moves.
 
-Windows are bounded (`STEPS`, `WINDOWS`, `TRAJECTORIES`): a few minutes of a fast run, and all the planner's change test needs.
+Windows are bounded (`STEPS`, `WINDOWS`, `TRAJECTORIES`): a few minutes of a fast run, and all the planner's change test
+needs.
 """
 
 from __future__ import annotations
@@ -9,7 +11,16 @@ from collections import deque
 from typing import Literal
 
 from libra_hpc.protocol.mesh import RolloutReport, StepReport
-from libra_hpc.protocol.plan import GroupFact, NodeFact, PlanSnapshot, QueueFact, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import (
+    GroupFact,
+    NodeFact,
+    PlanSnapshot,
+    QueueFact,
+    RolloutWindowFact,
+    SwitchFact,
+    TrainStepFact,
+    TrajectoryFact,
+)
 from libra_hpc.telemetry.estimate import BLOCK
 
 STEPS = 256
@@ -46,7 +57,11 @@ class Observations:
         self.walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
         self.expected.append((expected_s, metrics.get("step_s", 0.0)))
         if metrics.get("train_s", 0.0) > 0.0:
-            tokens, loss_tokens, replicas = int(metrics["trained_tokens"]), int(metrics["loss_tokens"]), int(metrics["replicas"])
+            tokens, loss_tokens, replicas = (
+                int(metrics["trained_tokens"]),
+                int(metrics["loss_tokens"]),
+                int(metrics["replicas"]),
+            )
             self.steps.append(TrainStepFact(now, tokens, loss_tokens, replicas, metrics["train_s"]))
 
     def on_rollout(self, report: RolloutReport, nodes: tuple[int, ...], now: float) -> None:
@@ -56,11 +71,18 @@ class Observations:
             seconds = now - self._report_at
             engines = sum(count for _, count, *_ in report.buckets)
             busy = (report.busy_s - last.busy_s) / (seconds * max(1, engines))
-            generated, prefilled = report.generated_tokens - last.generated_tokens, report.prefilled_tokens - last.prefilled_tokens
-            self.windows.append(RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy), report.decode_s))
+            generated, prefilled = (
+                report.generated_tokens - last.generated_tokens,
+                report.prefilled_tokens - last.prefilled_tokens,
+            )
+            self.windows.append(
+                RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy), report.decode_s)
+            )
         self.report, self._report_at, self._report_nodes = report, now, nodes
         for generated, context, turns, tool_s, group, prompt in report.lengths:
-            self.trajectories.append(TrajectoryFact(self._finished, now, generated, context, turns, tool_s, group, prompt))
+            self.trajectories.append(
+                TrajectoryFact(self._finished, now, generated, context, turns, tool_s, group, prompt)
+            )
             self._finished += 1
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
@@ -74,27 +96,50 @@ class Observations:
         wall = sum(w for w, _ in recent)
         return sum(s for _, s in recent) / wall if wall > 0.0 else 0.0
 
-    def snapshot(self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int) -> PlanSnapshot:
+    def snapshot(
+        self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int
+    ) -> PlanSnapshot:
         """The planner's view."""
         report = self.report
         queue = QueueFact(
-            report.ready_groups if report else 0, report.outstanding_groups if report else 0, self.trainer_wait, report.gate_blocked if report else 0.0
+            report.ready_groups if report else 0,
+            report.outstanding_groups if report else 0,
+            self.trainer_wait,
+            report.gate_blocked if report else 0.0,
         )
-        groups = tuple(GroupFact(g.index, g.prompt_tokens, g.waiting, g.running, g.generated) for g in report.open_groups) if report else ()
+        groups = (
+            tuple(GroupFact(g.index, g.prompt_tokens, g.waiting, g.running, g.generated) for g in report.open_groups)
+            if report
+            else ()
+        )
         return PlanSnapshot(
-            nodes, tuple(self.steps), tuple(self.windows), tuple(self.trajectories), tuple(self.switches), queue, prompts_per_step, group_size, eta,
-            steps_left, groups,
-        )  # fmt: skip
+            nodes,
+            tuple(self.steps),
+            tuple(self.windows),
+            tuple(self.trajectories),
+            tuple(self.switches),
+            queue,
+            prompts_per_step,
+            group_size,
+            eta,
+            steps_left,
+            groups,
+        )
 
     def train_speed(self) -> tuple[float, float, float]:
         """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
         recent = list(self.steps)[-16:]
         seconds, tokens = sum(s.seconds for s in recent), sum(s.tokens for s in recent)
         wall = sum(w for w, _ in list(self.walls)[-16:])
-        return (tokens / seconds if seconds else 0.0, seconds / len(recent) if recent else 0.0, min(1.0, seconds / wall) if wall else 0.0)
+        return (
+            tokens / seconds if seconds else 0.0,
+            seconds / len(recent) if recent else 0.0,
+            min(1.0, seconds / wall) if wall else 0.0,
+        )
 
     def rollout_speed(self, tokens_per_batch: float) -> tuple[float, float, float]:
-        """(generated tokens per second, node-seconds of own work per global batch, busy share) over the last windows."""
+        """(generated tokens per second, node-seconds of own work per global batch, busy share) over the last
+        windows."""
         recent = list(self.windows)[-10:]
         seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
         busy = sum(w.busy * w.seconds for w in recent)

@@ -1,12 +1,13 @@
-"""An operator's order for another layout, as rank 0 sees it: the file `RunDir.order`, which the command line wrote and which goes when it is answered.
+"""An operator's order for another layout, as rank 0 sees it: the file `RunDir.order`, which the command line wrote and
+which goes when it is answered.
 
-Every order gets one answer, an event that names it: ``repartitioned`` or ``repartition_refused``.  The event comes first, then the file goes; an order whose
-answer is in the log already was answered by a rank 0 that died in between, and only its file goes.  So no order is carried out twice, and none is lost
-silently while there is a rank 0 to speak.
+Every order gets one answer, an event that names it: ``repartitioned`` or ``repartition_refused``.  The event comes
+first, then the file goes; an order whose answer is in the log already was answered by a rank 0 that died in between,
+and only its file goes.  So no order is carried out twice, and none is lost silently while there is a rank 0 to speak.
 
-An order left over from an attempt that died (`left_over`) is refused by the next one: it was given for a run that somebody saw in another state, and
-whoever resumes a run says with ``-o`` what it shall be.  Unless the run starts in the very layout: then the order was carried out as far as the
-configuration, and that is its answer.
+An order left over from an attempt that died (`left_over`) is refused by the next one: it was given for a run that
+somebody saw in another state, and whoever resumes a run says with ``-o`` what it shall be.  Unless the run starts in
+the very layout: then the order was carried out as far as the configuration, and that is its answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ REFUSED = "repartition_refused"
 
 
 class Orders:
-    """The file and its answers; ``event(kind, **fields)`` writes to the log, ``answered`` are the orders that the log answers."""
+    """The file and its answers; ``event(kind, **fields)`` writes to the log, ``answered`` are the orders that the
+    log answers."""
 
     def __init__(self, run: RunDir, event: Callable[..., None], answered: Collection[str]) -> None:
         self._path, self._event = run.order, event

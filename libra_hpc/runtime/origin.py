@@ -1,8 +1,10 @@
-"""What the trajectories of a start are made from, as a digest: starts with the same one sample the same groups, so those of one may go on in another.
+"""What the trajectories of a start are made from, as a digest: starts with the same one sample the same groups, so
+those of one may go on in another.
 
-That is what the environment hosts are told (task, options, seed, limits of tools; in a dry run the workload) with the user's own task file, the number of
-prompts of the run, which tasks see as progress, and what shapes a trajectory: model, temperature, group size, longest context.  The layout of the ranks, the
-engines and the learning algorithm are not part of it.
+That is what the environment hosts are told (task, options, seed, limits of tools; in a dry run the workload) with the
+user's own task file, the number of prompts of the run, which tasks see as progress, and what shapes a trajectory:
+model, temperature, group size, longest context.  The layout of the ranks, the engines and the learning algorithm are
+not part of it.
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ def digest(config: RunConfig) -> str:
     told.pop("step_limit_s", None)
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     parts = [
-        RECORDS, told, config.run.steps * algorithm.prompts_per_step, algorithm.group_size,
-        rollout.temperature, rollout.max_model_len, model.path, model.dtype,
-    ]  # fmt: skip
+        RECORDS,
+        told,
+        config.run.steps * algorithm.prompts_per_step,
+        algorithm.group_size,
+        rollout.temperature,
+        rollout.max_model_len,
+        model.path,
+        model.dtype,
+    ]
     found = hashlib.sha256(msgspec.json.encode(parts))
     file = Path(config.task.name.rsplit(":", 1)[0])
     if ":" in config.task.name and file.is_file():

@@ -17,7 +17,8 @@ from .agent_context import AgentContext
 from .late_steps import Notices
 
 CLOSE_S = 30.0
-"""How long the last facts may take to reach the run directory.  Half: a slow file system loses them; double: Slurm kills the job first."""
+"""How long the last facts may take to reach the run directory.  Half: a slow file system loses them; double: Slurm
+kills the job first."""
 FLUSH_S = 2.0
 """How long `Records.event_now` waits."""
 
@@ -55,13 +56,18 @@ class Records:
         self._facts.step(line)
 
     def check_storage(self) -> str:
-        """Note when the run directory stops or begins again to take writes; returns why it has taken none for longer than it may, else nothing."""
+        """Note when the run directory stops or begins again to take writes; returns why it has taken none for longer
+        than it may, else nothing."""
         if self._facts.fault != self._fault:
             self._fault = self._facts.fault
             reason = self._fault or "the run directory takes writes again"
             self.event("storage_fault" if self._fault else "storage_ok", reason=reason)
         fault_s = self._facts.fault_s(time.monotonic())
-        return f"the run directory has taken no writes for {fault_s:.0f} s: {self._fault}" if fault_s > self._patience_s else ""
+        return (
+            f"the run directory has taken no writes for {fault_s:.0f} s: {self._fault}"
+            if fault_s > self._patience_s
+            else ""
+        )
 
     def notices(self, now: float) -> list[str]:
         """What went wrong lately, newest first."""
@@ -83,7 +89,8 @@ class Records:
         self._facts.result(json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")
 
     async def close(self, sentence: str) -> None:
-        """Write what waits, and put ``sentence`` on Slurm's own output, where it is seen when the run directory takes nothing."""
+        """Write what waits, and put ``sentence`` on Slurm's own output, where it is seen when the run directory
+        takes nothing."""
         unwritten = await asyncio.to_thread(self._facts.close, CLOSE_S)
         rest = f"; not all facts were written: {unwritten}" if unwritten else ""
         # Only the batch script opens that descriptor; elsewhere its number may be any file of this process.

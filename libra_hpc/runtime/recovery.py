@@ -1,8 +1,10 @@
-"""A restart of all ranks inside the allocation, because a part of the job was lost that the others cannot go on without.
+"""A restart of all ranks inside the allocation, because a part of the job was lost that the others cannot go on
+without.
 
-The planner, the train leader and the rollout leader hold state that nobody else has.  When one of them is lost the ranks end, as for a repartition, and the
-launcher starts them again from the newest checkpoint (`libra_hpc.slurm.outcome`), at most ``slurm.restarts`` times in an attempt.  While the train leader
-lives it saves first, so that no step is lost.
+The planner, the train leader and the rollout leader hold state that nobody else has.  When one of them is lost the
+ranks end, as for a repartition, and the launcher starts them again from the newest checkpoint
+(`libra_hpc.slurm.outcome`), at most ``slurm.restarts`` times in an attempt.  While the train leader lives it saves
+first, so that no step is lost.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
 """A repartition carried out: the ranks of a running job are repartitioned, without giving up its nodes or its place.
 
-Roles of hybrid nodes change while everything runs; core nodes, training parallelism and the engines of a node do not.  For these the run stops at a step
-boundary as it does before a time limit, with a checkpoint, and instead of the run's verdict rank 0 leaves the new configuration and the file `RunDir.again`.
-The launcher (the batch script, or `libra_hpc.slurm.ranks`) finds it and starts all ranks again, in the same allocation and the same attempt; they go on
+Roles of hybrid nodes change while everything runs; core nodes, training parallelism and the engines of a node do not.
+For these the run stops at a step boundary as it does before a time limit, with a checkpoint, and instead of the run's
+verdict rank 0 leaves the new configuration and the file `RunDir.again`. The launcher (the batch script, or
+`libra_hpc.slurm.ranks`) finds it and starts all ranks again, in the same allocation and the same attempt; they go on
 from the checkpoint, as those of a resumed run do.
 
-The planner asks for it by a decision, an operator by an order (`libra_hpc.runtime.orders`).  Either is checked here against the configuration that runs.  An
-order waits while a node is lost, starting or on its way, because a new start needs every node; so does the planner.
+The planner asks for it by a decision, an operator by an order (`libra_hpc.runtime.orders`).  Either is checked here
+against the configuration that runs.  An order waits while a node is lost, starting or on its way, because a new start
+needs every node; so does the planner.
 
-What is left behind is checkpoint, configuration, file, and then the event, in this order.  Killed before the second, the run resumes as it was and the
-next attempt refuses the order; killed later, it goes on in the new layout, and its rank 0 writes the event that is missing.
+What is left behind is checkpoint, configuration, file, and then the event, in this order.  Killed before the second,
+the run resumes as it was and the next attempt refuses the order; killed later, it goes on in the new layout, and its
+rank 0 writes the event that is missing.
 
-The planner proposes at most one in an hour (`libra_hpc.control.second_tier.EVERY_S`).  An operator may know better and is not held to it; but what an
-operator ordered counts for the planner's hour.
+The planner proposes at most one in an hour (`libra_hpc.control.second_tier.EVERY_S`).  An operator may know better and
+is not held to it; but what an operator ordered counts for the planner's hour.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class _Ordered(NamedTuple):
 
 
 class Repartitioner:
-    """What rank 0 knows of it; `propose` when the planner decides for one, `poll` for an operator's order, `carry_out` once training has stopped.
+    """What rank 0 knows of it; `propose` when the planner decides for one, `poll` for an operator's order, `carry_out`
+    once training has stopped.
 
     ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.
     """
@@ -85,11 +89,14 @@ class Repartitioner:
         except UserError as error:
             self._event(REFUSED, by="planner", reason=str(error), changes=decision.changes)
             return False
-        self._ordered = _Ordered("planner", decision.changes, config, decision.candidates[0].batch_s if decision.candidates else None)
+        self._ordered = _Ordered(
+            "planner", decision.changes, config, decision.candidates[0].batch_s if decision.candidates else None
+        )
         return True
 
     def poll(self, blocked_by: str) -> bool:
-        """See whether an operator ordered one; True when it is to be carried out now.  ``blocked_by``: why none can be at the moment, else empty."""
+        """See whether an operator ordered one; True when it is to be carried out now.  ``blocked_by``: why none can
+        be at the moment, else empty."""
         self._waits_for = ""
         order = None if self._ordered else self._orders.waiting()
         if order is None:
@@ -134,7 +141,10 @@ class Repartitioner:
             self._orders.refuse(order, str(error))
         else:
             if order.attempt != self._attempt:
-                self._orders.refuse(order, f"attempt {order.attempt} ended before it could be carried out; order it again, or resume with -o.")
+                self._orders.refuse(
+                    order,
+                    f"attempt {order.attempt} ended before it could be carried out; order it again, or resume with -o.",
+                )
 
     def _changed(self, values: Mapping[str, Any]) -> RunConfig:
         """The configuration of the run in another layout, from that on disk, which must be the one that runs."""
@@ -146,7 +156,13 @@ class Repartitioner:
         return repartitioned(config, values)
 
     def _say(self, step: int, done: _Ordered) -> None:
-        fields = {"step": step, "by": done.by, "layout": describe(done.config), "changes": done.changes, "predicted_s": done.predicted_s}
+        fields = {
+            "step": step,
+            "by": done.by,
+            "layout": describe(done.config),
+            "changes": done.changes,
+            "predicted_s": done.predicted_s,
+        }
         self.last = said(fields)
         if done.order:
             self._orders.answer(done.order, EVENT, **fields)

@@ -104,7 +104,9 @@ class ReplicaWatch:
             self._deadlines.end(key, now)
         self._reported.discard(key)
         # Signs of life of before the answer say nothing about what comes after it.
-        self._alive = {process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()}
+        self._alive = {
+            process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
+        }
         self._go_on(now)
 
     def alive(self, process: int, message: Alive, now: float) -> None:
@@ -150,7 +152,9 @@ class ReplicaWatch:
 
     def late(self, now: float) -> list[str]:
         """A sentence for everything that is late and was not reported yet."""
-        found: list[tuple[Hashable, str]] = [(pending.key, pending.sentence) for pending in self._deadlines.pending(now, 0.5)]
+        found: list[tuple[Hashable, str]] = [
+            (pending.key, pending.sentence) for pending in self._deadlines.pending(now, 0.5)
+        ]
         found += self._silent(now, 0.5)
         fresh = [(key, sentence) for key, sentence in found if key not in self._reported]
         self._reported.update(key for key, _ in fresh)
@@ -160,10 +164,14 @@ class ReplicaWatch:
         """Why the replica is to be ended; empty: it is not."""
         for _, sentence in self._silent(now, 1.0):
             return sentence
-        return next((self._phases(pending) for pending in self._deadlines.pending(now) if self._to_blame(pending, now)), "")
+        return next(
+            (self._phases(pending) for pending in self._deadlines.pending(now) if self._to_blame(pending, now)), ""
+        )
 
     def _to_blame(self, pending: Pending, now: float) -> bool:
-        waits = bool(self._alive) and all(phase == WAITING and now - at <= FRESH_S for phase, at in self._alive.values())
+        waits = bool(self._alive) and all(
+            phase == WAITING and now - at <= FRESH_S for phase, at in self._alive.values()
+        )
         return not waits or pending.waited_s > PEERS * pending.limit_s
 
     def _phases(self, pending: Pending) -> str:
@@ -176,7 +184,10 @@ class ReplicaWatch:
         return [
             (
                 process,
-                f"process {process} has given no sign of life for {now - at:.0f} s (limit {self._silent_s:.0f} s), last in phase: {phase}",
+                (
+                    f"process {process} has given no sign of life for {now - at:.0f} s (limit {self._silent_s:.0f} s),"
+                    f" last in phase: {phase}"
+                ),
             )
             for process, (phase, at) in sorted(self._alive.items())
             if now - at > share * self._silent_s

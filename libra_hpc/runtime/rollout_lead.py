@@ -1,4 +1,5 @@
-"""The rollout leader's surroundings in its agent: environment host processes, its files, deadlines, and the report of every second."""
+"""The rollout leader's surroundings in its agent: environment host processes, its files, deadlines, and the report
+of every second."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ REPORT_S = 1.0
 LEARN_AT_ONCE = 200
 """Earlier trajectories a policy learns from before the loop's other tasks get their turn: some 10 ms."""
 STALL_S = 1.0
-"""This process ran this much later than it wanted: nobody could read messages meanwhile, so nobody is judged by that time."""
+"""This process ran this much later than it wanted: nobody could read messages meanwhile, so nobody is judged by that
+time."""
 
 
 def position(start: wire.Welcome) -> TrainedPrompts:
@@ -51,7 +53,9 @@ class RolloutLead:
         self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._storage = Storage(self._trajectories, self._decisions, context.log)
-        self._spool = RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
+        self._spool = (
+            RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
+        )
         self._new: list[Trajectory | FinishedTrajectory | wire.Committed] = []
         """For the spool's next write."""
         self._stopping = False
@@ -67,7 +71,12 @@ class RolloutLead:
             self._decisions.add,
             context.log,
         )
-        self._hosts = Hosts(context, self.leader.on_host, self.leader.on_host_down, lambda reason: context.send(0, wire.Fatal(context.rank, reason)))
+        self._hosts = Hosts(
+            context,
+            self.leader.on_host,
+            self.leader.on_host_down,
+            lambda reason: context.send(0, wire.Fatal(context.rank, reason)),
+        )
         self._watcher: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -115,9 +124,13 @@ class RolloutLead:
         """Show the policy what it could have learned before this attempt."""
         context, config = self._context, self._context.config
         try:
-            records = await asyncio.to_thread(history, context.run.trajectories, config.rollout.warm_start, config.task.name)
+            records = await asyncio.to_thread(
+                history, context.run.trajectories, config.rollout.warm_start, config.task.name
+            )
         except OSError as error:
-            context.log("storage_fault", part="trajectories.jsonl", reason=f"trajectories.jsonl cannot be read: {said(error)}")
+            context.log(
+                "storage_fault", part="trajectories.jsonl", reason=f"trajectories.jsonl cannot be read: {said(error)}"
+            )
             return
         for number, record in enumerate(records):
             self._policy.finished(record, time.monotonic())
@@ -155,7 +168,8 @@ class RolloutLead:
         self._stopping = True
         if self._watcher is not None:
             self._watcher.cancel()
-        # Before anything that takes time: whoever ends the job may not wait for it.  What is in mid-course comes last, as it is now: it may go on meanwhile.
+        # Before anything that takes time: whoever ends the job may not wait for it.  What is in mid-course comes last,
+        # as it is now: it may go on meanwhile.
         self._new += [FinishedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await self._hosts.stop()

@@ -1,13 +1,14 @@
-"""The rollout half of a node agent: owns the node's vLLM engine processes and passes turns, answers and weights between them and the mesh.
+"""The rollout half of a node agent: owns the node's vLLM engine processes and passes turns, answers and weights between
+them and the mesh.
 
-An engine is announced to the rollout leader (`EngineUp`) only once it samples from the newest weights there are: after its start, after a restart and
-after standby it asks for them first.  In standby the process stays alive with its device memory released, so that coming back costs a weight update
-instead of a start.
+An engine is announced to the rollout leader (`EngineUp`) only once it samples from the newest weights there are: after
+its start, after a restart and after standby it asks for them first.  In standby the process stays alive with its device
+memory released, so that coming back costs a weight update instead of a start.
 
 - An engine is late (`EngineWatch`) -> event ``slow``.
 - It hangs -> event ``hung``, `EngineDown`, stacks into its log, SIGKILL.
-- It is still there `ENDS_S` after that (a call into a device or a file system that ignores signals) -> ``hung`` again every
-  `AGAIN_S`.  No other is started beside it.
+- It is still there `ENDS_S` after that (a call into a device or a file system that ignores signals) -> ``hung`` again
+  every `AGAIN_S`.  No other is started beside it.
 - A process ends unasked -> `EngineDied`, and the coordinator orders the next start.
 - It ended too often (`RestartBudget`), or `MAX_STARTS` times in a row before it was ready -> `Fatal`.
 """
@@ -66,7 +67,8 @@ KIND = "rollout"
 WATCH_S = 1.0
 """Between two looks at the deadlines; the shortest is a minute."""
 ENDS_S, AGAIN_S = 10.0, 60.0
-"""A killed process is gone within a second, unless the kernel waits for something; half or double changes only when and how often that is logged."""
+"""A killed process is gone within a second, unless the kernel waits for something; half or double changes only when
+and how often that is logged."""
 
 
 class _Engine:
@@ -74,7 +76,8 @@ class _Engine:
         self.name = name
         self.child: Child | None = None
         self.state = "lost"
-        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``ending`` (was killed and is not gone) | ``lost``"""
+        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``ending`` (was killed and is
+        not gone) | ``lost``"""
         self.ready: EngineReady | None = None
         self.version = -1
         self.updating = -1
@@ -136,7 +139,8 @@ class RolloutNode:
             self._wanted, self._ordered_at = True, time.monotonic()
             for engine in self._engines.values():
                 if engine.state == "standby" and engine.child is not None:
-                    # Waking leaves an engine without weights, so it needs a file even when the version it had is still the newest.
+                    # Waking leaves an engine without weights, so it needs a file even when the version it had is still
+                    # the newest.
                     engine.state, engine.version, engine.updating = "loading", -1, -1
                     engine.child.send(Wake())
                     self._watch.began(engine.name, WAKE, self._ordered_at)
@@ -211,7 +215,8 @@ class RolloutNode:
             if engine.state == "loading" and engine.version >= message.version:
                 self._up(engine)
 
-    # --- engines ----------------------------------------------------------------------------------------------------------------------------
+    # --- engines
+    # ----------------------------------------------------------------------------------------------
 
     async def _spawn(self, engine: _Engine) -> None:
         context, rollout = self._context, self._context.config.rollout
@@ -219,7 +224,9 @@ class RolloutNode:
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
         engine.state, engine.ready, engine.updating, engine.hung, engine.told = "starting", None, -1, "", None
-        engine.child = Child(engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited)
+        engine.child = Child(
+            engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited
+        )
         argv = engine_command(context.config, context.component, path)
         first = list(self._engines).index(engine.name) * self._tp
         environment = engine_environment(os.environ, config.device, first, self._tp, rollout.threads)
@@ -246,7 +253,9 @@ class RolloutNode:
                 self._watch.ended(engine.name, WEIGHTS, now)
                 if version < engine.updating:
                     self._watch.began(engine.name, WEIGHTS, now)
-                self._context.log("weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds)
+                self._context.log(
+                    "weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds
+                )
                 if engine.state == "ready":
                     self._context.tell_leader(EngineVersion(self._context.rank, engine.name, version))
                 elif engine.state == "loading":
@@ -277,8 +286,16 @@ class RolloutNode:
         await asyncio.gather(*ends)
         for engine in self._engines.values():
             waited_s = now - engine.killed_at
-            if engine.state == "ending" and waited_s > ENDS_S and now - engine.logged_at > (AGAIN_S if engine.logged_at > engine.killed_at else 0.0):
-                self._log_hung(engine, f"Its process has not ended {waited_s:.0f} s after SIGKILL; the next one is started when it has.", now)
+            if (
+                engine.state == "ending"
+                and waited_s > ENDS_S
+                and now - engine.logged_at > (AGAIN_S if engine.logged_at > engine.killed_at else 0.0)
+            ):
+                self._log_hung(
+                    engine,
+                    f"Its process has not ended {waited_s:.0f} s after SIGKILL; the next one is started when it has.",
+                    now,
+                )
 
     def _log_hung(self, engine: _Engine, reason: str, now: float) -> None:
         engine.logged_at = now
@@ -313,7 +330,9 @@ class RolloutNode:
         engine.state, engine.starts, engine.told = "ready", 0, None
         ready = msgspec.structs.replace(engine.ready, version=engine.version)
         self._context.tell_leader(EngineUp(self._context.rank, engine.name, ready))
-        self._context.log("engine_ready", rank=self._context.rank, engine=engine.name, version=engine.version, seconds=ready.start_s)
+        self._context.log(
+            "engine_ready", rank=self._context.rank, engine=engine.name, version=engine.version, seconds=ready.start_s
+        )
         self._maybe_ready()
 
     def _maybe_ready(self) -> None:

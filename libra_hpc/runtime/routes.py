@@ -1,7 +1,8 @@
 """Routes: which part of a node gets which message of the mesh.
 
-One table of message type -> handler, to which every part adds its own rows when it comes to life; what has no row is for the coordinator, where there is one,
-and for nobody elsewhere (a message to a part that this node does not have, or not yet).
+One table of message type -> handler, to which every part adds its own rows when it comes to life; what has no row is
+for the coordinator, where there is one, and for nobody elsewhere (a message to a part that this node does not have, or
+not yet).
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from .train_node import TrainNode
 
 M = TypeVar("M")
 
-FOR_ROLLOUT_LEAD = (wire.TurnsDone, wire.EngineUp, wire.EngineDown, wire.EngineVersion, wire.EngineLoad, wire.DrainTurns, wire.Committed)
+FOR_ROLLOUT_LEAD = (
+    wire.TurnsDone,
+    wire.EngineUp,
+    wire.EngineDown,
+    wire.EngineVersion,
+    wire.EngineLoad,
+    wire.DrainTurns,
+    wire.Committed,
+)
 
 
 class Routes:
@@ -60,8 +69,11 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
     routes.add(wire.StandbyEngine, lambda order: half(order.kind).standby())
 
 
-def add_train_leader(routes: Routes, leader: TrainLeader, train: TrainNode, rank: int, send: Callable[[int, wire.MeshMessage], None]) -> None:
-    """Rows of the train leader, which has the node of this ``rank`` beside it: rollout nodes know only the leader, so it passes on who wants weights."""
+def add_train_leader(
+    routes: Routes, leader: TrainLeader, train: TrainNode, rank: int, send: Callable[[int, wire.MeshMessage], None]
+) -> None:
+    """Rows of the train leader, which has the node of this ``rank`` beside it: rollout nodes know only the leader,
+    so it passes on who wants weights."""
 
     def wanted(message: wire.WeightsWanted) -> None:
         if leader.exporter == rank:

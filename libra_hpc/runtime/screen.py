@@ -1,4 +1,5 @@
-"""The status snapshot, composed from what rank 0 knows: a pure function of the pool, the observations and the last heartbeats."""
+"""The status snapshot, composed from what rank 0 knows: a pure function of the pool, the observations and the last
+heartbeats."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def compose_status(
     notices: list[str],
     now: float,
 ) -> Status:
-    """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch, ``notices`` what went wrong lately, newest first."""
+    """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch, ``notices`` what went wrong
+    lately, newest first."""
     report, rewards = seen.report, seen.rewards
     paused = report.paused if report else ""
     if paused and state == "running":
@@ -59,27 +61,57 @@ def compose_status(
     membership = pool.membership if pool else states.Membership(0, ())
     fifth = max(1, len(rewards) // 5)
     return Status(
-        run=context.run.name, path=str(context.run.path), job_id=job_id, attempt=context.attempt,
-        state=state, started_at=started_at, updated_at=now, step=step, steps=context.config.run.steps, version=step,
-        reward=rewards[-1] if rewards else 0.0, reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0,
-        generation=membership.generation, replicas=len(membership.ranks), train=StageStatus(*train, nodes=len(membership.ranks)),
+        run=context.run.name,
+        path=str(context.run.path),
+        job_id=job_id,
+        attempt=context.attempt,
+        state=state,
+        started_at=started_at,
+        updated_at=now,
+        step=step,
+        steps=context.config.run.steps,
+        version=step,
+        reward=rewards[-1] if rewards else 0.0,
+        reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0,
+        generation=membership.generation,
+        replicas=len(membership.ranks),
+        train=StageStatus(*train, nodes=len(membership.ranks)),
         rollout=StageStatus(*rollout, nodes=len(states.rollout_nodes(pool)) if pool else 0),
-        open_trajectories=report.open_trajectories if report else 0, waiting_turns=report.waiting_turns if report else 0,
-        tools_running=report.tools_running if report else 0, ready_groups=report.ready_groups if report else 0,
+        open_trajectories=report.open_trajectories if report else 0,
+        waiting_turns=report.waiting_turns if report else 0,
+        tools_running=report.tools_running if report else 0,
+        ready_groups=report.ready_groups if report else 0,
         staleness_mean=sum(m for m, _ in seen.staleness) / len(seen.staleness) if seen.staleness else 0.0,
-        staleness_max=int(max((m for _, m in seen.staleness), default=0)), resubmitted=report.resubmitted if report else 0,
-        trained_trajectories=seen.trained, buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
-        nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()], decision=decision, message=message,
-        estimate=estimate, accuracy=step_accuracy(seen.expected), repartitioned=repartitioned,
+        staleness_max=int(max((m for _, m in seen.staleness), default=0)),
+        resubmitted=report.resubmitted if report else 0,
+        trained_trajectories=seen.trained,
+        buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
+        nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()],
+        decision=decision,
+        message=message,
+        estimate=estimate,
+        accuracy=step_accuracy(seen.expected),
+        repartitioned=repartitioned,
         failures=[FailedAttempts(*found) for found in report.failures] if report else [],
-        paused=paused, notices=notices,
-    )  # fmt: skip
+        paused=paused,
+        notices=notices,
+    )
 
 
-def _node(context: AgentContext, pool: states.Pool | None, rank: int, facts: NodeFacts, over: bool, now: float) -> NodeStatus:
+def _node(
+    context: AgentContext, pool: states.Pool | None, rank: int, facts: NodeFacts, over: bool, now: float
+) -> NodeStatus:
     component = context.layout.components[rank]
     role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
     if over and role != "lost":
         return NodeStatus(rank, facts.host, component, "ended", {}, -1, 0.0)
     beat = facts.beat
-    return NodeStatus(rank, facts.host, component, role, beat.engines if beat else {}, beat.version if beat else -1, max(0.0, now - facts.seen))
+    return NodeStatus(
+        rank,
+        facts.host,
+        component,
+        role,
+        beat.engines if beat else {},
+        beat.version if beat else -1,
+        max(0.0, now - facts.seen),
+    )

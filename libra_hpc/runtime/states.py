@@ -2,22 +2,25 @@
 
 A node is in one of six states:
 
-    STARTING --engine ready--> ROLLOUT | (member with its state) TRAIN          first start, restart after a crash, return after a loss
-    ROLLOUT  --move--> TO_TRAIN   --drained, engine ready, member, state arrived--> TRAIN
-    TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
-    any      --heartbeat lost--> LOST --returned--> STARTING
+    STARTING --engine ready--> ROLLOUT | (member with its state) TRAIN          first start, restart after a crash,
+    return after a loss ROLLOUT  --move--> TO_TRAIN   --drained, engine ready, member, state arrived--> TRAIN TRAIN
+    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT any      --heartbeat lost-->
+    LOST --returned--> STARTING
 
 Only nodes of the ``hybrid`` component move; ``train`` and ``rollout`` nodes are the core and keep their role for life.
 
-*Membership* is the numbered set of data-parallel replicas.  Every wish to change it becomes a proposal with the next number; a newer proposal replaces one
-that is still forming.  A node is proposed once its training engine answers, so that members never wait for an engine to start, and it counts as a trainer
-(TRAIN) only when it is a member *and* its weights and optimizer state have arrived, in whatever order the two happen.  Trainers adopt a proposal at a step
-boundary; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the generation that no longer holds it is
-complete; if it has meanwhile become the only one that holds the training state, its move is called off.  The first generation waits for all core training
-nodes, so that a run does not form one group per node while they come up.
+*Membership* is the numbered set of data-parallel replicas.  Every wish to change it becomes a proposal with the next
+number; a newer proposal replaces one that is still forming.  A node is proposed once its training engine answers, so
+that members never wait for an engine to start, and it counts as a trainer (TRAIN) only when it is a member *and* its
+weights and optimizer state have arrived, in whatever order the two happen.  Trainers adopt a proposal at a step
+boundary; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the
+generation that no longer holds it is complete; if it has meanwhile become the only one that holds the training state,
+its move is called off.  The first generation waits for all core training nodes, so that a run does not form one group
+per node while they come up.
 
-`advance` raises `IllegalTransition` for an event that cannot happen in the present state (a core node ordered to move, a second order while the first is
-under way): the caller logs it and keeps the old pool.  Confirmations of a superseded generation are normal late messages and change nothing.
+`advance` raises `IllegalTransition` for an event that cannot happen in the present state (a core node ordered to move,
+a second order while the first is under way): the caller logs it and keeps the old pool.  Confirmations of a superseded
+generation are normal late messages and change nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Node(msgspec.Struct, frozen=True):
     engine_ready: bool = False
     """Whether the engine of ``role`` answers."""
     has_state: bool = False
-    """Whether its training engine holds the current weights and optimizer state (kept by a leaving node until it is freed)."""
+    """Whether its training engine holds the current weights and optimizer state (kept by a leaving node until it is
+    freed)."""
     member_of: int = -1
     """Last generation its present training engine confirmed."""
 
@@ -187,18 +191,26 @@ Effect = Union[OrderStart, OrderStandby, OpenTurns, OrderDrain, ResubmitTurns, F
 # Transitions --------------------------------------------------------------------------------------
 
 
-def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout", generation: int = 0) -> tuple[Pool, tuple[Effect, ...]]:
-    """A pool whose nodes ``(rank, component)`` all have to start their engine; ``generation`` is the last one used before (a resumed run)."""
+def start(
+    nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout", generation: int = 0
+) -> tuple[Pool, tuple[Effect, ...]]:
+    """A pool whose nodes ``(rank, component)`` all have to start their engine; ``generation`` is the last one used
+    before (a resumed run)."""
     made: dict[int, Node] = {}
     for rank, component in nodes:
         made[rank] = Node(rank, component, NodeState.STARTING, hybrid_role if component == "hybrid" else component)
-    return Pool(made, Membership(generation, ()), generation), tuple(OrderStart(node.rank, node.role) for node in made.values())
+    return Pool(made, Membership(generation, ()), generation), tuple(
+        OrderStart(node.rank, node.role) for node in made.values()
+    )
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
-    """Ranks that count as training replicas now: members whose state has arrived, leaving ones included until they are freed."""
+    """Ranks that count as training replicas now: members whose state has arrived, leaving ones included until they
+    are freed."""
     nodes = (pool.nodes[rank] for rank in pool.membership.ranks)
-    return tuple(n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state))
+    return tuple(
+        n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state)
+    )
 
 
 def rollout_nodes(pool: Pool) -> tuple[int, ...]:
@@ -218,7 +230,10 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _to_rollout(pool, node)
         case Drained():
             _require(node.draining, node, "drained")
-            return _put(pool, node, draining=False), (OrderStandby(node.rank, "rollout"), OrderStart(node.rank, "train"))
+            return _put(pool, node, draining=False), (
+                OrderStandby(node.rank, "rollout"),
+                OrderStart(node.rank, "train"),
+            )
         case EngineAnswers(kind=kind):
             return _engine_ready(pool, node, kind)
         case StateArrived():
@@ -246,7 +261,11 @@ def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
 def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.component == "hybrid", node, "ordered to rollout: it is a core node")
     _require(node.state is NodeState.TRAIN, node, "ordered to rollout")
-    _require(any(n.state is NodeState.TRAIN and n.rank != node.rank for n in pool.nodes.values()), node, "ordered to rollout: it is the last trainer")
+    _require(
+        any(n.state is NodeState.TRAIN and n.rank != node.rank for n in pool.nodes.values()),
+        node,
+        "ordered to rollout: it is the last trainer",
+    )
     return _propose(_put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False))
 
 

@@ -1,8 +1,10 @@
-"""Files of the rollout leader that may meet a full or failing disk: what is given up first, and what the event log is told.
+"""Files of the rollout leader that may meet a full or failing disk: what is given up first, and what the event log is
+told.
 
 - Trajectories cannot be written -> their lines wait in memory, and decisions are dropped, which leaves them the room.
 - Decisions cannot be written -> they are dropped; the first time, ``decisions_dropped`` says so.
-- A file fails, or works again -> ``storage_fault`` with the reason, ``storage_ok`` with the number of lines that were lost.
+- A file fails, or works again -> ``storage_fault`` with the reason, ``storage_ok`` with the number of lines that were
+  lost.
 
 Nothing raises into the loop of the leader.
 """
@@ -28,7 +30,8 @@ class Storage:
         self._told = False
 
     async def flush(self, spool: RecoveryLog | None, new: list[Any]) -> None:
-        """Write what is new; lines first: what the spool has is in `trajectories.jsonl`, so that a start which goes on with it need not write it."""
+        """Write what is new; lines first: what the spool has is in `trajectories.jsonl`, so that a start which goes
+        on with it need not write it."""
         await self.trajectories.flush()
         if self.trajectories.fault:
             self.decisions.drop()

@@ -1,8 +1,9 @@
-"""The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them) and speaks for the replica as a whole.
+"""The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them) and speaks
+for the replica as a whole.
 
-Every message goes to all processes; the replica has answered once every process has, with local rank 0's answer.  When one process dies the others are
-ended too, because a replica is only whole.  The next start restores from the newest whole in-memory snapshot or
-checkpoint, whichever has the higher step.
+Every message goes to all processes; the replica has answered once every process has, with local rank 0's answer.  When
+one process dies the others are ended too, because a replica is only whole.  The next start restores from the newest
+whole in-memory snapshot or checkpoint, whichever has the higher step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
 from libra_hpc.process.visible_devices import MAX_STARTS, engine_environment
-from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Publish, WeightsCurrent, WeightsWanted
+from libra_hpc.protocol.mesh import (
+    EngineDied,
+    EngineIsReady,
+    Fatal,
+    FromReplica,
+    Publish,
+    WeightsCurrent,
+    WeightsWanted,
+)
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -124,7 +133,8 @@ class TrainNode:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def reset(self) -> None:
-        """Be as just constructed: end every process and report nothing of it; this node was declared lost and is taken back."""
+        """Be as just constructed: end every process and report nothing of it; this node was declared lost and is
+        taken back."""
         async with self._spawning:
             children, self._children = self._children, []
             self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
@@ -145,7 +155,8 @@ class TrainNode:
             child.send(message)
 
     async def watch(self) -> None:
-        """End a replica that makes no progress; it is then rebuilt as after any other death.  Runs as long as the agent."""
+        """End a replica that makes no progress; it is then rebuilt as after any other death.  Runs as long as the
+        agent."""
         looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -160,7 +171,9 @@ class TrainNode:
                 self._log_part("hung", reason)
                 if hopeless:
                     where = self._context.logs / f"{self._children[0].name}.log"
-                    self._context.send(0, Fatal(self._context.rank, f"training replica: {reason}; {hopeless}; see {where}"))
+                    self._context.send(
+                        0, Fatal(self._context.rank, f"training replica: {reason}; {hopeless}; see {where}")
+                    )
                 self._killed_at = now
                 await asyncio.gather(*(child.end_hung() for child in self._children))
             self._check_ended(now)
@@ -221,7 +234,10 @@ class TrainNode:
                 local_rank=local_rank,
                 optimizer=OptimizerSettings(**config.optimizer.model_dump()),
                 algorithm=AlgorithmSettings(
-                    clip=algorithm.clip, is_truncation=algorithm.is_truncation, kl_coef=algorithm.kl_coef, temperature=config.rollout.temperature
+                    clip=algorithm.clip,
+                    is_truncation=algorithm.is_truncation,
+                    kl_coef=algorithm.kl_coef,
+                    temperature=config.rollout.temperature,
                 ),
                 micro_tokens=train.micro_tokens,
                 recompute=train.recompute,
@@ -229,14 +245,16 @@ class TrainNode:
                 snapshot_every=train.snapshot_every,
                 threads=train.threads,
                 seed=config.run.seed,
-            )  # fmt: skip
+            )
             name = f"t{context.rank}.{local_rank}"
             path = context.private / f"{name}.json"
             write_config(worker, path)
             child = Child(name, context.private / f"{name}.sock", to_worker, from_worker, self._message, self._exited)
             self._children.append(child)
             environment = engine_environment(os.environ, config.slurm.device, 0, train.tp * train.pp, train.threads)
-            await child.start(trainer_command(config, context.component, path), environment, context.logs / f"{name}.log")
+            await child.start(
+                trainer_command(config, context.component, path), environment, context.logs / f"{name}.log"
+            )
 
     def _start_dir(self, snapshots: Path, checkpoints: list[tuple[int, Path]]) -> str:
         """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
@@ -318,7 +336,9 @@ class TrainNode:
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
         if self._failed_starts >= MAX_STARTS:
-            self._context.send(0, Fatal(self._context.rank, f"{reason} {self._failed_starts} times before it was ready; see {where}"))
+            self._context.send(
+                0, Fatal(self._context.rank, f"{reason} {self._failed_starts} times before it was ready; see {where}")
+            )
             return
         if not self._budget.spend(time.monotonic()):
             times = f"the replica ended {self._budget.spent} times within {self._budget.window_s:.0f} s"

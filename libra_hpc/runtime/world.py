@@ -1,8 +1,8 @@
 """How the agents find each other: MPI numbers them and carries their addresses, once, at the start.
 
-After `meet` no agent calls MPI again.  A message library that survives a dead member is needed from then on, and MPI is none:
-MPICH over UCX ends every process that has a TCP connection to one that died (docs/architecture.md).  Messages
-go over sockets of our own (`libra_hpc.runtime.links`).
+After `meet` no agent calls MPI again.  A message library that survives a dead member is needed from then on, and MPI is
+none: MPICH over UCX ends every process that has a TCP connection to one that died (docs/architecture.md).  Messages go
+over sockets of our own (`libra_hpc.runtime.links`).
 
 - All ranks on one machine -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
 - Rank 0 draws a secret for the run; who connects must prove that it knows it.
@@ -35,7 +35,8 @@ from mpi4py import MPI  # noqa: E402  (the choice must be made first)
 MEET_S = 90
 """A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
 REACH_S = 5.0
-"""For one address of rank 0 to answer.  Half: a busy switch looks like a wrong address; double: several wrong ones use up `MEET_S`."""
+"""For one address of rank 0 to answer.  Half: a busy switch looks like a wrong address; double: several wrong ones
+use up `MEET_S`."""
 RECORD_BYTES = 4096
 """Room for what a rank tells the others; a node with 20 addresses uses 500."""
 SECRET_BYTES = 32
@@ -93,9 +94,9 @@ Record = TypeVar("Record", _Place, Endpoint, _Reached)
 def meet(interface: str = "", problem: str = "") -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem`` is a reason of the caller's why this rank cannot go on.  Raises `NoWorld`, on every rank alike, with the first
-    problem of any rank.  A rank that fails inside MPI leaves the others waiting there, where no Python runs.  So the kernel ends
-    this process with SIGALRM after `MEET_S`; whoever started it may try again.
+    ``problem`` is a reason of the caller's why this rank cannot go on.  Raises `NoWorld`, on every rank alike, with the
+    first problem of any rank.  A rank that fails inside MPI leaves the others waiting there, where no Python runs.  So
+    the kernel ends this process with SIGALRM after `MEET_S`; whoever started it may try again.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MEET_S)
@@ -103,7 +104,11 @@ def meet(interface: str = "", problem: str = "") -> World:
     comm = MPI.COMM_WORLD
     addresses = own_addresses(interface)
     if interface and not addresses:
-        problem = problem or f"slurm.interface = {interface!r}: {socket.gethostname()} has no such interface with an address; it has {_interfaces()}"
+        problem = (
+            problem
+            or f"slurm.interface = {interface!r}: {socket.gethostname()} has no such interface with an address; "
+            f"it has {_interfaces()}"
+        )
     places = _exchange(comm, _Place(_machine(), problem))
     _raise_first([place.problem for place in places])
     if interface:
@@ -114,7 +119,9 @@ def meet(interface: str = "", problem: str = "") -> World:
     endpoints = _exchange(comm, Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1]))
     secret = bytearray(secrets.token_bytes(SECRET_BYTES))
     comm.Bcast([secret, MPI.BYTE])
-    _raise_first([reached.problem for reached in _exchange(comm, _Reached(_reach(endpoints[0], endpoints[comm.Get_rank()])))])
+    _raise_first(
+        [reached.problem for reached in _exchange(comm, _Reached(_reach(endpoints[0], endpoints[comm.Get_rank()])))]
+    )
     world = World(comm.Get_rank(), tuple(endpoints), bytes(secret), listener)
     MPI.Finalize()
     signal.alarm(0)
@@ -122,14 +129,18 @@ def meet(interface: str = "", problem: str = "") -> World:
 
 
 def own_addresses(interface: str = "") -> list[str]:
-    """Addresses of this machine that another one may reach, the one its name resolves to first; with a name, those of that interface."""
+    """Addresses of this machine that another one may reach, the one its name resolves to first; with a name, those
+    of that interface."""
     found = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():
         if name != interface if interface else name not in up or name.startswith(VIRTUAL):
             continue
         for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local:
+            if (
+                entry.family in (socket.AF_INET, socket.AF_INET6)
+                and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local
+            ):
                 found.append(entry.address)
     named: set[str] = set()
     with contextlib.suppress(OSError):
@@ -168,7 +179,10 @@ def _reach(first: Endpoint, own: Endpoint) -> str:
             socket.create_connection((address, first.port), timeout=REACH_S).close()
             return ""
     tried = ", ".join(f"{address} port {first.port}" for address in first.addresses) or "no address"
-    return f"{own.host} cannot reach the planner's node {first.host} ({tried}): set slurm.interface to a network that all nodes share"
+    return (
+        f"{own.host} cannot reach the planner's node {first.host} ({tried}): set slurm.interface to a network that all"
+        " nodes share"
+    )
 
 
 def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
@@ -176,7 +190,9 @@ def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
     body = msgspec.msgpack.encode(record)
     encoded = LENGTH.pack(len(body)) + body
     if len(encoded) > RECORD_BYTES:
-        raise OperationError(f"what {socket.gethostname()} says of itself takes {len(encoded)} bytes; there is room for {RECORD_BYTES}")
+        raise OperationError(
+            f"what {socket.gethostname()} says of itself takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
+        )
     everyone = bytearray(RECORD_BYTES * comm.Get_size())
     comm.Allgather([encoded.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
     decoder = msgspec.msgpack.Decoder(type(record))

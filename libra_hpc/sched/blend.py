@@ -2,19 +2,22 @@
 
 With b the tokens left by attained service and prompt (`survival`, `groups`), the estimate is
 
-    log left = log b + w . x + log smear,    x = (1, log b - `CENTRE`, log scale of the prompt, tests green, tests fail, log failing tests, context effect),
+    log left = log b + w . x + log smear,    x = (1, log b - `CENTRE`, log scale of the prompt, tests green, tests fail,
+    log failing tests, context effect),
 
-where w is a ridge regression of log (left / b) on x over finished trajectories, pulled to prior weights (`PRIOR`) that are worth `PRIOR_WEIGHT`
-observations per feature.  So the data decide whether to trust attained service once tests are known to fail, and noise is drawn to the mean, because a
-regression on held-out predictions is calibrated by construction.  `smear` (Duan, 1983) is what remained over exp of the predicted logarithm, as a ratio of
-decayed sums: the step from a mean logarithm to a mean.  Memory is `MEMORY` observations.
+where w is a ridge regression of log (left / b) on x over finished trajectories, pulled to prior weights (`PRIOR`) that
+are worth `PRIOR_WEIGHT` observations per feature.  So the data decide whether to trust attained service once tests are
+known to fail, and noise is drawn to the mean, because a regression on held-out predictions is calibrated by
+construction.  `smear` (Duan, 1983) is what remained over exp of the predicted logarithm, as a ratio of decayed sums:
+the step from a mean logarithm to a mean.  Memory is `MEMORY` observations.
 
-Early in a batch only short trajectories have finished.  An observation therefore counts by the inverse of its chance to be seen by now (`Survival.weight`),
-which is 1 when all who started have ended (inverse probability of censoring weights, Robins and Rotnitzky, 1992).
+Early in a batch only short trajectories have finished.  An observation therefore counts by the inverse of its chance to
+be seen by now (`Survival.weight`), which is 1 when all who started have ended (inverse probability of censoring
+weights, Robins and Rotnitzky, 1992).
 
-`loss` is the quantile loss of an observation before it is learned: the pinball losses (Koenker and Bassett, 1978) of the quantiles 0.5 and 0.9 of the
-logarithm, which are the prediction plus offsets tracked by stochastic approximation in steps of `STEP`.  On the logarithm, so that long trajectories do not
-outvote the rest.
+`loss` is the quantile loss of an observation before it is learned: the pinball losses (Koenker and Bassett, 1978) of
+the quantiles 0.5 and 0.9 of the logarithm, which are the prediction plus offsets tracked by stochastic approximation in
+steps of `STEP`.  On the logarithm, so that long trajectories do not outvote the rest.
 
 A `Blend` without signals uses the first `PLAIN` = 3 features alone; the tree keeps one of each and a gate between them.
 """
@@ -46,7 +49,19 @@ _LARGE: Final = 1e9
 class Blend:
     """Weighted ridge regression on the first ``size`` features."""
 
-    __slots__ = ("_actual", "_expected", "_matrix", "_scale", "_stale", "_vector", "count", "log_smear", "p50", "p90", "weights")
+    __slots__ = (
+        "_actual",
+        "_expected",
+        "_matrix",
+        "_scale",
+        "_stale",
+        "_vector",
+        "count",
+        "log_smear",
+        "p50",
+        "p90",
+        "weights",
+    )
 
     def __init__(self, size: int = len(PRIOR)) -> None:
         self.weights = list(PRIOR[:size])
@@ -105,9 +120,20 @@ class Blend:
         """Another blend that has learned the same."""
         other = Blend(len(self.weights))
         other._matrix, other._vector = [row[:] for row in self._matrix], self._vector[:]
-        other._actual, other._expected, other._scale, other._stale = self._actual, self._expected, self._scale, self._stale
+        other._actual, other._expected, other._scale, other._stale = (
+            self._actual,
+            self._expected,
+            self._scale,
+            self._stale,
+        )
         # A solution replaces the weights; nothing changes them in place.
-        other.weights, other.log_smear, other.count, other.p50, other.p90 = self.weights, self.log_smear, self.count, self.p50, self.p90
+        other.weights, other.log_smear, other.count, other.p50, other.p90 = (
+            self.weights,
+            self.log_smear,
+            self.count,
+            self.p50,
+            self.p90,
+        )
         return other
 
     def _solve(self) -> None:

@@ -1,16 +1,19 @@
-"""The board: what is known of every engine now, kept incrementally so that a decision costs the same with 4 engines and with 64.
+"""The board: what is known of every engine now, kept incrementally so that a decision costs the same with 4 engines and
+with 64.
 
-Whoever drives a policy (the rollout leader, the simulator) writes to the board; policies read it.  Engines are grouped by tensor-parallel degree into
-*TP classes*, ascending, which are the buckets of C-MLFQ: the index of a class is its *level*.  Load is counted in KV tokens of turns in flight; a
-trajectory whose tool runs is not in flight and holds nothing.
+Whoever drives a policy (the rollout leader, the simulator) writes to the board; policies read it.  Engines are grouped
+by tensor-parallel degree into *TP classes*, ascending, which are the buckets of C-MLFQ: the index of a class is its
+*level*.  Load is counted in KV tokens of turns in flight; a trajectory whose tool runs is not in flight and holds
+nothing.
 
-`TpClass.least` finds the engine with the fewest tokens in flight and a free slot through a heap with lazy repair.  The heap promises a lower bound for
-every engine that may be chosen: a turn sent only makes the entry too low, which is mended when it surfaces; an engine that answered is noted, and gets a
-new entry when `least` is asked next.  Entries overtaken by a later one are told by their stamp and dropped.  So sending and answering cost no heap
-operation, and a policy that never asks pays nothing; asking costs O(log n) for each engine that answered since.
+`TpClass.least` finds the engine with the fewest tokens in flight and a free slot through a heap with lazy repair.  The
+heap promises a lower bound for every engine that may be chosen: a turn sent only makes the entry too low, which is
+mended when it surfaces; an engine that answered is noted, and gets a new entry when `least` is asked next.  Entries
+overtaken by a later one are told by their stamp and dropped.  So sending and answering cost no heap operation, and a
+policy that never asks pays nothing; asking costs O(log n) for each engine that answered since.
 
-The costs of a class's steps (`costs`) and the caps of its engines (`concurrency`) are refreshed by reports, twice a second per engine, never by a
-decision.
+The costs of a class's steps (`costs`) and the caps of its engines (`concurrency`) are refreshed by reports, twice a
+second per engine, never by a decision.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from .costs import StepFit, carried, stand_in
 from .speed import SpeedEstimate
 
 REFIT_EVERY: Final = 16
-"""Observations of a class between two refits of its costs (the first so many refit each time): a refit takes some 25 us, and the window is 64 long."""
+"""Observations of a class between two refits of its costs (the first so many refit each time): a refit takes some 25
+us, and the window is 64 long."""
 
 _generations = count(1)
 
@@ -37,9 +41,26 @@ class EngineView:
     """One vLLM replica.  Written by the `Board` alone."""
 
     __slots__ = (
-        "cap", "decode_s", "engine", "home", "inflight", "inflight_tokens", "kv_capacity", "kv_use", "level", "open", "prefill_s", "preemptions", "running",
-        "speed", "stamp", "steps", "tp", "version", "waiting",
-    )  # fmt: skip
+        "cap",
+        "decode_s",
+        "engine",
+        "home",
+        "inflight",
+        "inflight_tokens",
+        "kv_capacity",
+        "kv_use",
+        "level",
+        "open",
+        "prefill_s",
+        "preemptions",
+        "running",
+        "speed",
+        "stamp",
+        "steps",
+        "tp",
+        "version",
+        "waiting",
+    )
 
     def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, home: TpClass) -> None:
         self.engine = engine
@@ -87,7 +108,8 @@ class TpClass:
         self.level = 0
         self.members: list[EngineView] = []
         self.base_s = self.slope_s = self.prefill_s = 0.0
-        """Seconds of an empty decode step, per KV token in use, and per prefilled token: measured, else carried over from the nearest class."""
+        """Seconds of an empty decode step, per KV token in use, and per prefilled token: measured, else carried over
+        from the nearest class."""
         self.fit = StepFit()
         self.touched: dict[EngineView, None] = {}
         """Members that may have become a better choice than their entry says, first come first."""
@@ -124,7 +146,8 @@ class TpClass:
 
 
 class Board:
-    """See the module.  Names of engines that are not up are ignored by `answered`, `report` and `down`, and are a `KeyError` elsewhere."""
+    """See the module.  Names of engines that are not up are ignored by `answered`, `report` and `down`, and are a
+    `KeyError` elsewhere."""
 
     def __init__(self, max_inflight: int, adaptive: bool = True) -> None:
         self.max_inflight = max_inflight
@@ -140,8 +163,11 @@ class Board:
         """Changes when an engine comes or goes or a class's costs do; no two boards ever have the same."""
         self._controllers: dict[str, CapController] = {}
 
-    def up(self, engine: str, tp: int, kv_capacity: int, version: int, warm_up: Sequence[EngineStats] = ()) -> EngineView:
-        """An engine accepts turns; one of the same name is replaced.  Its class is priced by ``warm_up``, reports from before it took any."""
+    def up(
+        self, engine: str, tp: int, kv_capacity: int, version: int, warm_up: Sequence[EngineStats] = ()
+    ) -> EngineView:
+        """An engine accepts turns; one of the same name is replaced.  Its class is priced by ``warm_up``, reports
+        from before it took any."""
         if engine in self.engines:
             self.down(engine)
         home = next((c for c in self.classes if c.tp == tp), None)
@@ -222,11 +248,17 @@ class Board:
         self.engines[engine].version = version
 
     def report(self, engine: str, stats: EngineStats) -> None:
-        """Take in an engine's counters: its load and speed, the costs of its class, and its cap when caps are adaptive."""
+        """Take in an engine's counters: its load and speed, the costs of its class, and its cap when caps are
+        adaptive."""
         view = self.engines.get(engine)
         if view is None:
             return
-        view.kv_use, view.running, view.waiting, view.preemptions = stats.kv_use, stats.running, stats.waiting, stats.preemptions
+        view.kv_use, view.running, view.waiting, view.preemptions = (
+            stats.kv_use,
+            stats.running,
+            stats.waiting,
+            stats.preemptions,
+        )
         view.steps = stats.steps
         view.speed.update(stats)
         view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s

@@ -1,35 +1,43 @@
-"""C-MLFQ: a multi-level feedback queue whose feedback is causal (what the prompt, the siblings and the tools said), not only how long a trajectory has run.
+"""C-MLFQ: a multi-level feedback queue whose feedback is causal (what the prompt, the siblings and the tools said), not
+only how long a trajectory has run.
 
-Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single sequence.  What a trajectory has left
-and what it may *reach* come from the causal tree (`tree`), what an engine's steps cost at its load from its reports (`costs`).
+Levels are the TP classes of the engines present, ascending: level 0 has the most replicas and the slowest single
+sequence.  What a trajectory has left and what it may *reach* come from the causal tree (`tree`), what an engine's steps
+cost at its load from its reports (`costs`).
 
-**Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every engine is credited with the
-work of the trajectories that sit there (`seats`), which gives the second at which it would finish.  A turn goes where it adds least to
+**Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every
+engine is credited with the work of the trajectories that sit there (`seats`), which gives the second at which it would
+finish.  A turn goes where it adds least to
 
     sum over engines of finish ** 4,
 
-a smooth stand-in for the latest finish: the fourth power makes an engine that ends late 16 times dearer than one that ends at half that time, yet still
-tells apart two that end early.  Consequences, none of which needs a rule of its own: a long trajectory goes to a fast class, on which its own steps end
-sooner; a short one fills a slow engine rather than delay a long one's; work spreads in proportion to speed; an idle fast engine draws work from
-crowded slow ones; and when little is left, the longest ones move to idle fast engines.  Own seconds times `OWN` = 0.02 of the dearest engine's slope
-break ties between placements that do not matter.
+a smooth stand-in for the latest finish: the fourth power makes an engine that ends late 16 times dearer than one that
+ends at half that time, yet still tells apart two that end early.  Consequences, none of which needs a rule of its own:
+a long trajectory goes to a fast class, on which its own steps end sooner; a short one fills a slow engine rather than
+delay a long one's; work spreads in proportion to speed; an idle fast engine draws work from crowded slow ones; and when
+little is left, the longest ones move to idle fast engines.  Own seconds times `OWN` = 0.02 of the dearest engine's
+slope break ties between placements that do not matter.
 
-**Moving.**  The engine of the last turn has the prefix cached (unless its weights changed since), every other one prefills the context again; that is part
-of its finish.  A trajectory moves, in a tool gap only, when staying adds more than `MOVE_MARGIN` = 3 times as much, because what is left is only an
-estimate.  On simulated batches of 512 trajectories (48 A800, three kinds of work, eight seeds each) margins of 2 and 3 were equally fast on average,
-the latter with a third fewer moves; 6 was slower by 2, 2 and 6 %.  When the engine of the last turn is full but would win by the same margin, the turn
-waits for a slot there, a matter of seconds, rather than prefill elsewhere.
+**Moving.**  The engine of the last turn has the prefix cached (unless its weights changed since), every other one
+prefills the context again; that is part of its finish.  A trajectory moves, in a tool gap only, when staying adds more
+than `MOVE_MARGIN` = 3 times as much, because what is left is only an estimate.  On simulated batches of 512
+trajectories (48 A800, three kinds of work, eight seeds each) margins of 2 and 3 were equally fast on average, the
+latter with a third fewer moves; 6 was slower by 2, 2 and 6 %.  When the engine of the last turn is full but would win
+by the same margin, the turn waits for a slot there, a matter of seconds, rather than prefill elsewhere.
 
-**Starting beside a sibling.**  The samples of a prompt share it, and an engine that has computed it for one of them finds it cached for the next.  So the
-engine of the sibling that started last is asked too, without the price of the prompt.  Siblings are long together, which the sum above does not know, so
-it must add `NEAR_MARGIN` = 0.8 times as much as any other at most.
+**Starting beside a sibling.**  The samples of a prompt share it, and an engine that has computed it for one of them
+finds it cached for the next.  So the engine of the sibling that started last is asked too, without the price of the
+prompt.  Siblings are long together, which the sum above does not know, so it must add `NEAR_MARGIN` = 0.8 times as much
+as any other at most.
 
-A turn so long that no gap comes may be moved while it runs (`midturn`); where it goes on was then decided before it was interrupted.
+A turn so long that no gap comes may be moved while it runs (`midturn`); where it goes on was then decided before it was
+interrupted.
 
-**Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.  The credit is `AGEING_S` = 300 s for the
-first sibling of a group (the probe: the sooner it runs, the sooner the group is known); for others r / (r + m) of the same, r being expected left tokens
-and m the mean total, longest first; turns after the first get at least half, because their cache is warm.  As 0 <= credit <= `AGEING_S`, no turn is
-overtaken by one that became ready `AGEING_S` or more after it: that is the bound on starvation.
+**Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.
+The credit is `AGEING_S` = 300 s for the first sibling of a group (the probe: the sooner it runs, the sooner the group
+is known); for others r / (r + m) of the same, r being expected left tokens and m the mean total, longest first; turns
+after the first get at least half, because their cache is warm.  As 0 <= credit <= `AGEING_S`, no turn is overtaken by
+one that became ready `AGEING_S` or more after it: that is the bound on starvation.
 
 **Keeping caches.**  `keep_s` follows from the measured durations of the trajectory's last tool (`ttl`).
 """
@@ -65,12 +73,19 @@ TOOLS_LEARNED: Final = 4
 """Tool durations learned from a finished trajectory, its last ones."""
 
 STARTS: Final = "start: {engine} then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
-NEAR: Final = "start: {engine} has the prompt cached for a sibling and then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
+NEAR: Final = (
+    "start: {engine} has the prompt cached for a sibling and then finishes in {finish_s:.1f} s, with {remaining:.0f}"
+    " tokens expected of this one"
+)
 STAYS: Final = "stay: with it {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected of this one"
 MOVES: Final = (
-    "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again; {remaining:.0f} tokens expected"
+    "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again;"
+    " {remaining:.0f} tokens expected"
 )
-LEAVES: Final = "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected"
+LEAVES: Final = (
+    "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s; {remaining:.0f}"
+    " tokens expected"
+)
 WAITS_HOME: Final = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
 WAITS: Final = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 
@@ -127,14 +142,21 @@ class CausalMlfq:
         return key
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """Choose the engine at which the trajectory adds least to the late finish, or wait for the one that has its context cached."""
+        """Choose the engine at which the trajectory adds least to the late finish, or wait for the one that has its
+        context cached."""
         tracked = self._tracked.get(turn.trajectory)
         if tracked is None:
             self.key(turn, now)
             tracked = self._tracked[turn.trajectory]
         if tracked.going is not None and (decision := self._go_on(tracked, tracked.going, turn, board)):
             return decision
-        seats, cursor, context, before, last = self._seats, tracked.cursor, turn.context_tokens, tracked.seat, turn.engine
+        seats, cursor, context, before, last = (
+            self._seats,
+            tracked.cursor,
+            turn.context_tokens,
+            tracked.seat,
+            turn.engine,
+        )
         if board.generation != seats.generation:
             seats.follow(board)
         reach, work = cursor.reach, cursor.work(context)
@@ -214,7 +236,9 @@ class CausalMlfq:
                 continue
             context = turn.context_tokens + generated
             room = turn.max_context - context if turn.max_context else inf
-            middle[turn.trajectory] = cursor = self.tree.ahead(tracked.cursor, turn.signals, turn.attained_tokens + generated, room)
+            middle[turn.trajectory] = cursor = self.tree.ahead(
+                tracked.cursor, turn.signals, turn.attained_tokens + generated, room
+            )
             runners[turn.trajectory] = Runner(turn.trajectory, turn.turns, turn.engine, cursor.left, context, generated)
         for name, tracked in self._tracked.items():
             if name not in runners and tracked.seat is not None:
@@ -222,7 +246,11 @@ class CausalMlfq:
                 runners[name] = Runner(name, 0, tracked.seat.view.engine, left, tracked.work / left, 0.0)
         found = moves(board, runners.values())
         for move in found:
-            going, target, prefill = self._tracked[move.trajectory], seats.get(move.target), runners[move.trajectory].context
+            going, target, prefill = (
+                self._tracked[move.trajectory],
+                seats.get(move.target),
+                runners[move.trajectory].context,
+            )
             assert target is not None
             reach, work = middle[move.trajectory].reach, middle[move.trajectory].work(prefill)
             self._stand_up(going)
@@ -266,15 +294,23 @@ class CausalMlfq:
             self._seats.changed(seat)
 
     def _go_on(self, tracked: _Tracked, move: Move, turn: TurnView, board: Board) -> Decision | None:
-        """Send an interrupted turn where it was to go; None when it ended by itself, or when that engine takes no turn any more."""
+        """Send an interrupted turn where it was to go; None when it ended by itself, or when that engine takes no
+        turn any more."""
         tracked.going = None
         view = board.engines.get(move.target)
-        if turn.turns != move.turns or view is None or not view.free or tracked.seat is None or tracked.seat.view is not view:
+        if (
+            turn.turns != move.turns
+            or view is None
+            or not view.free
+            or tracked.seat is None
+            or tracked.seat.view is not view
+        ):
             return None
         return self._send(tracked, view, INTERRUPTS, move.numbers)
 
     def _near(self, prompt_id: str) -> Seat | None:
-        """The engine that has a prompt cached because the sibling that started last sits there, if it has a free slot."""
+        """The engine that has a prompt cached because the sibling that started last sits there, if it has a free
+        slot."""
         sibling = self._started.get(prompt_id)
         if sibling is None or sibling.seat is None:
             return None
@@ -291,15 +327,24 @@ class CausalMlfq:
         """It keeps its seat while it waits."""
         left, priority = tracked.cursor.left, tracked.priority
         if before is not None:
-            before.sit(tracked, tracked.reach, tracked.work, tracked.prefill, before.finish_with(tracked.reach, tracked.work, tracked.prefill))
+            before.sit(
+                tracked,
+                tracked.reach,
+                tracked.work,
+                tracked.prefill,
+                before.finish_with(tracked.reach, tracked.work, tracked.prefill),
+            )
         if wanted is None:
             return Decision("", priority, 0, WAITS, {"remaining": left})
         name = wanted.view.engine
-        return Decision("", priority, wanted.view.level, WAITS_HOME, {"remaining": left, "wanted": name}, 0.0, "engine", name)
+        return Decision(
+            "", priority, wanted.view.level, WAITS_HOME, {"remaining": left, "wanted": name}, 0.0, "engine", name
+        )
 
     @staticmethod
     def _fits(board: Board, context: int) -> bool:
-        """Whether any engine can hold a context; one that none can hold is for the engine to refuse: waiting would be for ever."""
+        """Whether any engine can hold a context; one that none can hold is for the engine to refuse: waiting would
+        be for ever."""
         return any(view.kv_capacity >= context for view in board.engines.values())
 
 

@@ -1,18 +1,20 @@
 """A node of the causal tree: what followed a context (the last one or two symbols) beyond what was expected without it.
 
-Each node keeps, decayed by weight version, the number of values and their sum of log (remaining / expected).  Its *effect*, on the logarithm of what is
-left, is
+Each node keeps, decayed by weight version, the number of values and their sum of log (remaining / expected).  Its
+*effect*, on the logarithm of what is left, is
 
     effect = sum of log (remaining / expected) / (n + K_CONTEXT).
 
-n / (n + k) is the credibility weight (Buhlmann), k the variance within over the variance between contexts: tool signals correlate with what remains by at
-most 0.3 on SWE and tau-bench records (0.09 of the variance), hence `K_CONTEXT` = 8.  A finer context expects what the coarser ones make of it, so that effects
-add up.  Evidence halves per `HALF_LIFE` = 16 weight versions: a node forgets within an epoch of a small data set but keeps siblings, which finish within a
-few versions.
+n / (n + k) is the credibility weight (Buhlmann), k the variance within over the variance between contexts: tool signals
+correlate with what remains by at most 0.3 on SWE and tau-bench records (0.09 of the variance), hence `K_CONTEXT` = 8.
+A finer context expects what the coarser ones make of it, so that effects add up.  Evidence halves per `HALF_LIFE` = 16
+weight versions: a node forgets within an epoch of a small data set but keeps siblings, which finish within a few
+versions.
 
-What tools say is *used* only while it pays on held-out data.  Every value is first predicted, then learned (prequential); a `Gate` keeps decayed losses of the
-prediction with and without, and opens while `OPEN_BELOW` = 0.97 of the loss without exceeds the loss with it, after at least `TRIALS` = 24 trials.  The
-memory of a gate is 1 / (1 - `GATE_KEEP`) = 200 trials.
+What tools say is *used* only while it pays on held-out data.  Every value is first predicted, then learned
+(prequential); a `Gate` keeps decayed losses of the prediction with and without, and opens while `OPEN_BELOW` = 0.97 of
+the loss without exceeds the loss with it, after at least `TRIALS` = 24 trials.  The memory of a gate is 1 / (1 -
+`GATE_KEEP`) = 200 trials.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ class Gate:
     def copied(self) -> Gate:
         """Another gate in the same state."""
         other = Gate()
-        other.with_split, other.without, other.trials, other.open = self.with_split, self.without, self.trials, self.open
+        other.with_split, other.without, other.trials, other.open = (
+            self.with_split,
+            self.without,
+            self.trials,
+            self.open,
+        )
         return other
 
 

@@ -1,11 +1,14 @@
 """The dispatcher: ready turns in, routed turns out.  The rollout leader and the simulator both run this one.
 
-Turns wait in the order of `Policy.key`.  As long as any engine has a free slot, the first one is offered to `Policy.route`; a turn that has to wait for a
-slot elsewhere goes back to its place, one that has to wait for a sibling is set aside until a trajectory of its prompt finishes (or `release`), one that
-waits for a certain engine until that has a free slot or no longer takes turns.  One pass gives up after `MAX_REFUSED` = 32 turns that preferred to wait:
-the policy is being choosy for some engines' sake, and asking thousands of turns the same question in every pass would cost more than it finds.
+Turns wait in the order of `Policy.key`.  As long as any engine has a free slot, the first one is offered to
+`Policy.route`; a turn that has to wait for a slot elsewhere goes back to its place, one that has to wait for a sibling
+is set aside until a trajectory of its prompt finishes (or `release`), one that waits for a certain engine until that
+has a free slot or no longer takes turns.  One pass gives up after `MAX_REFUSED` = 32 turns that preferred to wait: the
+policy is being choosy for some engines' sake, and asking thousands of turns the same question in every pass would cost
+more than it finds.
 
-A policy that moves running turns (`midturn`) is asked for moves while nothing waits, at most every `LOOK_S` = 5 s: a turn worth moving has minutes to go.
+A policy that moves running turns (`midturn`) is asked for moves while nothing waits, at most every `LOOK_S` = 5 s: a
+turn worth moving has minutes to go.
 """
 
 from __future__ import annotations
@@ -99,7 +102,8 @@ class Dispatcher:
         return self._rebalances is not None
 
     def rebalance(self, running: Iterable[Running], now: float) -> Sequence[Move]:
-        """Which of the running turns to interrupt, so that they go on elsewhere; ``running`` is not read unless the policy wants to know."""
+        """Which of the running turns to interrupt, so that they go on elsewhere; ``running`` is not read unless the
+        policy wants to know."""
         if self._rebalances is None or self._entries or now < self._look_at:
             return ()
         self._look_at = now + LOOK_S

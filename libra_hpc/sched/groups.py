@@ -1,14 +1,16 @@
 """Prompts and tasks: how long the trajectories of this prompt are, compared with those of its task.
 
-A prompt's *gap* is the mean of log total - E[log total] of the task over its trajectories: the finished ones of its history and of the running group (the
-same sum, in which age discounts the former), and the running siblings, whose total is imputed as E[log total | so long already] with the weight
-P(total < attained): nothing at their start, nearly one when they outlived almost everybody.  So a group is known to be long before any of it has finished.
+A prompt's *gap* is the mean of log total - E[log total] of the task over its trajectories: the finished ones of its
+history and of the running group (the same sum, in which age discounts the former), and the running siblings, whose
+total is imputed as E[log total | so long already] with the weight P(total < attained): nothing at their start, nearly
+one when they outlived almost everybody.  So a group is known to be long before any of it has finished.
 
-The gap is shrunk by n / (n + k).  What a prompt is worth depends on the data set (on tau-bench it explains 0.59 of the variance of lengths, on some sets
-nothing), so k is chosen on held-out data: each finished trajectory is predicted from its siblings under every k of `K_PROMPT` = 0.5, 2, 8, infinity before it
-is learned, and the k with the least decayed squared error of the logarithm rules (the absolute error cannot tell apart predictions between two modes).
-Infinity ignores siblings, which makes
-uninformative prompts harmless.  exp(shrunk gap) is the prompt's *scale*: its trajectories are those of the task, stretched by so much.
+The gap is shrunk by n / (n + k).  What a prompt is worth depends on the data set (on tau-bench it explains 0.59 of the
+variance of lengths, on some sets nothing), so k is chosen on held-out data: each finished trajectory is predicted from
+its siblings under every k of `K_PROMPT` = 0.5, 2, 8, infinity before it is learned, and the k with the least decayed
+squared error of the logarithm rules (the absolute error cannot tell apart predictions between two modes). Infinity
+ignores siblings, which makes uninformative prompts harmless.  exp(shrunk gap) is the prompt's *scale*: its trajectories
+are those of the task, stretched by so much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The solution of a small symmetric positive definite system: the regressions of the scheduler have three to seven unknowns."""
+"""The solution of a small symmetric positive definite system: the regressions of the scheduler have three to seven
+unknowns."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from __future__ import annotations
 def solve_symmetric(matrix: list[list[float]], target: list[float]) -> list[float]:
     """x with A x = target; only the lower triangle of A is read.
 
-    Gaussian elimination.  A is positive definite (a ridge makes it so), hence needs no pivoting, and symmetric, hence its upper triangle is enough.
+    Gaussian elimination.  A is positive definite (a ridge makes it so), hence needs no pivoting, and symmetric, hence
+    its upper triangle is enough.
     """
     size = len(target)
     # Row i holds columns i .. size - 1.

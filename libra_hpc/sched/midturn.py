@@ -1,27 +1,32 @@
-"""Mid-turn moves: a running turn that binds the batch is interrupted and goes on, with what it has generated, at an engine where its steps are shorter.
+"""Mid-turn moves: a running turn that binds the batch is interrupted and goes on, with what it has generated, at an
+engine where its steps are shorter.
 
-A trajectory changes engine in its tool gaps (`cmlfq`).  A long turn has none, so it stays where it was put when nothing was known of it, beside others as
-long, while engines of the same or a faster class run out of work.  Whoever drives the policy asks (`Rebalances`) while nothing waits, aborts the turns it is
-told to, and offers them anew with their partial output; that they may be moved at all is the driver's promise, which ones is decided here.
+A trajectory changes engine in its tool gaps (`cmlfq`).  A long turn has none, so it stays where it was put when nothing
+was known of it, beside others as long, while engines of the same or a faster class run out of work.  Whoever drives the
+policy asks (`Rebalances`) while nothing waits, aborts the turns it is told to, and offers them anew with their partial
+output; that they may be moved at all is the driver's promise, which ones is decided here.
 
 Trajectory j with l_j tokens expected to be left runs at engine e, whose residents' contexts add up to K_e, and ends in
 
     f_j = l_j * step_e,   step_e = base + slope * K_e.
 
-The late finish is sum_j f_j ** 4, as in `cmlfq`, but over trajectories: the question is not how much work an engine has, but whose steps share an engine
-with too much context.  Interrupting j at a and going on at b changes the steps of both engines' residents, and costs prefill_b * context.  It is done,
-the best first, when all of these hold:
+The late finish is sum_j f_j ** 4, as in `cmlfq`, but over trajectories: the question is not how much work an engine
+has, but whose steps share an engine with too much context.  Interrupting j at a and going on at b changes the steps of
+both engines' residents, and costs prefill_b * context.  It is done, the best first, when all of these hold:
 
-* *it gains itself*: it ends before `FASTER` = 0.95 of f_j, prefill included.  So nothing is ever pushed to a slower place for others' sake, which was
-  right only when the estimates were.
+* *it gains itself*: it ends before `FASTER` = 0.95 of f_j, prefill included.  So nothing is ever pushed to a slower
+  place for others' sake, which was right only when the estimates were.
 * *it binds the batch*: the late finish falls by more than `GAIN` = 4 %, which is 1 % of the makespan it stands for.
-* *the price is earned*: what the tokens generated so far in this turn, at this engine, would have saved at b is at least `RENT` = 4 times the prefill.
-  Somebody who rents until the rent has reached the price never pays more than twice what foresight would have (ski rental).  A turn that will soon
-  be over is left to its gap, and one that has moved must earn the price again: nothing goes back and forth.
-* *the batch is in its tail*: at most `TAIL` = 4 open trajectories per engine.  Before, engines are full and short ones end everywhere all the time.
+* *the price is earned*: what the tokens generated so far in this turn, at this engine, would have saved at b is at
+  least `RENT` = 4 times the prefill. Somebody who rents until the rent has reached the price never pays more than twice
+  what foresight would have (ski rental).  A turn that will soon be over is left to its gap, and one that has moved must
+  earn the price again: nothing goes back and forth.
+* *the batch is in its tail*: at most `TAIL` = 4 open trajectories per engine.  Before, engines are full and short ones
+  end everywhere all the time.
 
-On simulated batches of one long turn each (`math`, 40 seeds) this saves 4 % of the makespan, where turns are short from 1 % to nothing.  Rents of 1 to
-16, gains of 0.5 to 4 % and tails of 2 and more are equally fast; the ones chosen move least where little is to be gained.
+On simulated batches of one long turn each (`math`, 40 seeds) this saves 4 % of the makespan, where turns are short from
+1 % to nothing.  Rents of 1 to 16, gains of 0.5 to 4 % and tails of 2 and more are equally fast; the ones chosen move
+least where little is to be gained.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ MOST = 8
 """Moves at one look: so many prefills at once are still nothing to engines that are nearly idle."""
 
 INTERRUPTS = (
-    "move in mid-turn: {generated:.0f} tokens into it, {engine} ends the rest {saves_s:.1f} s sooner than {source} would in {left_s:.1f} s, "
-    "though {context:.0f} tokens are prefilled again; {remaining:.0f} tokens expected"
+    "move in mid-turn: {generated:.0f} tokens into it, {engine} ends the rest {saves_s:.1f} s sooner than {source}"
+    " would in {left_s:.1f} s, though {context:.0f} tokens are prefilled again; {remaining:.0f} tokens expected"
 )
 
 
@@ -53,7 +58,8 @@ class Running(msgspec.Struct, frozen=True):
     turn: TurnView
     """As it was sent, ``engine`` being where it runs."""
     generated: int
-    """Tokens since it was sent, as far as is known: the steps its engine has reported since, each of which gives every running sequence one."""
+    """Tokens since it was sent, as far as is known: the steps its engine has reported since, each of which gives
+    every running sequence one."""
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -77,7 +83,8 @@ class Rebalances(Protocol):
     """A policy that may move running turns."""
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> Sequence[Move]:
-        """Which turns to interrupt now.  Each is offered to `Policy.route` again, as any other turn, once its engine has given it back."""
+        """Which turns to interrupt now.  Each is offered to `Policy.route` again, as any other turn, once its engine
+        has given it back."""
 
 
 class Runner:
@@ -137,7 +144,9 @@ def moves(board: Board, runners: Iterable[Runner]) -> list[Move]:
 
 def _targets(board: Board, loads: Mapping[str, _Load]) -> list[_Load]:
     """Of each TP class the engine with the shortest step among those that would start a turn at once."""
-    able = ([loads[view.engine] for view in members.members if view.free and not view.waiting] for members in board.classes)
+    able = (
+        [loads[view.engine] for view in members.members if view.free and not view.waiting] for members in board.classes
+    )
     return [min(some, key=_Load.step_s) for some in able if some]
 
 
@@ -160,7 +169,12 @@ def _move(runner: Runner, source: _Load, target: _Load) -> Move:
     left_s = runner.left * source.step_s()
     own = runner.left * target.step_s(runner.context) + target.view.home.prefill_s * runner.context
     numbers: dict[str, float | str] = {
-        "remaining": runner.left, "generated": runner.generated, "context": runner.context, "left_s": left_s, "saves_s": left_s - own,
-        "source": source.view.engine, "engine": target.view.engine,
-    }  # fmt: skip
+        "remaining": runner.left,
+        "generated": runner.generated,
+        "context": runner.context,
+        "left_s": left_s,
+        "saves_s": left_s - own,
+        "source": source.view.engine,
+        "engine": target.view.engine,
+    }
     return Move(runner.trajectory, runner.turns, source.view.engine, target.view.engine, numbers)

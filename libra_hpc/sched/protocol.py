@@ -1,7 +1,8 @@
 """What a rollout policy sees and what it answers: state in, decision out, time as an argument.
 
-The rollout leader and the simulator call the same policy objects, through the same `libra_hpc.sched.dispatch.Dispatcher`.  A policy keeps statistics of
-its own, but no clock, no I/O and no randomness it was not given a seed for.  It reads the board, and never changes it.  Units: tokens, seconds.
+The rollout leader and the simulator call the same policy objects, through the same
+`libra_hpc.sched.dispatch.Dispatcher`.  A policy keeps statistics of its own, but no clock, no I/O and no randomness it
+was not given a seed for.  It reads the board, and never changes it.  Units: tokens, seconds.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ class Decision(msgspec.Struct, frozen=True):
     """The reason in words, with the names of ``numbers`` in braces; rendered by `reason` off the hot path."""
     numbers: Mapping[str, float | str]
     keep_s: float = 0.0
-    """How long after this turn its KV cache is worth keeping for the next one (0: leave it to the engine's own eviction)."""
+    """How long after this turn its KV cache is worth keeping for the next one (0: leave it to the engine's own
+    eviction)."""
     wait: Literal["slot", "sibling", "engine"] = "slot"
-    """What a waiting turn waits for: any free slot, the end of a trajectory of the same prompt, or a free slot of the engine ``wanted``."""
+    """What a waiting turn waits for: any free slot, the end of a trajectory of the same prompt, or a free slot of
+    the engine ``wanted``."""
     wanted: str = ""
     """The engine a turn waits for (its prefix is cached there and costs more to compute again than the wait)."""
 
@@ -87,11 +90,13 @@ class Policy(Protocol):
     def key(self, turn: TurnView, now: float) -> float:
         """Place of a ready turn in the queue, lowest first.
 
-        Asked when the turn becomes ready and again whenever a trajectory of its prompt finishes; ties go first come, first served.
+        Asked when the turn becomes ready and again whenever a trajectory of its prompt finishes; ties go first come,
+        first served.
         """
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """Choose an engine for a ready turn, or let it wait.  Only engines with ``open`` true and ``inflight < cap`` may be chosen."""
+        """Choose an engine for a ready turn, or let it wait.  Only engines with ``open`` true and ``inflight < cap``
+        may be chosen."""
 
     def finished(self, record: Finished, now: float) -> None:
         """Learn from a completed trajectory."""

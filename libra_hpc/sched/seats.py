@@ -1,18 +1,21 @@
 """Seats: the work each engine still has in front of it, as far as the trajectories placed there are known.
 
-A trajectory *sits* at the engine of its last turn, through its tool gaps too, because that is where it will want to go on.  With l_j the tokens trajectory
-j is expected to generate, c_j its mean context while it does, p_j the tokens it will have prefilled, an engine of class costs (base, slope, prefill) ends its
-residents' work after
+A trajectory *sits* at the engine of its last turn, through its tool gaps too, because that is where it will want to go
+on.  With l_j the tokens trajectory j is expected to generate, c_j its mean context while it does, p_j the tokens it
+will have prefilled, an engine of class costs (base, slope, prefill) ends its residents' work after
 
-    finish = base * max((sum_j u_j ** 4) ** (1/4), sum_j l_j c_j / capacity) + slope * sum_j l_j c_j + prefill * sum_j p_j:
+    finish = base * max((sum_j u_j ** 4) ** (1/4), sum_j l_j c_j / capacity) + slope * sum_j l_j c_j + prefill * sum_j
+    p_j:
 
-every step costs ``base`` once for the whole batch, and there are as many steps as the longest resident has tokens, or as many as it takes when only
-``capacity`` KV tokens fit at once; every token costs ``slope`` per KV token of its context.  Which resident will be the longest is not known, l_j being
-but an expectation.  The fourth root of the sum of fourth powers of the *reach* u_j stands for the expected longest: close to the longest when one stands
-out, and growing with the number of those that may yet become it.  All terms are sums, so a turn changes them in constant time.
+every step costs ``base`` once for the whole batch, and there are as many steps as the longest resident has tokens, or
+as many as it takes when only ``capacity`` KV tokens fit at once; every token costs ``slope`` per KV token of its
+context.  Which resident will be the longest is not known, l_j being but an expectation.  The fourth root of the sum of
+fourth powers of the *reach* u_j stands for the expected longest: close to the longest when one stands out, and growing
+with the number of those that may yet become it.  All terms are sums, so a turn changes them in constant time.
 
-`Seats.lightest` finds the engine of a class that finishes first through a heap of lower bounds, repaired when an entry surfaces; an entry may be up to
-`SLACK` = 0.2 % too high, which saves many pushes.  (5 % are too many: with a hundred trajectories at each engine, five more or less would go unnoticed.)
+`Seats.lightest` finds the engine of a class that finishes first through a heap of lower bounds, repaired when an entry
+surfaces; an entry may be up to `SLACK` = 0.2 % too high, which saves many pushes.  (5 % are too many: with a hundred
+trajectories at each engine, five more or less would go unnoticed.)
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ class Seats:
             self._heaps.append(heap)
 
     def lightest(self, members: TpClass) -> Seat | None:
-        """The engine of a class with a free slot that finishes first; the one with the fewest tokens in flight when that one is full; None when all are."""
+        """The engine of a class with a free slot that finishes first; the one with the fewest tokens in flight when
+        that one is full; None when all are."""
         heap = self._heaps[members.level]
         while True:
             value, count, seat = heap[0]

@@ -2,15 +2,17 @@
 
 A symbol is (tool, outcome, tests, payload class, repeat class):
 
-* *outcome*: what the task declared.  A declared ``ok`` of a process that exited with a code other than 0 is an ``error``: the exit code is a fact, ``ok``
-  may be a default.  Any other declared class (``timeout``, ``error``, the task's own) stands.
-* *tests*: empty when none ran; ``all``, ``some`` or ``none`` passed; when some fail, ``-`` is appended when fewer fail than in the trajectory's last run,
-  ``=`` when not, nothing on the first run.
-* *payload class*: 0, 1, 2 for at most `SMALL_PAYLOAD` = 128, at most `LARGE_PAYLOAD` = 1024, more tokens (about 500 and 4,000 characters).
+* *outcome*: what the task declared.  A declared ``ok`` of a process that exited with a code other than 0 is an
+  ``error``: the exit code is a fact, ``ok`` may be a default.  Any other declared class (``timeout``, ``error``, the
+  task's own) stands.
+* *tests*: empty when none ran; ``all``, ``some`` or ``none`` passed; when some fail, ``-`` is appended when fewer fail
+  than in the trajectory's last run, ``=`` when not, nothing on the first run.
+* *payload class*: 0, 1, 2 for at most `SMALL_PAYLOAD` = 128, at most `LARGE_PAYLOAD` = 1024, more tokens (about 500 and
+  4,000 characters).
 * *repeat class*: how many equal (tool, outcome, tests) came right before: 0, 1, or 2 for more.
 
-Symbols are numbered by a `Vocabulary`, so that contexts of several symbols are plain integers.  It holds `MAX_SYMBOLS` = 1023 of them; what comes later
-shares number 0, which then means "anything unusual".
+Symbols are numbered by a `Vocabulary`, so that contexts of several symbols are plain integers.  It holds `MAX_SYMBOLS`
+= 1023 of them; what comes later shares number 0, which then means "anything unusual".
 """
 
 from __future__ import annotations
@@ -57,7 +59,13 @@ class SignalState:
                 self.repeats += 1
         else:
             self.last, self.repeats = key, 0
-        return (signal.tool, outcome, tests, 0 if size <= SMALL_PAYLOAD else 1 if size <= LARGE_PAYLOAD else 2, self.repeats)
+        return (
+            signal.tool,
+            outcome,
+            tests,
+            0 if size <= SMALL_PAYLOAD else 1 if size <= LARGE_PAYLOAD else 2,
+            self.repeats,
+        )
 
 
 class Vocabulary:

@@ -1,8 +1,9 @@
 """Measured speed of one engine: seconds per engine step and per prefilled token, from its own counters.
 
-busy seconds = a * steps + b * prefilled tokens, fitted by least squares over an exponentially decayed window of `EngineStats` differences.  One engine
-step decodes one token of every running sequence, so ``a`` is the decode time per token of one sequence at the present batch.  The decay halves a
-window's weight every `HALF_LIFE_S` of busy time: long enough to average over batches, short enough to follow a changed batch size.
+busy seconds = a * steps + b * prefilled tokens, fitted by least squares over an exponentially decayed window of
+`EngineStats` differences.  One engine step decodes one token of every running sequence, so ``a`` is the decode time per
+token of one sequence at the present batch.  The decay halves a window's weight every `HALF_LIFE_S` of busy time: long
+enough to average over batches, short enough to follow a changed batch size.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
 """Attained service: what a trajectory that already generated so much has left, from a survival table.
 
-Totals are spread over many orders of magnitude, so the table has `PER_OCTAVE` = 4 cells per doubling, from `FIRST` = 16 tokens over `CELLS` = 64 cells
-(16 octaves, up to a million tokens).  Per cell it counts how many trajectories got through it or ended in it (*at risk*) and how many ended (the
-estimator of Kaplan and Meier on a grid).  Trajectories that still run count in every cell they have left behind.  That matters: the first to finish of a
-batch are its short ones, and means over finished trajectories alone would start far too low.
+Totals are spread over many orders of magnitude, so the table has `PER_OCTAVE` = 4 cells per doubling, from `FIRST` = 16
+tokens over `CELLS` = 64 cells (16 octaves, up to a million tokens).  Per cell it counts how many trajectories got
+through it or ended in it (*at risk*) and how many ended (the estimator of Kaplan and Meier on a grid).  Trajectories
+that still run count in every cell they have left behind.  That matters: the first to finish of a batch are its short
+ones, and means over finished trajectories alone would start far too low.
 
-Each cell also has `PRIOR_RISK` = 2 imaginary trajectories, which end with the hazard of a Pareto tail of index 2 from `PRIOR_TOKENS` = 512 tokens (a few
-agentic turns) on: after a tokens, a more are to be expected (the longer it ran, the longer it will).  They decide alone where nobody has been yet.
+Each cell also has `PRIOR_RISK` = 2 imaginary trajectories, which end with the hazard of a Pareto tail of index 2 from
+`PRIOR_TOKENS` = 512 tokens (a few agentic turns) on: after a tokens, a more are to be expected (the longer it ran, the
+longer it will).  They decide alone where nobody has been yet.
 
-From the hazards follow, for every cell c with lower edge e_c and by one pass from the top: G[c] = E[T - e_c | T > e_c], the expected rest; L[c] = E[log T |
-T > e_c]; W[c] = P(T < e_c); V[c], the inverse of the chance that one who ends in c has ended by now (expected over counted share of ends in c); and K[c], the
-share of those who got to c that have ended by now, which says how much of what comes after c has been seen at all.  The pass takes some 20 us; it is done
-after every `REBUILD` = 16 ends; when there are thousands, a 64th part of them, at most `REBUILD_MOST` = 64.  Counts halve per `HALF_LIFE` weight versions.
+From the hazards follow, for every cell c with lower edge e_c and by one pass from the top: G[c] = E[T - e_c | T > e_c],
+the expected rest; L[c] = E[log T | T > e_c]; W[c] = P(T < e_c); V[c], the inverse of the chance that one who ends in c
+has ended by now (expected over counted share of ends in c); and K[c], the share of those who got to c that have ended
+by now, which says how much of what comes after c has been seen at all.  The pass takes some 20 us; it is done after
+every `REBUILD` = 16 ends; when there are thousands, a 64th part of them, at most `REBUILD_MOST` = 64.  Counts halve per
+`HALF_LIFE` weight versions.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ _FIRST_LOG: Final = log(FIRST) * _PER_LOG - 1e-9
 _EDGES: Final = [FIRST * 2.0 ** (c / PER_OCTAVE) for c in range(CELLS + 1)]
 _WIDTHS: Final = [high - low for low, high in pairwise(_EDGES)]
 _LOG_MIDDLES: Final = [log(low + 0.5 * width) for low, width in zip(_EDGES, _WIDTHS, strict=False)]
-_PRIOR: Final = [PRIOR_RISK * (1.0 - 4.0 ** (-1.0 / PER_OCTAVE)) if _EDGES[c] >= PRIOR_TOKENS else 0.0 for c in range(CELLS)]
+_PRIOR: Final = [
+    PRIOR_RISK * (1.0 - 4.0 ** (-1.0 / PER_OCTAVE)) if _EDGES[c] >= PRIOR_TOKENS else 0.0 for c in range(CELLS)
+]
 
 
 def cell_of(tokens: float) -> int:
@@ -50,7 +56,20 @@ def cell_of(tokens: float) -> int:
 class Survival:
     """See the module."""
 
-    __slots__ = ("_deaths", "_risk", "_stale", "_version", "below", "ends", "known", "log_rest", "log_total", "rest", "started", "weight")
+    __slots__ = (
+        "_deaths",
+        "_risk",
+        "_stale",
+        "_version",
+        "below",
+        "ends",
+        "known",
+        "log_rest",
+        "log_total",
+        "rest",
+        "started",
+        "weight",
+    )
 
     def __init__(self) -> None:
         self._risk = [0.0] * CELLS

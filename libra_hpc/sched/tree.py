@@ -2,28 +2,34 @@
 
 The estimate goes from coarse to fine:
 
-1. *attained service* (`survival`): what is left after so many tokens, from all trajectories of the task that got as far; a task with fewer than
-   `TASK_ENDS` = 16 finished ones takes the table of all tasks.  This is the fallback: it needs no signal and is all there is while nothing else pays.
+1. *attained service* (`survival`): what is left after so many tokens, from all trajectories of the task that got as
+   far; a task with fewer than `TASK_ENDS` = 16 finished ones takes the table of all tasks.  This is the fallback: it
+   needs no signal and is all there is while nothing else pays.
 2. *prompt* (`groups`): its history and the siblings of its group stretch that table by a factor.
-3. *signals* (`signals`, `context`): how many tests failed when they last ran; the last symbol, then the last two, then the last symbol within this prompt.
-   Sequences are read newest first, because paths from the first signal on are almost all unique and would fill the tree with nodes seen once.
-4. *blend* (`blend`): a regression on held-out predictions says how far each of these moves the estimate.  Signals are used only while they lower the
-   held-out quantile loss.  The regression knows finished trajectories alone, which early in a batch are the short ones, so its correction (on the
-   logarithm) counts by the share of those who got as far and have ended (`Survival.known`).
+3. *signals* (`signals`, `context`): how many tests failed when they last ran; the last symbol, then the last two, then
+   the last symbol within this prompt. Sequences are read newest first, because paths from the first signal on are
+   almost all unique and would fill the tree with nodes seen once.
+4. *blend* (`blend`): a regression on held-out predictions says how far each of these moves the estimate.  Signals are
+   used only while they lower the held-out quantile loss.  The regression knows finished trajectories alone, which early
+   in a batch are the short ones, so its correction (on the logarithm) counts by the share of those who got as far and
+   have ended (`Survival.known`).
 
-5. *room*: of m expected tokens m b / (m + b) count, b being what the context has room for when the tools go on adding to it as they did: the mean of a rest
-   with a Pareto tail of index 2 (as in `survival`) and mean m when it is cut off at b.  Long trajectories tend to end at the limit of the context, so the
-   nearer one comes to it the better it is known what is left.
+5. *room*: of m expected tokens m b / (m + b) count, b being what the context has room for when the tools go on adding
+   to it as they did: the mean of a rest with a Pareto tail of index 2 (as in `survival`) and mean m when it is cut off
+   at b.  Long trajectories tend to end at the limit of the context, so the nearer one comes to it the better it is
+   known what is left.
 
-What a trajectory may *reach* is `UPPER` = 1.3 times the m expected (the fourth root of the mean fourth power where the error of m is some half of it),
-and at most b.
+What a trajectory may *reach* is `UPPER` = 1.3 times the m expected (the fourth root of the mean fourth power where the
+error of m is some half of it), and at most b.
 
-A running trajectory holds a `Cursor`; a turn costs one step of it (three dictionary lookups), whatever the number of turns before.  The cursor also notes
-what was known at each signal.  When the trajectory ends, `finish` learns from at most `LEARNED` = 3 of those moments, spread over its turns and
-shifted from one trajectory to the next: the turns of one trajectory are too much alike for more to be worth their time.
+A running trajectory holds a `Cursor`; a turn costs one step of it (three dictionary lookups), whatever the number of
+turns before.  The cursor also notes what was known at each signal.  When the trajectory ends, `finish` learns from at
+most `LEARNED` = 3 of those moments, spread over its turns and shifted from one trajectory to the next: the turns of one
+trajectory are too much alike for more to be worth their time.
 
-Bounds: `MAX_PROMPTS` = 8,192 prompts with `MAX_OWN` = 8 contexts each, and per task 1,023 single contexts and `MAX_PAIRS` = 8,192 pairs, the least recently
-learned going first.  Before more than one task is known, the statistics of all tasks are those of the only one.
+Bounds: `MAX_PROMPTS` = 8,192 prompts with `MAX_OWN` = 8 contexts each, and per task 1,023 single contexts and
+`MAX_PAIRS` = 8,192 pairs, the least recently learned going first.  Before more than one task is known, the statistics
+of all tasks are those of the only one.
 """
 
 from __future__ import annotations
@@ -48,14 +54,29 @@ MAX_OWN: Final = 8
 MAX_PAIRS: Final = 8192
 TASK_ENDS: Final = 16
 RUNNING: Final = 0.25
-"""A running sibling against a finished one: its imputed total is a guess, and the trajectory itself is among those that are counted."""
+"""A running sibling against a finished one: its imputed total is a guess, and the trajectory itself is among those
+that are counted."""
 _SHIFT: Final = 10
 
 
 class Cursor(SignalState):
     """Where a running trajectory stands in the tree."""
 
-    __slots__ = ("cell", "effect", "future", "left", "payload", "prompt", "reach", "start", "symbol", "task", "trail", "weight", "weighted")
+    __slots__ = (
+        "cell",
+        "effect",
+        "future",
+        "left",
+        "payload",
+        "prompt",
+        "reach",
+        "start",
+        "symbol",
+        "task",
+        "trail",
+        "weight",
+        "weighted",
+    )
 
     def __init__(self, prompt: PromptGroup) -> None:
         super().__init__()
@@ -86,7 +107,8 @@ class Cursor(SignalState):
 
 
 Moment = tuple[int, int, float, float, int | None]
-"""A signal's symbol, the one before, log of what was left by attained service and prompt, log scale of the prompt, failing tests when they last ran."""
+"""A signal's symbol, the one before, log of what was left by attained service and prompt, log scale of the prompt,
+failing tests when they last ran."""
 
 
 class CausalTree:
@@ -105,7 +127,9 @@ class CausalTree:
     def __len__(self) -> int:
         """Nodes: prompts and contexts."""
         stats = {id(s): s for s in (self.everything, *self._tasks.values())}
-        return sum(1 + len(p.contexts) for p in self._prompts.values()) + sum(len(s.singles) + len(s.pairs) for s in stats.values())
+        return sum(1 + len(p.contexts) for p in self._prompts.values()) + sum(
+            len(s.singles) + len(s.pairs) for s in stats.values()
+        )
 
     def cursor(self, prompt_id: str, task: str) -> Cursor:
         """The start of a trajectory."""
@@ -118,7 +142,8 @@ class CausalTree:
         return Cursor(prompt)
 
     def advance(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> float:
-        """Take in the signals that are new; returns the expected tokens left (also ``cursor.left``) after ``attained`` generated ones.
+        """Take in the signals that are new; returns the expected tokens left (also ``cursor.left``) after ``attained``
+        generated ones.
 
         ``room``: tokens that its context has room for.
         """
@@ -174,9 +199,16 @@ class CausalTree:
         return left
 
     def ahead(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
-        """Where a trajectory stands in the middle of a turn: a cursor of its own, from which nothing is learned.  No signal may be new."""
+        """Where a trajectory stands in the middle of a turn: a cursor of its own, from which nothing is learned.  No
+        signal may be new."""
         middle = Cursor(cursor.prompt)
-        middle.symbol, middle.failed, middle.effect, middle.payload, middle.trail = cursor.symbol, cursor.failed, cursor.effect, cursor.payload, cursor.trail
+        middle.symbol, middle.failed, middle.effect, middle.payload, middle.trail = (
+            cursor.symbol,
+            cursor.failed,
+            cursor.effect,
+            cursor.payload,
+            cursor.trail,
+        )
         # Cells count as passed when a turn is over.
         middle.cell = max(cursor.cell, cell_of(attained))
         self.advance(middle, signals, attained, room)
@@ -261,7 +293,9 @@ class CausalTree:
                 if rest > 0.0:
                     self._learn_moment(stats, prompt, trail[i], rest, weight, version)
 
-    def _learn_moment(self, stats: TaskStats, prompt: PromptGroup, moment: Moment, rest: float, weight: float, version: int) -> None:
+    def _learn_moment(
+        self, stats: TaskStats, prompt: PromptGroup, moment: Moment, rest: float, weight: float, version: int
+    ) -> None:
         symbol, before, base, log_scale, failed = moment
         plain, full = stats.plain, stats.full
         target = log(rest) - base

@@ -1,13 +1,17 @@
-"""How long a trajectory's KV cache is worth keeping while its tool runs (the idea of Continuum, arXiv 2511.02230: a time to live per tool).
+"""How long a trajectory's KV cache is worth keeping while its tool runs (the idea of Continuum, arXiv 2511.02230: a
+time to live per tool).
 
-Keeping c tokens until time t into the tool call saves their prefill, c * prefill_s, if the tool returns by then; and it takes c / capacity of the engine's
-cache for min(D, t) seconds, D the tool's duration, which costs that share of the engine's time as far as the cache is short of room.  Per token:
+Keeping c tokens until time t into the tool call saves their prefill, c * prefill_s, if the tool returns by then; and it
+takes c / capacity of the engine's cache for min(D, t) seconds, D the tool's duration, which costs that share of the
+engine's time as far as the cache is short of room.  Per token:
 
-    gain(t) = P(D <= t) * prefill_s - scarcity * E[min(D, t)] / capacity,      scarcity = 1 (a cache that is full; with room to spare nothing is evicted anyway)
+    gain(t) = P(D <= t) * prefill_s - scarcity * E[min(D, t)] / capacity,      scarcity = 1 (a cache that is full; with
+    room to spare nothing is evicted anyway)
 
-so c cancels, and the best t depends on the tool and the engine class alone.  t is searched over the measured durations themselves, the last `KEPT` = 64
-of each tool; `SLACK` = 1.25 of the best one is kept, for durations just beyond the longest seen within it.  A tool not measured yet takes the durations
-of all tools; with none at all, 0: the engine's own eviction decides.  Choices are cached and searched anew every `REFRESH` = 16 durations of a tool.
+so c cancels, and the best t depends on the tool and the engine class alone.  t is searched over the measured durations
+themselves, the last `KEPT` = 64 of each tool; `SLACK` = 1.25 of the best one is kept, for durations just beyond the
+longest seen within it.  A tool not measured yet takes the durations of all tools; with none at all, 0: the engine's own
+eviction decides.  Choices are cached and searched anew every `REFRESH` = 16 durations of a tool.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class KeepTimes:
                     one.chosen.clear()
 
     def keep_s(self, tool: str, tp: int, prefill_s: float, kv_capacity: int) -> float:
-        """Seconds to keep a cache on a replica of ``tp`` devices; ``prefill_s`` seconds per token, ``kv_capacity`` tokens.
+        """Seconds to keep a cache on a replica of ``tp`` devices; ``prefill_s`` seconds per token, ``kv_capacity``
+        tokens.
 
         A choice stands until the tool's durations are searched again, even if ``prefill_s`` moved a little since.
         """

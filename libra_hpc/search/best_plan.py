@@ -1,16 +1,22 @@
-"""The plan: how many nodes train, in which layout, and which TP classes the others roll out with; exact for what the cost models say.
+"""The plan: how many nodes train, in which layout, and which TP classes the others roll out with; exact for what the
+cost models say.
 
-*Objective.*  Seconds of one global batch: the slower stage when they overlap (eta > 0), both together when they take turns (eta = 0).
+*Objective.*  Seconds of one global batch: the slower stage when they overlap (eta > 0), both together when they take
+turns (eta = 0).
 
-*Search.*  The stages share nothing but the nodes, so for each number n of training nodes the best training layout and the best rollout layout are
-found by themselves.  Training uses nodes of one pool (synchronous replicas run at the slowest device's pace), rollout all nodes that are left.
+*Search.*  The stages share nothing but the nodes, so for each number n of training nodes the best training layout and
+the best rollout layout are found by themselves.  Training uses nodes of one pool (synchronous replicas run at the
+slowest device's pace), rollout all nodes that are left.
 
-Rollout time R falls with the nodes it has: a layout stays possible when nodes are added.  Let M(n) be the best training time with at most n nodes.
+Rollout time R falls with the nodes it has: a layout stays possible when nodes are added.  Let M(n) be the best training
+time with at most n nodes.
 
-* eta > 0: max(M(n), R(rest)) has a falling and a rising part, so the best n is where they cross, found by bisection: at each n one question, whether
-  a rollout layout within M(n) exists.  The best plan is on one of the two sides of the crossing.
-* eta = 0: branch and bound over intervals of n.  In [a, b] no sum is below the least training time there plus R at a, where rollout has most nodes.
-  An interval whose bound is not better than the best plan by the share `GAP` is dropped.  With up to `ENUMERATED` nodes every n is computed instead.
+* eta > 0: max(M(n), R(rest)) has a falling and a rising part, so the best n is where they cross, found by bisection: at
+  each n one question, whether a rollout layout within M(n) exists.  The best plan is on one of the two sides of the
+  crossing.
+* eta = 0: branch and bound over intervals of n.  In [a, b] no sum is below the least training time there plus R at a,
+  where rollout has most nodes. An interval whose bound is not better than the best plan by the share `GAP` is dropped.
+  With up to `ENUMERATED` nodes every n is computed instead.
 
 `PlanResult.bound` is what no plan can beat; `PlanResult.gap` says how far the best one is from it.
 """
@@ -76,7 +82,8 @@ class PlanResult(msgspec.Struct, frozen=True):
     bound: float
     """Seconds that no plan can beat."""
     excluded: tuple[Excluded, ...]
-    """Impossible choices for the best plan's nodes, nearest to possible first within each stage; training comes first."""
+    """Impossible choices for the best plan's nodes, nearest to possible first within each stage; training comes
+    first."""
     alone: tuple[tuple[int, int, float], ...]
     """Rollout of the best plan's nodes with one class only: (pool, TP, seconds)."""
     straggler: float
@@ -104,16 +111,21 @@ def plan(
 ) -> PlanResult:
     """The best plans for ``shape`` on ``pools``.
 
-    ``sorted_lengths`` says whether the scheduler can send long trajectories to large TP; without, every replica gets a fair sample.  ``keep`` plans are
-    returned, those around the best one.  Raises `UserError` when there are too few nodes or when nothing fits, with the limit that comes nearest.
+    ``sorted_lengths`` says whether the scheduler can send long trajectories to large TP; without, every replica gets a
+    fair sample.  ``keep`` plans are returned, those around the best one.  Raises `UserError` when there are too few
+    nodes or when nothing fits, with the limit that comes nearest.
     """
-    return PlanSearch(shape, pools, batch, space=space, options=options, factors=factors, sorted_lengths=sorted_lengths, steps=steps).run(keep)
+    return PlanSearch(
+        shape, pools, batch, space=space, options=options, factors=factors, sorted_lengths=sorted_lengths, steps=steps
+    ).run(keep)
 
 
 class PlanSearch:
-    """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes of the same kinds.
+    """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes of the
+    same kinds.
 
-    With ``whole_nodes`` all replicas of a node have one TP degree, as a run file says it; ``degrees`` are those that rollout may have.
+    With ``whole_nodes`` all replicas of a node have one TP degree, as a run file says it; ``degrees`` are those that
+    rollout may have.
     """
 
     def __init__(
@@ -131,9 +143,16 @@ class PlanSearch:
         steps: StepLookup = lookup,
     ) -> None:
         self._pools, self._batch = list(pools), batch
-        self._train = [TrainSearch(TrainCost(shape, p.device, p.node_devices, batch, factors), p.node_devices, space) for p in pools]
+        self._train = [
+            TrainSearch(TrainCost(shape, p.device, p.node_devices, batch, factors), p.node_devices, space)
+            for p in pools
+        ]
         self._costs = [
-            Cost(i, ReplicaCost(steps(p.device, shape, tp), batch, options, factors), p.node_devices // tp if whole_nodes else 1)
+            Cost(
+                i,
+                ReplicaCost(steps(p.device, shape, tp), batch, options, factors),
+                p.node_devices // tp if whole_nodes else 1,
+            )
             for i, p in enumerate(pools)
             for tp in degrees
             if p.node_devices % tp == 0 and shape.divides(tp)
@@ -141,8 +160,11 @@ class PlanSearch:
         kind = Layouts if sorted_lengths else EvenLayouts
         self._layouts: Layouts | EvenLayouts = kind(self._costs, len(batch.lengths.bins))
 
-    def run(self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None) -> PlanResult:
-        """Search with ``nodes[pool]`` nodes of each pool, by default those of the pools; only pools in ``trainers``, by default all, may train."""
+    def run(
+        self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None
+    ) -> PlanResult:
+        """Search with ``nodes[pool]`` nodes of each pool, by default those of the pools; only pools in ``trainers``,
+        by default all, may train."""
         have = list(nodes) if nodes is not None else [p.nodes for p in self._pools]
         if sum(have) < 2:
             raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
@@ -163,8 +185,15 @@ class PlanSearch:
         plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
         best = plans[0]
         rest = self.rest(have, best.pool, best.nodes)
-        alone = [(c.pool, c.tp, self._layouts.only(c, c.most(rest[c.pool])).seconds) for c in self._layouts.costs if c.most(rest[c.pool])]
-        excluded = [*self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices), *self.excluded_classes()]
+        alone = [
+            (c.pool, c.tp, self._layouts.only(c, c.most(rest[c.pool])).seconds)
+            for c in self._layouts.costs
+            if c.most(rest[c.pool])
+        ]
+        excluded = [
+            *self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices),
+            *self.excluded_classes(),
+        ]
         sources = tuple(dict.fromkeys(c.replica.source for c in self._layouts.costs))
         return PlanResult(
             tuple(plans[:keep]),
@@ -188,7 +217,8 @@ class PlanSearch:
         return self._layouts.within(seconds, devices) is not None
 
     def build(self, have: Sequence[int], pool: int, nodes: int, low: float = 0.0) -> RunPlan | None:
-        """The best plan with ``nodes`` training nodes of ``pool``, whose rollout is known to take ``low`` at least; None when a stage is impossible."""
+        """The best plan with ``nodes`` training nodes of ``pool``, whose rollout is known to take ``low`` at least;
+        None when a stage is impossible."""
         choice = self._train[pool].best(nodes * self._pools[pool].node_devices)
         if choice is None:
             return None
@@ -215,9 +245,20 @@ class PlanSearch:
         devices = [n * p.node_devices for n, p in zip(have, self._pools, strict=True)]
         if self._layouts.best(devices) is None:
             nearest = self.excluded_classes()
-            why = f"nearest: {nearest[0].what}, {nearest[0].limit.reason}" if nearest else "no TP divides both the node and the model"
-            return UserError(f"No rollout layout holds trajectories of {self._batch.lengths.longest_context:,} tokens; {why}.")
-        options = [e for i, n in enumerate(have) for k in range(1, n + 1) for e in self._train[i].excluded(k * self._pools[i].node_devices)]
+            why = (
+                f"nearest: {nearest[0].what}, {nearest[0].limit.reason}"
+                if nearest
+                else "no TP divides both the node and the model"
+            )
+            return UserError(
+                f"No rollout layout holds trajectories of {self._batch.lengths.longest_context:,} tokens; {why}."
+            )
+        options = [
+            e
+            for i, n in enumerate(have)
+            for k in range(1, n + 1)
+            for e in self._train[i].excluded(k * self._pools[i].node_devices)
+        ]
         if not options:
             return UserError("No training layout divides both the model and the nodes.")
         near = min(options, key=lambda e: e.limit.over)
@@ -227,7 +268,9 @@ class PlanSearch:
 class _Look:
     """The search over the number of training nodes of one pool, 1..most."""
 
-    def __init__(self, search: PlanSearch, have: Sequence[int], pool: int, most: int, found: dict[tuple[int, int], RunPlan]) -> None:
+    def __init__(
+        self, search: PlanSearch, have: Sequence[int], pool: int, most: int, found: dict[tuple[int, int], RunPlan]
+    ) -> None:
         self._search, self._have, self._pool, self._most, self._found = search, have, pool, most, found
         self._done: dict[int, float] = {}
 

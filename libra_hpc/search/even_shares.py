@@ -1,8 +1,10 @@
-"""Rollout layouts when nobody can tell a long trajectory from a short one beforehand: every replica gets a fair sample, in proportion to its speed.
+"""Rollout layouts when nobody can tell a long trajectory from a short one beforehand: every replica gets a fair sample,
+in proportion to its speed.
 
-Within a time T one replica of a class serves the share 1 / r(T) of the batch, r(T) being the (fractional) number of such replicas that would serve
-all of it in T.  The shares of a layout add up, so the best use of a pool's devices within T is the one class with the largest share per device,
-alone: layouts of one class per pool are all that need comparing.
+Within a time T one replica of a class serves the share 1 / r(T) of the batch, r(T) being the (fractional) number of
+such replicas that would serve all of it in T.  The shares of a layout add up, so the best use of a pool's devices
+within T is the one class with the largest share per device, alone: layouts of one class per pool are all that need
+comparing.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ class EvenLayouts:
         self._bins = bins
 
     def within(self, seconds: float, devices: Sequence[int]) -> Layout | None:
-        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when there is none."""
+        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when
+        there is none."""
         best = self.best(devices)
         return best if best is not None and best.seconds <= seconds else None
 
     def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
-        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest trajectories."""
+        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
+        trajectories."""
         chosen: list[tuple[Cost, int]] = []
         for pool in range(len(devices)):
             counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
@@ -69,7 +73,8 @@ class EvenLayouts:
 
 
 def served(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
-    """Share of the batch, possibly above 1, that replicas with a fair sample serve within ``seconds``; 0.0 when the longest takes longer."""
+    """Share of the batch, possibly above 1, that replicas with a fair sample serve within ``seconds``; 0.0 when the
+    longest takes longer."""
     last = bins - 1
     if replica.time(0, last, math.inf) > seconds:
         return 0.0

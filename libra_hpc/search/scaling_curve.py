@@ -1,8 +1,8 @@
 """The scaling curve: the best plan at several numbers of nodes, and its knee.
 
-The knee is the point farthest above the straight line from the first to the last one, both axes scaled to 0..1 (Satopaa et al., "Finding a 'Kneedle'
-in a Haystack", 2011): up to there a device brings more than the average one, after it less.  A curve that is nowhere `BENT` above the line has none; one that
-grows by less than `FLAT` has it at its start.
+The knee is the point farthest above the straight line from the first to the last one, both axes scaled to 0..1 (Satopaa
+et al., "Finding a 'Kneedle' in a Haystack", 2011): up to there a device brings more than the average one, after it
+less.  A curve that is nowhere `BENT` above the line has none; one that grows by less than `FLAT` has it at its start.
 """
 
 from __future__ import annotations

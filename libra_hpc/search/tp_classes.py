@@ -1,18 +1,22 @@
-"""Which TP classes, how many replicas of each, and which trajectories each serves: the least time of a rollout, exactly.
+"""Which TP classes, how many replicas of each, and which trajectories each serves: the least time of a rollout,
+exactly.
 
-Classes are ordered by the speed of a single trajectory; trajectories are ordered by length.  A layout cuts the lengths into consecutive segments, the
-longest for the fastest class, and a class may be left out.  Its time is that of the slowest class.
+Classes are ordered by the speed of a single trajectory; trajectories are ordered by length.  A layout cuts the lengths
+into consecutive segments, the longest for the fastest class, and a class may be left out.  Its time is that of the
+slowest class.
 
-*Is there a layout within T?*  For a class and a segment the fewest replicas that keep T follow by bisection, since more replicas are never slower.
-Going through the classes from fast to slow, the fewest devices that serve everything above a cut are a shortest path over (class, cut): every layout
-within T is one of its paths, and its devices are at least the path's, so a T is possible if and only if the shortest path fits.  With several pools
-of devices the path's length is a vector and its non-dominated values are kept.
+*Is there a layout within T?*  For a class and a segment the fewest replicas that keep T follow by bisection, since more
+replicas are never slower. Going through the classes from fast to slow, the fewest devices that serve everything above a
+cut are a shortest path over (class, cut): every layout within T is one of its paths, and its devices are at least the
+path's, so a T is possible if and only if the shortest path fits.  With several pools of devices the path's length is a
+vector and its non-dominated values are kept.
 
 Devices that are left over then join the slowest classes, which are never slower for it.
 
-*The least T.*  T just below the time of the layout in hand is tried: if that is impossible, the layout is proved optimal.  Else it gives a better one,
-and the middle between its time and a T that is impossible is tried too, so that many small steps are never taken.  A cluster has few layouts that
-differ: proofs take fewer questions than a bisection to the same precision.
+*The least T.*  T just below the time of the layout in hand is tried: if that is impossible, the layout is proved
+optimal.  Else it gives a better one, and the middle between its time and a T that is impossible is tried too, so that
+many small steps are never taken.  A cluster has few layouts that differ: proofs take fewer questions than a bisection
+to the same precision.
 """
 
 from __future__ import annotations
@@ -90,7 +94,8 @@ class Layouts:
         self._straggler: float | None = None
 
     def within(self, seconds: float, devices: Sequence[int]) -> Layout | None:
-        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when there is none."""
+        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when
+        there is none."""
         paths: dict[int, list[_Path]] = {self._bins: [_Path((0,) * len(devices), ())]}
         for index, cost in enumerate(self.costs):
             # Whatever the last class does not serve, nobody does.
@@ -108,7 +113,8 @@ class Layouts:
         return self._fill(Layout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
 
     def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
-        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest trajectories."""
+        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
+        trajectories."""
         start = min(self._single(devices), key=lambda layout: layout.seconds, default=None)
         if start is None:
             start = self.within(math.inf, devices)
@@ -128,11 +134,14 @@ class Layouts:
                 best = better
 
     def straggler(self) -> float:
-        """Seconds of the longest trajectories on as many replicas as one likes, beside as many others as one likes: no layout is faster."""
+        """Seconds of the longest trajectories on as many replicas as one likes, beside as many others as one likes:
+        no layout is faster."""
         if self._straggler is None:
             last = self._bins - 1
             # Others beside them make the mean context of their steps shorter.
-            self._straggler = min(c.replica.time(first, last, math.inf) for c in self.costs for first in range(last + 1))
+            self._straggler = min(
+                c.replica.time(first, last, math.inf) for c in self.costs for first in range(last + 1)
+            )
         return self._straggler
 
     def _single(self, devices: Sequence[int]) -> Iterator[Layout]:
@@ -148,7 +157,8 @@ class Layouts:
         return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
 
     def _fill(self, layout: Layout, devices: Sequence[int]) -> Layout:
-        """Give devices that are left over to the slowest class that can take one more replica, as long as there is one."""
+        """Give devices that are left over to the slowest class that can take one more replica, as long as there is
+        one."""
         segments = list(layout.segments)
         left = [have - layout.devices(pool) for pool, have in enumerate(devices)]
         costs = {(c.pool, c.tp): c for c in self.costs}
@@ -167,8 +177,12 @@ class Layouts:
 
 
 def assign(costs: Sequence[Cost], counts: Sequence[int], bins: int) -> Layout | None:
-    """The best segments for given numbers of replicas per class (in the order of ``costs``); None when they cannot serve every length."""
-    able = sorted((i for i, c in enumerate(costs) if counts[i] and c.replica.limit() is None), key=lambda i: (costs[i].replica.latency, costs[i].tp))
+    """The best segments for given numbers of replicas per class (in the order of ``costs``); None when they cannot
+    serve every length."""
+    able = sorted(
+        (i for i, c in enumerate(costs) if counts[i] and c.replica.limit() is None),
+        key=lambda i: (costs[i].replica.latency, costs[i].tp),
+    )
     paths: dict[int, tuple[float, tuple[Segment, ...]]] = {bins: (0.0, ())}
     for i in able:
         grown = dict(paths)
@@ -177,7 +191,10 @@ def assign(costs: Sequence[Cost], counts: Sequence[int], bins: int) -> Layout | 
                 own = costs[i].replica.time(first, cut - 1, counts[i])
                 slowest = max(seconds, own)
                 if slowest < grown.get(first, (math.inf, ()))[0]:
-                    grown[first] = (slowest, (*segments, Segment(costs[i].pool, costs[i].tp, counts[i], first, cut - 1, own)))
+                    grown[first] = (
+                        slowest,
+                        (*segments, Segment(costs[i].pool, costs[i].tp, counts[i], first, cut - 1, own)),
+                    )
         paths = grown
     return Layout(paths[0][1]) if 0 in paths else None
 
@@ -200,7 +217,8 @@ class _Path(NamedTuple):
 
 
 def _add(found: list[_Path], path: _Path, step: _Step, devices: Sequence[int]) -> None:
-    """Keep ``path`` with one more ``step`` if it fits and no kept one uses at most as much of every pool; drop those it makes useless."""
+    """Keep ``path`` with one more ``step`` if it fits and no kept one uses at most as much of every pool; drop those
+    it makes useless."""
     used = list(path.used)
     used[step.cost.pool] += step.replicas * step.cost.tp
     if used[step.cost.pool] > devices[step.cost.pool] or any(all(map(le, other.used, used)) for other in found):

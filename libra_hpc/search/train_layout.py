@@ -1,11 +1,12 @@
 """The best way to train on a given number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation, exactly.
 
-All layouts whose degrees divide the model and the devices are candidates.  `TrainCost.device_seconds` bounds every layout of one shard shape from
-below whatever its DP, so shapes are tried in the order of that bound and the search ends where the bound, divided by the devices, exceeds the best
-time found: what is skipped cannot be better.  A layout that does not fit in memory is never proposed; why it does not is kept.
+All layouts whose degrees divide the model and the devices are candidates.  `TrainCost.device_seconds` bounds every
+layout of one shard shape from below whatever its DP, so shapes are tried in the order of that bound and the search ends
+where the bound, divided by the devices, exceeds the best time found: what is skipped cannot be better.  A layout that
+does not fit in memory is never proposed; why it does not is kept.
 
-TP stays inside a node.  Micro-batches are powers of two; those far shorter than the mean trajectory or far longer than the longest one do not differ
-from their neighbours.
+TP stays inside a node.  Micro-batches are powers of two; those far shorter than the mean trajectory or far longer than
+the longest one do not differ from their neighbours.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class TrainSpace(msgspec.Struct, frozen=True):
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     recompute: tuple[bool, ...] = (False, True)
     distributed: tuple[bool, ...] = (False,)
-    """Optimizer state divided over data-parallel ranks; an elastic pool keeps it whole, so that replicas can join and leave."""
+    """Optimizer state divided over data-parallel ranks; an elastic pool keeps it whole, so that replicas can join
+    and leave."""
     replica_devices: int = 0
     """Most devices of one data-parallel replica; 0: any."""
     least_devices: int = 0
@@ -82,7 +84,8 @@ class TrainSearch:
             yield layout
 
     def excluded(self, devices: int) -> list[Excluded]:
-        """For each (TP, PP, CP, EP) of which no variant fits: the variant that comes nearest to fitting, and what it lacks; nearest first."""
+        """For each (TP, PP, CP, EP) of which no variant fits: the variant that comes nearest to fitting, and what it
+        lacks; nearest first."""
         nearest: dict[tuple[int, int, int, int], tuple[TrainLayout, Limit] | None] = {}
         for index, layout in self._spread(devices):
             key = (layout.tp, layout.pp, layout.cp, layout.ep)
@@ -116,7 +119,19 @@ class TrainSearch:
         for index, (_, shard) in enumerate(self._shards):
             dp, rest = divmod(devices, self._replicas[index])
             if dp and not rest and not dp % shard.ep:
-                yield index, TrainLayout(shard.tp, shard.pp, shard.cp, shard.ep, dp, shard.micro_tokens, shard.recompute, shard.distributed)
+                yield (
+                    index,
+                    TrainLayout(
+                        shard.tp,
+                        shard.pp,
+                        shard.cp,
+                        shard.ep,
+                        dp,
+                        shard.micro_tokens,
+                        shard.recompute,
+                        shard.distributed,
+                    ),
+                )
 
     def _limit(self, index: int, layout: TrainLayout) -> Limit | None:
         # Without a distributed optimizer memory depends on dp only through the micro-batches in flight.
@@ -135,7 +150,9 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
             continue
         for pp in (p for p in space.pp if shape.layers % p == 0):
             for cp in space.cp:
-                if tp * pp * cp < space.least_devices or (space.replica_devices and tp * pp * cp > space.replica_devices):
+                if tp * pp * cp < space.least_devices or (
+                    space.replica_devices and tp * pp * cp > space.replica_devices
+                ):
                     continue
                 for ep in (e for e in space.ep if e == 1 or (shape.experts and shape.experts % e == 0)):
                     for micro in _micro_tokens(cost):
@@ -146,7 +163,9 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
 
 def trains(shape: ModelShape, tp: int) -> bool:
     """Whether Megatron can shard the model so: heads, key/value heads, widths and vocabulary evenly."""
-    return not any(size % tp for size in (shape.heads, shape.kv_heads, shape.intermediate, shape.moe_intermediate, shape.vocab))
+    return not any(
+        size % tp for size in (shape.heads, shape.kv_heads, shape.intermediate, shape.moe_intermediate, shape.vocab)
+    )
 
 
 def _micro_tokens(cost: TrainCost) -> list[int]:

@@ -1,7 +1,8 @@
 """Simulated time of one process: the wall clock, faster.
 
-The wall clock of all processes of a machine is one, so their simulated times pass together without a word between them.  What is not modelled (messages,
-scheduling, this interpreter) takes its real time, and therefore counts ``speedup`` times in simulated seconds.
+The wall clock of all processes of a machine is one, so their simulated times pass together without a word between them.
+What is not modelled (messages, scheduling, this interpreter) takes its real time, and therefore counts ``speedup``
+times in simulated seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a dry run makes of a run file: settings of the simulated processes, times of the wall clock, and what can be wrong with it.
+"""What a dry run makes of a run file: settings of the simulated processes, times of the wall clock, and what can be
+wrong with it.
 
-The planner sees the wall clock, on which everything passes ``speedup`` times faster, so the times of ``[planner]`` are divided by it (and the rate of moves
-is multiplied): one run file then means the same to a real run and to its dry run.
+The planner sees the wall clock, on which everything passes ``speedup`` times faster, so the times of ``[planner]`` are
+divided by it (and the rate of moves is multiplied): one run file then means the same to a real run and to its dry run.
 """
 
 from __future__ import annotations
@@ -95,7 +96,12 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     if not told.device:
         raise invalid("simulated.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
     if not told.model:
-        raise invalid("simulated.model", "", "there is no model.path either", "a known model such as qwen3-14b, or a Hugging Face folder")
+        raise invalid(
+            "simulated.model",
+            "",
+            "there is no model.path either",
+            "a known model such as qwen3-14b, or a Hugging Face folder",
+        )
     device(told.device, told.devices or None)
     shape = model_shape(told.model)
     if component != "rollout":
@@ -105,9 +111,11 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     rollout, hybrid = config.rollout, config.components.hybrid.nodes
     nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
     for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
-        steps = lookup(told.device, told.model, tp, told.calibration or None, source=told.source, devices_file=told.devices or None)
+        steps = lookup(
+            told.device, told.model, tp, told.calibration or None, source=told.source, devices_file=told.devices or None
+        )
         if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
             raise UserError(
-                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {told.model} on {tp} x {told.device} holds {steps.kv_capacity} tokens; "
-                "valid: a shorter context, or a larger rollout.tp."
+                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {told.model} on {tp} x {told.device}"
+                f" holds {steps.kv_capacity} tokens; valid: a shorter context, or a larger rollout.tp."
             )

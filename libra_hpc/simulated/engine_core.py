@@ -1,10 +1,12 @@
-"""The simulated vLLM replica: the messages of `libra_hpc.protocol.rollout` on the outside, the simulator's `Engine` on the inside.
+"""The simulated vLLM replica: the messages of `libra_hpc.protocol.rollout` on the outside, the simulator's `Engine` on
+the inside.
 
-Time is an argument, in simulated seconds; what leaves is in wall seconds, as everything the live runtime sees.  `run_until` does what is due by then, each
-step at its own moment, so that a process that wakes late answers late but computes the same.  Log-probabilities are 0: nothing is sampled.
+Time is an argument, in simulated seconds; what leaves is in wall seconds, as everything the live runtime sees.
+`run_until` does what is due by then, each step at its own moment, so that a process that wakes late answers late but
+computes the same.  Log-probabilities are 0: nothing is sampled.
 
-As in the real engine, a weight file is checked before it counts; an update drops the KV cache and costs a pause; an engine in standby, or woken without
-new weights, refuses turns.
+As in the real engine, a weight file is checked before it counts; an update drops the KV cache and costs a pause; an
+engine in standby, or woken without new weights, refuses turns.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.capacity import blocks_of
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.protocol.rollout import Abort, EngineError, EngineReady, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.rollout import (
+    Abort,
+    EngineError,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Generate,
+    Generated,
+    UpdateWeights,
+    WeightsApplied,
+)
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
 from libra_hpc.rollout.engine.warm_up import lengths
@@ -56,10 +68,13 @@ class SimulatedEngine:
     def __init__(self, config: EngineConfig, pace: Pace, steps: StepTimes) -> None:
         if blocks_of(config.max_model_len, config.block_size) * config.block_size > steps.kv_capacity:
             raise UserError(
-                f"rollout.max_model_len = {config.max_model_len}: the KV cache of {pace.model} on {config.tp} x {pace.device} holds {steps.kv_capacity} tokens."
+                f"rollout.max_model_len = {config.max_model_len}: the KV cache of {pace.model} on {config.tp} x"
+                f" {pace.device} holds {steps.kv_capacity} tokens."
             )
         self._config, self._pace = config, pace
-        limits = SimSettings(max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup)
+        limits = SimSettings(
+            max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup
+        )
         self._engine = Engine("simulated", config.tp, steps, limits, 0, config.version, 0.0)
         self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._turns: dict[str, _Turn] = {}
@@ -76,10 +91,13 @@ class SimulatedEngine:
 
     def ready(self, start_s: float) -> EngineReady:
         """The announcement; ``start_s`` in wall seconds."""
-        return EngineReady(self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._warm_up())
+        return EngineReady(
+            self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._warm_up()
+        )
 
     def _warm_up(self) -> tuple[EngineStats, ...]:
-        """The warm-up profile, as the real engine takes it (`libra_hpc.rollout.engine.warm_up`), from the modelled step times."""
+        """The warm-up profile, as the real engine takes it (`libra_hpc.rollout.engine.warm_up`), from the modelled
+        step times."""
         decodes, prompt = lengths(self._config.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
         start = EngineStats(self._config.version, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
@@ -97,12 +115,23 @@ class SimulatedEngine:
         except tokens.Unreadable as error:
             return [_refusal(message.rid, str(error))]
         if self._refuses or room < 1 or message.max_tokens < 1:
-            return [_refusal(message.rid, self._refuses or f"prompt: {context.tokens} tokens, max_tokens = {message.max_tokens}: no room for one more.")]
+            return [
+                _refusal(
+                    message.rid,
+                    self._refuses
+                    or f"prompt: {context.tokens} tokens, max_tokens = {message.max_tokens}: no room for one more.",
+                )
+            ]
         left = min(context.left, room, message.max_tokens)
         request = SimRequest(
-            f"{context.prompt}/{context.sample}", str(context.prompt), context.prompt_tokens // self._config.block_size, context.tokens, left,
-            message.priority, message.keep_s * self._pace.speedup,
-        )  # fmt: skip
+            f"{context.prompt}/{context.sample}",
+            str(context.prompt),
+            context.prompt_tokens // self._config.block_size,
+            context.tokens,
+            left,
+            message.priority,
+            message.keep_s * self._pace.speedup,
+        )
         turn = _Turn(message.rid, request, left == context.left, now)
         self._turns[message.rid] = turn
         self._rids[request] = message.rid
@@ -125,7 +154,9 @@ class SimulatedEngine:
         except OSError as error:
             return [EngineError(f"{message.path}: {error.strerror}.", fatal=False)]
         if found != message.crc32:
-            return [EngineError(f"{message.path}: crc32 is {found:#010x}, expected {message.crc32:#010x}.", fatal=False)]
+            return [
+                EngineError(f"{message.path}: crc32 is {found:#010x}, expected {message.crc32:#010x}.", fatal=False)
+            ]
         if message.version == self._engine.version and not self._updates:
             return [WeightsApplied(message.version, 0.0)]
         self._updates.append(message)
@@ -209,7 +240,9 @@ class SimulatedEngine:
 
     def _wall(self, stats: EngineStats) -> EngineStats:
         speedup = self._pace.speedup
-        return msgspec.structs.replace(stats, busy_s=stats.busy_s / speedup, update_s=stats.update_s / speedup, asleep=self._asleep)
+        return msgspec.structs.replace(
+            stats, busy_s=stats.busy_s / speedup, update_s=stats.update_s / speedup, asleep=self._asleep
+        )
 
 
 def _refusal(rid: str, why: str) -> Generated:

@@ -1,7 +1,9 @@
-"""The simulated rollout engine process: ``python -m libra_hpc.simulated.engine_process --socket PATH --config JSON --pace JSON``.
+"""The simulated rollout engine process: ``python -m libra_hpc.simulated.engine_process --socket PATH --config JSON
+--pace JSON``.
 
-``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread, which sleeps until a message comes or
-something is due; an idle engine reports once a second.  It ends as the real one does: on `Shutdown`, or when the agent closes the socket.
+``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread,
+which sleeps until a message comes or something is due; an idle engine reports once a second.  It ends as the real one
+does: on `Shutdown`, or when the agent closes the socket.
 """
 
 from __future__ import annotations
@@ -14,7 +16,18 @@ import msgspec
 
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.rollout import Abort, FromEngine, Generate, Shutdown, Sleep, ToEngine, UpdateWeights, Wake, from_engine, to_engine
+from libra_hpc.protocol.rollout import (
+    Abort,
+    FromEngine,
+    Generate,
+    Shutdown,
+    Sleep,
+    ToEngine,
+    UpdateWeights,
+    Wake,
+    from_engine,
+    to_engine,
+)
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import IDLE_INTERVAL_S
 from libra_hpc.simulator.sim_engine import IDLE
@@ -26,17 +39,31 @@ from .settings import Pace
 
 
 def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) -> None:
-    """Run an engine until it is told to leave; raises `EOFError` when the agent is gone, `UserError` for hardware or a model that is not known."""
+    """Run an engine until it is told to leave; raises `EOFError` when the agent is gone, `UserError` for hardware or
+    a model that is not known."""
     begin = time.monotonic()
-    steps = lookup(pace.device, pace.model, config.tp, pace.calibration or None, source=pace.source, devices_file=pace.devices or None)
+    steps = lookup(
+        pace.device,
+        pace.model,
+        config.tp,
+        pace.calibration or None,
+        source=pace.source,
+        devices_file=pace.devices or None,
+    )
     engine = SimulatedEngine(config, pace, steps)
-    print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True)
+    print(
+        f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True
+    )
     wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
     clock = Clock(pace.speedup)
     socket.send(engine.ready(time.monotonic() - begin))
     said = time.monotonic()
     while True:
-        timeout = IDLE_INTERVAL_S if engine.next_at == IDLE else min(IDLE_INTERVAL_S, max(0.0, clock.wall(engine.next_at - clock.now())))
+        timeout = (
+            IDLE_INTERVAL_S
+            if engine.next_at == IDLE
+            else min(IDLE_INTERVAL_S, max(0.0, clock.wall(engine.next_at - clock.now())))
+        )
         message = socket.receive(timeout)
         now = clock.now()
         replies = engine.run_until(now)

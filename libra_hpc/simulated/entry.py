@@ -1,4 +1,5 @@
-"""The entry point that simulated engines and trainers share: the command line of an agent's child, and what its end says."""
+"""The entry point that simulated engines and trainers share: the command line of an agent's child, and what its end
+says."""
 
 from __future__ import annotations
 

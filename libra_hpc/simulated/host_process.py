@@ -1,4 +1,5 @@
-"""The simulated environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a `Play`.
+"""The simulated environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a
+`Play`.
 
 It is the real host around a task of its own, `WorkloadTask`: prompts and tool results of the workload's
 sizes (`tokens`), tools that take the workload's seconds,
@@ -32,7 +33,8 @@ class WorkloadTask(Task):
         self._speedup = play.speedup
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        """Sample ``sample`` of the workload's ``index``-th prompt; both count on from the beginning when the workload is shorter."""
+        """Sample ``sample`` of the workload's ``index``-th prompt; both count on from the beginning when the
+        workload is shorter."""
         number = index % len(self._groups)
         group = self._groups[number]
         return _Replayed(group[sample % len(group)], number, sample, self._speedup)

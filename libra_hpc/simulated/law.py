@@ -3,8 +3,8 @@
 Seconds = ``fixed_s`` + FLOPs / (devices * peak * MFU) + gradient all-reduce over the replicas.
 
 * FLOPs: forward plus backward, three times the forward pass of each sample, whose attention counts pairs of positions.
-* The all-reduce is a ring over float32 gradients, sharded over the replica's devices, on the link between nodes, hidden behind nothing:
-  2 (r - 1) / r * 4 bytes * parameters / devices / bandwidth.
+* The all-reduce is a ring over float32 gradients, sharded over the replica's devices, on the link between nodes, hidden
+  behind nothing: 2 (r - 1) / r * 4 bytes * parameters / devices / bandwidth.
 * A newcomer's state is `STATE_BYTES` = 12 per parameter: float32 weights and both Adam moments.
 """
 

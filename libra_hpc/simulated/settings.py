@@ -1,6 +1,8 @@
-"""What the processes of a dry run are told at their start, beside the configuration that the process they stand for would get: plain data as JSON.
+"""What the processes of a dry run are told at their start, beside the configuration that the process they stand for
+would get: plain data as JSON.
 
-Importable without pydantic: a dry run of 48 GPUs starts some 60 processes on one machine, and each import is paid in all of them.
+Importable without pydantic: a dry run of 48 GPUs starts some 60 processes on one machine, and each import is paid in
+all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The simulated trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a generation.
+"""The simulated trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a
+generation.
 
-Weight files are real safetensors files of one small tensor, so everything that carries, checks and keeps weights does its work; checkpoints have the
-layout of `libra_hpc.train.state_folders`.  Members of a generation meet in files beside the path that torch would use: each writes its step, and reads all.
+Weight files are real safetensors files of one small tensor, so everything that carries, checks and keeps weights does
+its work; checkpoints have the layout of `libra_hpc.train.state_folders`.  Members of a generation meet in files beside
+the path that torch would use: each writes its step, and reads all.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def save(folder: Path, step: int, updates: int) -> None:
         raise
 
 
-def meet(order: Join, local_rank: int, step: int, updates: int, timeout_s: float, interrupted: Callable[[], bool]) -> folders.TrainerState:
+def meet(
+    order: Join, local_rank: int, step: int, updates: int, timeout_s: float, interrupted: Callable[[], bool]
+) -> folders.TrainerState:
     """Wait for all members of a generation and return the state of the one with the highest step.
 
     Raises `NotMet` after ``timeout_s``, or once ``interrupted`` says that something newer is to be done.

@@ -1,9 +1,11 @@
 """Token ids of a dry run.  They carry no text, only what an engine must know to take the right time for a turn:
 
-* The prompt begins with `HEADER` = 3 ids: the prompt's number, the prompt's length, and the sample's number.  They stand for what an engine's prefix cache
-  sees in real ids: which contexts begin alike (siblings share the prompt, the turns of a trajectory the whole past), and how far.
+* The prompt begins with `HEADER` = 3 ids: the prompt's number, the prompt's length, and the sample's number.  They
+  stand for what an engine's prefix cache sees in real ids: which contexts begin alike (siblings share the prompt, the
+  turns of a trajectory the whole past), and how far.
 * The last id the environment adds before a turn is a *mark*, `MARK` + the number of tokens the policy generates in it.
-* A turn is `BODY` ids and one `STOP`.  A turn that was aborted half-way is continued: the ids after the mark say how much of it is done.
+* A turn is `BODY` ids and one `STOP`.  A turn that was aborted half-way is continued: the ids after the mark say how
+  much of it is done.
 
 Everything between is `FILLER`.  So a prompt has at least `LEAST_PROMPT` ids and a tool's answer at least one.
 """

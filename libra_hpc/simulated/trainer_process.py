@@ -1,9 +1,11 @@
-"""The simulated Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON --pace JSON``.
+"""The simulated Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON
+--pace JSON``.
 
-It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `law` in place of the computation and a counter in place of the state: a step is
-refused unless it is the next one of the present generation, a newcomer takes the state of the member with the highest step, a rebuilt replica starts from
-its newest snapshot.  What differs: a member whose peer dies in mid-step finishes and commits it, which the train leader accepts as a step that some
-survivor committed.
+It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `law` in place of the computation and a
+counter in place of the state: a step is refused unless it is the next one of the present generation, a newcomer takes
+the state of the member with the highest step, a rebuilt replica starts from its newest snapshot.  What differs: a
+member whose peer dies in mid-step finishes and commits it, which the train leader accepts as a step that some survivor
+committed.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Trainer:
         self._pulse = Pulse(socket)
         self._config, self._speedup, self._socket = config, pace.speedup, socket
         shape = model_shape(pace.model)
-        self._law = TrainLaw(shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s)
+        self._law = TrainLaw(
+            shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s
+        )
         self._generation, self._size = -1, 1
         self._state = folders.TrainerState(0, 0)
         if config.start_dir:
@@ -103,7 +107,9 @@ class Trainer:
         try:
             with self._pulse.phase(WAITING):
                 config, interrupted = self._config, self._socket.interrupted
-                truth = state.meet(message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted)
+                truth = state.meet(
+                    message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted
+                )
         except state.NotMet as error:
             what = f"generation {message.generation} did not form: {error}"
             return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
@@ -119,7 +125,10 @@ class Trainer:
         step = self._state.step
         if message.generation != self._generation or message.step != step + 1:
             self._generation, was = -1, self._generation
-            why = f"this replica is at step {step} in generation {was}, it cannot run step {message.step} of generation {message.generation}"
+            why = (
+                f"this replica is at step {step} in generation {was}, it cannot run step {message.step} of generation"
+                f" {message.generation}"
+            )
             return [StepFailed(message.step, message.generation, why)]
         samples = [sample for minibatch in message.minibatches for sample in minibatch]
         compute_s, reduce_s = self._law.compute_s(map(_tokens, samples)), self._law.reduce_s(self._size)

@@ -1,6 +1,7 @@
 """The optional capability to give up running trajectories and start them anew later (over-sampling).
 
-Only a driver that owns the workload can honour it, so policies with it run in the simulator alone: a live run trains on what it started.
+Only a driver that owns the workload can honour it, so policies with it run in the simulator alone: a live run trains on
+what it started.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class Abandons(Protocol):
     """A policy that may abort trajectories."""
 
     def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
-        """Asked whenever a group (all samples of a prompt) has finished: which of the ``open`` trajectories to abort now.
+        """Asked whenever a group (all samples of a prompt) has finished: which of the ``open`` trajectories to abort
+        now.
 
-        ``finished_groups`` of the ``groups`` started in this round are complete.  The driver forgets the aborted ones and starts them from their prompts,
-        under the same names, once everything else of the round has ended (the long round).
+        ``finished_groups`` of the ``groups`` started in this round are complete.  The driver forgets the aborted ones
+        and starts them from their prompts, under the same names, once everything else of the round has ended (the long
+        round).
         """

@@ -1,5 +1,6 @@
-"""The engines of a simulation, and what the agents of a live run are to them: turns arrive, answers leave, loads are reported, weights are applied, and
-engines come and go.  What this means for trajectories and training is the business of `simulate`, which is told of answers, weights and free slots.
+"""The engines of a simulation, and what the agents of a live run are to them: turns arrive, answers leave, loads are
+reported, weights are applied, and engines come and go.  What this means for trajectories and training is the business
+of `simulate`, which is told of answers, weights and free slots.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .sim_request import SimRequest
 
 
 class Agents:
-    """Calls ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights or is gone, ``freed()`` when a report frees a slot."""
+    """Calls ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights or is gone,
+    ``freed()`` when a report frees a slot."""
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class Agents:
         """Turns sent and not answered."""
         return len(self._requests)
 
-    # --- engines come and go ----------------------------------------------------------------------------------------------------------------
+    # --- engines come and go
+    # ----------------------------------------------------------------------------------------------------------------
 
     def up(self, spec: EngineSpec, version: int) -> None:
         """A new engine accepts turns, with weights ``version``."""
@@ -78,10 +81,12 @@ class Agents:
         self._applied()
         then()
 
-    # --- turns ------------------------------------------------------------------------------------------------------------------------------
+    # --- turns
+    # ----------------------------------------------------------------------------------------------
 
     def holder(self, turn: TurnView, new: int, name: str) -> Engine:
-        """The chosen engine or, when it cannot hold the turn to its end, the one with the fewest tokens in flight that can.
+        """The chosen engine or, when it cannot hold the turn to its end, the one with the fewest tokens in flight that
+        can.
 
         Raises `OperationError` when none can.
         """
@@ -91,7 +96,10 @@ class Agents:
             return chosen
         able = [view for view in self._board.engines.values() if view.open and self.engines[view.engine].blocks >= need]
         if not able:
-            raise OperationError(f"No engine that is left can hold a turn of {turn.context_tokens + new} tokens (trajectory {turn.trajectory}).")
+            raise OperationError(
+                f"No engine that is left can hold a turn of {turn.context_tokens + new} tokens (trajectory"
+                f" {turn.trajectory})."
+            )
         best = min(able, key=lambda view: (view.inflight_tokens, view.engine))
         self._board.answered(name, turn.context_tokens)
         self._board.sent(best.engine, turn.context_tokens)

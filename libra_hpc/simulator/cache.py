@@ -1,15 +1,17 @@
 """The KV blocks of one replica: held by requests, cached for a later turn, or free.
 
-vLLM hashes every full block over the whole context before it and frees a request's blocks tail first into one queue, from whose old end new blocks are
-taken.  The same, kept per trajectory instead of per block:
+vLLM hashes every full block over the whole context before it and frees a request's blocks tail first into one queue,
+from whose old end new blocks are taken.  The same, kept per trajectory instead of per block:
 
 * a *chain* is the cached part of one trajectory after its prompt; it loses blocks from its tail;
-* a *prompt* is the full blocks of a prompt, shared by all its samples on this replica.  A block enters it when it is scheduled for computation, so that
-  a sibling admitted in the same step finds it; one that computes a block which is there already holds a copy that nobody finds.
+* a *prompt* is the full blocks of a prompt, shared by all its samples on this replica.  A block enters it when it is
+  scheduled for computation, so that a sibling admitted in the same step finds it; one that computes a block which is
+  there already holds a copy that nobody finds.
 
-Everything evictable stands in one order, the time at which it counts as last used: when it was freed, or, if it is kept, when its time to live ends.
-Kept blocks therefore go last, and only when nothing else is left; they never make a request wait.  At most `MOST_PINNED` = 0.5 of the blocks are kept, as
-in the live engine: beyond that the keep that would end first ends now.  Partly filled blocks cannot be found again and are free at once.
+Everything evictable stands in one order, the time at which it counts as last used: when it was freed, or, if it is
+kept, when its time to live ends. Kept blocks therefore go last, and only when nothing else is left; they never make a
+request wait.  At most `MOST_PINNED` = 0.5 of the blocks are kept, as in the live engine: beyond that the keep that
+would end first ends now.  Partly filled blocks cannot be found again and are free at once.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class BlockCache:
         return self.total - self.free - self.evictable
 
     def find(self, trajectory: str, prompt: str, prompt_blocks: int, most: int) -> tuple[int, int, int]:
-        """What a request of at most ``most`` reusable blocks finds: (blocks of its prompt, blocks after it, evictable blocks it would bind)."""
+        """What a request of at most ``most`` reusable blocks finds: (blocks of its prompt, blocks after it,
+        evictable blocks it would bind)."""
         shared = self._prompts.get(prompt)
         if shared is None:
             own = self._chains.get(trajectory) if not prompt_blocks else None
@@ -76,7 +79,8 @@ class BlockCache:
         return found, after, bound + after
 
     def bind(self, trajectory: str, prompt: str, own: int) -> None:
-        """Give a request what `find` found: it uses the prompt, and ``own`` blocks of its chain, the rest of which is free."""
+        """Give a request what `find` found: it uses the prompt, and ``own`` blocks of its chain, the rest of which
+        is free."""
         shared = self._prompts.get(prompt)
         if shared is None:
             shared = self._prompts[prompt] = _Cached()
@@ -89,7 +93,8 @@ class BlockCache:
             self.free += chain.blocks - own
 
     def publish(self, prompt: str, full: int) -> int:
-        """A request computes the first ``full`` blocks of a prompt; returns how many of its own blocks the prompt takes over."""
+        """A request computes the first ``full`` blocks of a prompt; returns how many of its own blocks the prompt
+        takes over."""
         entry = self._prompts[prompt]
         gain = max(0, full - entry.blocks)
         entry.blocks += gain

@@ -34,8 +34,8 @@ def compare(
 ) -> dict[str, Compared]:
     """Run every policy; ``started`` is called before each.
 
-    ``before`` are batches that each policy plays first, one after the other: what it learned from them stays.  Raises `UserError` for what cannot be
-    simulated.
+    ``before`` are batches that each policy plays first, one after the other: what it learned from them stays.  Raises
+    `UserError` for what cannot be simulated.
     """
     done: dict[str, Compared] = {}
     foresight = foresight_of(work, engines, settings)

@@ -1,4 +1,5 @@
-"""Trajectories that a policy gave up for now, and when they start again: the long round of `libra_hpc.simulator.abandon`."""
+"""Trajectories that a policy gave up for now, and when they start again: the long round of
+`libra_hpc.simulator.abandon`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from .run import Run
 
 
 class Deferral:
-    """Counts the groups of each round, asks the policy, and holds what it gave up.  For a policy without the capability it does nothing."""
+    """Counts the groups of each round, asks the policy, and holds what it gave up.  For a policy without the
+    capability it does nothing."""
 
     def __init__(self, policy: object) -> None:
         self._policy = policy if isinstance(policy, Abandons) else None
@@ -26,7 +28,11 @@ class Deferral:
             return ()
         counts = self._rounds[number]
         counts[1] += 1
-        views = [OpenTrajectory(run.name, run.spec.prompt_id, run.spec.sample, run.attained, run.round) for run in open_runs if run.place != "deferred"]
+        views = [
+            OpenTrajectory(run.name, run.spec.prompt_id, run.spec.sample, run.attained, run.round)
+            for run in open_runs
+            if run.place != "deferred"
+        ]
         return self._policy.abandon(views, counts[1], counts[0], now)
 
     def add(self, run: Run) -> None:

@@ -1,7 +1,8 @@
-"""The event queue.  Events at one moment are handled in a fixed order: first arrivals, answers and returns of tools, then one routing pass for all of them,
-then the engines' steps by engine number; among equals, first come, first served.
+"""The event queue.  Events at one moment are handled in a fixed order: first arrivals, answers and returns of tools,
+then one routing pass for all of them, then the engines' steps by engine number; among equals, first come, first served.
 
-Hence turns that become ready together are routed together, those that arrive together join the same step, and a run is the same every time.
+Hence turns that become ready together are routed together, those that arrive together join the same step, and a run is
+the same every time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the clairvoyant oracle is told of a workload: the work that remains after any number of turns, and the step times of the engines."""
+"""What the clairvoyant oracle is told of a workload: the work that remains after any number of turns, and the step
+times of the engines."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .settings import EngineSpec, SimSettings, trajectory_ids
 
 
 def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> Foresight:
-    """The future of ``work``, under the names `Simulation` gives its trajectories; the step times of a TP degree are those of its first engine."""
+    """The future of ``work``, under the names `Simulation` gives its trajectories; the step times of a TP degree are
+    those of its first engine."""
     left = {name: _remaining(spec) for name, spec in zip(trajectory_ids(work), work, strict=True)}
     steps = {engine.tp: engine.steps for engine in reversed(engines)}
     return Foresight(lambda name, turns: left[name][turns], steps, settings.max_num_seqs)

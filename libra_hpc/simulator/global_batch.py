@@ -1,9 +1,10 @@
 """The requests of one replica, and vLLM's rules for who takes part in the next step.
 
-Running requests come first, in the order of their admission, a decode taking one token of the step's budget and an unfinished prefill what is left; a
-request that gets no block preempts the running one with the largest (priority, arrival), itself perhaps, which loses its KV and waits again.  Then, unless
-something was preempted, waiting requests are admitted by (priority, arrival) while there are sequences, budget and blocks for their whole context, less what
-the prefix cache holds of it.
+Running requests come first, in the order of their admission, a decode taking one token of the step's budget and an
+unfinished prefill what is left; a request that gets no block preempts the running one with the largest (priority,
+arrival), itself perhaps, which loses its KV and waits again.  Then, unless something was preempted, waiting requests
+are admitted by (priority, arrival) while there are sequences, budget and blocks for their whole context, less what the
+prefix cache holds of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .sim_request import Counters, SimRequest
 
 
 class SimulatedBatch:
-    """``running`` in the order of admission; a request's `step` says how many tokens of it the step under way computes."""
+    """``running`` in the order of admission; a request's `step` says how many tokens of it the step under way
+    computes."""
 
     def __init__(self, cache: BlockCache, limits: SimSettings, counters: Counters) -> None:
         self.running: list[SimRequest] = []
@@ -42,7 +44,8 @@ class SimulatedBatch:
         heappush(self._waiting, (request.priority, self._serial, request))
 
     def form(self, now: float) -> bool:
-        """Choose who takes part in the next step, and give them blocks for it; returns whether anything was preempted."""
+        """Choose who takes part in the next step, and give them blocks for it; returns whether anything was
+        preempted."""
         cache, running, block = self._cache, self.running, self._block
         pure, crossing = True, []
         for request in running:
@@ -109,7 +112,9 @@ class SimulatedBatch:
         most = self._limits.max_num_seqs
         while waiting and budget > 0 and len(running) < most:
             request = waiting[0][2]
-            shared, own, bound = cache.find(request.trajectory, request.prompt, request.prompt_blocks, (request.tokens - 1) // block)
+            shared, own, bound = cache.find(
+                request.trajectory, request.prompt, request.prompt_blocks, (request.tokens - 1) // block
+            )
             found = shared + own
             if -(-request.tokens // block) - found > cache.available - bound:
                 break

@@ -12,7 +12,8 @@ from .sim_engine import Engine
 from .training_stage import SimulatedStep
 
 SAMPLED = 256
-"""Most decisions kept as text; beyond it every second one kept so far is dropped, and from then on every second one is not looked at."""
+"""Most decisions kept as text; beyond it every second one kept so far is dropped, and from then on every second one
+is not looked at."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -81,7 +82,8 @@ class SimResult(msgspec.Struct, frozen=True):
     reprefilled_tokens: int
     """Of ``prefilled_tokens``: positions of a trajectory that had been computed for it before."""
     reprefilled_by: dict[str, int]
-    """The same by cause: ``move``, ``eviction``, ``partial_block``, ``preemption``, ``swap``, ``restart`` (`Request.again`)."""
+    """The same by cause: ``move``, ``eviction``, ``partial_block``, ``preemption``, ``swap``, ``restart``
+    (`Request.again`)."""
     tokens_per_s: float
     """Generated tokens of complete trajectories over the makespan."""
     completion: Quantiles
@@ -124,7 +126,9 @@ class Recorder:
         self.wait_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
-        self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = self.midturn_moves = self.waits = self.decisions = 0
+        self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = (
+            self.midturn_moves
+        ) = self.waits = self.decisions = 0
         self._by_level: dict[int, int] = {}
         self._sampled: list[tuple[float, TurnView, Decision]] = []
         self._stride = 1
@@ -157,10 +161,17 @@ class Recorder:
         self._busy_s += min(present, counters.busy_s) * engine.tp
         self._gone.append(
             EngineResult(
-                engine.name, engine.tp, present, counters.busy_s, counters.paused_s, counters.steps, counters.generated, counters.preemptions,
+                engine.name,
+                engine.tp,
+                present,
+                counters.busy_s,
+                counters.paused_s,
+                counters.steps,
+                counters.generated,
+                counters.preemptions,
                 engine.timeline.segments(),
             )
-        )  # fmt: skip
+        )
 
     def result(self, policy: str, makespan: float, steps: list[SimulatedStep]) -> SimResult:
         """Everything, once all engines are `gone`."""
@@ -194,5 +205,8 @@ class Recorder:
             finish_s=sorted(self.finish_s),
             steps=steps,
             engines=sorted(self._gone, key=lambda engine: (engine.tp, engine.engine)),
-            sampled=[SampledDecision(at, turn.trajectory, turn.turns, d.engine, d.level, d.reason) for at, turn, d in self._sampled],
+            sampled=[
+                SampledDecision(at, turn.trajectory, turn.turns, d.engine, d.level, d.reason)
+                for at, turn, d in self._sampled
+            ],
         )

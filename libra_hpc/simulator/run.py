@@ -1,4 +1,5 @@
-"""One trajectory in play: the environment's side of it, which builds the same records for policies as the live leader does; and its turn in flight."""
+"""One trajectory in play: the environment's side of it, which builds the same records for policies as the live
+leader does; and its turn in flight."""
 
 from __future__ import annotations
 
@@ -18,9 +19,27 @@ class Run:
     """Mutable state of one trajectory."""
 
     __slots__ = (
-        "asked_at", "at_signal", "attained", "context", "engine", "epoch", "group", "high", "keep", "name", "opened_at", "partial", "place", "ready_at",
-        "round", "shared", "signals", "spec", "turn", "version",
-    )  # fmt: skip
+        "asked_at",
+        "at_signal",
+        "attained",
+        "context",
+        "engine",
+        "epoch",
+        "group",
+        "high",
+        "keep",
+        "name",
+        "opened_at",
+        "partial",
+        "place",
+        "ready_at",
+        "round",
+        "shared",
+        "signals",
+        "spec",
+        "turn",
+        "version",
+    )
 
     def __init__(self, name: str, spec: TrajectoryRecord, group: str) -> None:
         self.name, self.spec, self.group = name, spec, group
@@ -64,12 +83,22 @@ class Run:
         """The turn that is ready, as a policy sees it."""
         spec = self.spec
         return TurnView(
-            self.name, spec.prompt_id, spec.sample, settings.task, self.context, self.attained, self.turn, self.ready_at, self.engine, self.signals,
+            self.name,
+            spec.prompt_id,
+            spec.sample,
+            settings.task,
+            self.context,
+            self.attained,
+            self.turn,
+            self.ready_at,
+            self.engine,
+            self.signals,
             settings.max_model_len,
-        )  # fmt: skip
+        )
 
     def answered(self, high: int, version: int) -> float:
-        """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until the end."""
+        """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until
+        the end."""
         turns = self.spec.turns
         turn = turns[self.turn]
         self.interrupted(self.left, high, version)
@@ -92,7 +121,18 @@ class Run:
     def finished(self, task: str) -> Finished:
         """What a policy learns at the end."""
         spec = self.spec
-        return Finished(self.name, spec.prompt_id, spec.sample, task, self.attained, len(spec.turns), self.at_signal, self.signals, self.version, self.context)
+        return Finished(
+            self.name,
+            spec.prompt_id,
+            spec.sample,
+            task,
+            self.attained,
+            len(spec.turns),
+            self.at_signal,
+            self.signals,
+            self.version,
+            self.context,
+        )
 
 
 class Sent:

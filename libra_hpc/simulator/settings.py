@@ -37,13 +37,15 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 32
     """KV block in tokens."""
     max_model_len: int = 0
-    """Context in tokens at which trajectories are ended, which policies may know; 0: unknown, what the engines' KV caches hold."""
+    """Context in tokens at which trajectories are ended, which policies may know; 0: unknown, what the engines' KV
+    caches hold."""
     send_s: float = 0.002
     """From the routing of a turn to its arrival in the engine: two hops over TCP and a Unix socket."""
     answer_s: float = 0.002
     """From the last token to the environment's start, the same hops back."""
     tick_s: float = 1.0
-    """How often turns that a policy lets wait are offered again although nothing happened, as the leader does with each report."""
+    """How often turns that a policy lets wait are offered again although nothing happened, as the leader does with
+    each report."""
     batch_groups: int = 0
     """Groups per training step; 0: everything starts at once and nothing is trained."""
     eta: int = 0
@@ -70,7 +72,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
-    """Names of the trajectories as policies see them: ``prompt_id/sample``, with ``#2``, ``#3`` ... when the pair occurs again."""
+    """Names of the trajectories as policies see them: ``prompt_id/sample``, with ``#2``, ``#3`` ... when the pair
+    occurs again."""
     seen: dict[str, int] = {}
     names = []
     for spec in work:
@@ -92,7 +95,12 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
         if engine.tp < 1:
             raise invalid(f"engine {engine.name}: tp", engine.tp, "too small", "an integer >= 1")
         if engine.steps.kv_capacity < 2 * settings.block_size:
-            raise invalid(f"engine {engine.name}: KV capacity", engine.steps.kv_capacity, "too small", f"at least 2 blocks of {settings.block_size} tokens")
+            raise invalid(
+                f"engine {engine.name}: KV capacity",
+                engine.steps.kv_capacity,
+                "too small",
+                f"at least 2 blocks of {settings.block_size} tokens",
+            )
         if engine.name in names:
             raise invalid("engine", engine.name, "two engines have this name", "one name per engine")
         names.add(engine.name)
@@ -100,10 +108,16 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
     for name, spec in zip(trajectory_ids(work), work, strict=True):
         _check_trajectory(name, spec)
         if settings.max_model_len and spec.context > settings.max_model_len:
-            raise UserError(f"Trajectory {name} is {spec.context} tokens long; max_model_len (`--max-context`) is {settings.max_model_len}.")
+            raise UserError(
+                f"Trajectory {name} is {spec.context} tokens long; max_model_len (`--max-context`) is"
+                f" {settings.max_model_len}."
+            )
         if blocks_of(spec.context, settings.block_size) > room:
             most = (room - 1) * settings.block_size
-            raise UserError(f"Trajectory {name} is {spec.context} tokens long; the KV cache of the largest engine holds one of at most {most}.")
+            raise UserError(
+                f"Trajectory {name} is {spec.context} tokens long; the KV cache of the largest engine holds one of at"
+                f" most {most}."
+            )
 
 
 def _check_trajectory(name: str, spec: TrajectoryRecord) -> None:
@@ -113,20 +127,40 @@ def _check_trajectory(name: str, spec: TrajectoryRecord) -> None:
         raise UserError(f"Trajectory {name} has an empty prompt.")
     for number, turn in enumerate(spec.turns):
         if turn.gen_tokens < 1:
-            raise invalid(f"trajectory {name}, turn {number}: gen_tokens", turn.gen_tokens, "too small", "an integer >= 1")
+            raise invalid(
+                f"trajectory {name}, turn {number}: gen_tokens", turn.gen_tokens, "too small", "an integer >= 1"
+            )
         if turn.new_tokens < 0 or turn.tool_s < 0.0:
-            raise UserError(f"Trajectory {name}, turn {number}: new_tokens = {turn.new_tokens} and tool_s = {turn.tool_s} must not be negative.")
+            raise UserError(
+                f"Trajectory {name}, turn {number}: new_tokens = {turn.new_tokens} and tool_s = {turn.tool_s} must not"
+                " be negative."
+            )
 
 
 def _check_settings(settings: SimSettings) -> None:
     for field in ("max_inflight", "max_num_seqs", "block_size", "max_stretch"):
         if getattr(settings, field) < 1:
             raise invalid(field, getattr(settings, field), "too small", "an integer >= 1")
-    for field in ("send_s", "answer_s", "batch_groups", "eta", "max_open_groups", "train_s", "sync_s", "max_model_len", "train_nodes"):
+    for field in (
+        "send_s",
+        "answer_s",
+        "batch_groups",
+        "eta",
+        "max_open_groups",
+        "train_s",
+        "sync_s",
+        "max_model_len",
+        "train_nodes",
+    ):
         if getattr(settings, field) < 0:
             raise invalid(field, getattr(settings, field), "negative", "a number >= 0")
     for field in ("tick_s", "report_s"):
         if getattr(settings, field) <= 0.0:
             raise invalid(field, getattr(settings, field), "too small", "a number > 0")
     if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise invalid("max_num_batched_tokens", settings.max_num_batched_tokens, "smaller than max_num_seqs", f"an integer >= {settings.max_num_seqs}")
+        raise invalid(
+            "max_num_batched_tokens",
+            settings.max_num_batched_tokens,
+            "smaller than max_num_seqs",
+            f"an integer >= {settings.max_num_seqs}",
+        )

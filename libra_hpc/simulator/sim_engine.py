@@ -1,12 +1,13 @@
 """One simulated vLLM replica: continuous batching, chunked prefill, KV blocks, priorities, preemption, weight updates.
 
-Who takes part in a step is `batch`'s business.  The step lasts what `StepTimes` says of its decodes and its prefill chunks; a request whose context is computed
-completely gets one token at its end.
+Who takes part in a step is `batch`'s business.  The step lasts what `StepTimes` says of its decodes and its prefill
+chunks; a request whose context is computed completely gets one token at its end.
 
-Chunks of several requests in one step are given to `StepTimes` as one chunk after a context chosen so that the number of attended pairs is kept:
-(sum of n_i * (context_i + n_i / 2)) / n - n / 2, with n their sum.
+Chunks of several requests in one step are given to `StepTimes` as one chunk after a context chosen so that the number
+of attended pairs is kept: (sum of n_i * (context_i + n_i / 2)) / n - n / 2, with n their sum.
 
-Time is an argument.  The engine says in `next_at` when it wants `advance` to be called: at the next boundary between two steps that matters (see `stretch`).
+Time is an argument.  The engine says in `next_at` when it wants `advance` to be called: at the next boundary between
+two steps that matters (see `stretch`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ IDLE = math.inf
 class Engine:
     """See the module; ``number`` orders engines that act at the same moment."""
 
-    def __init__(self, name: str, tp: int, steps: StepTimes, settings: SimSettings, number: int, version: int, now: float) -> None:
+    def __init__(
+        self, name: str, tp: int, steps: StepTimes, settings: SimSettings, number: int, version: int, now: float
+    ) -> None:
         self.name, self.tp, self.number, self.version = name, tp, number, version
         self.up_at = now
         self.counters = Counters()
@@ -74,7 +77,8 @@ class Engine:
         self._interrupt(now)
 
     def swap(self, version: int, seconds: float, now: float) -> None:
-        """Update the weights at the next boundary, which takes ``seconds``; a newer update replaces one that has not begun."""
+        """Update the weights at the next boundary, which takes ``seconds``; a newer update replaces one that has not
+        begun."""
         self._swap = (version, seconds)
         self._interrupt(now)
 
@@ -87,7 +91,8 @@ class Engine:
         self._at_boundary(trajectory, False, now)
 
     def _at_boundary(self, trajectory: str, dropped: bool, now: float) -> None:
-        # Steps that have begun take their blocks before; which ones must not hang on how many steps one event stands for.
+        # Steps that have begun take their blocks before; which ones must not hang on how many steps one event stands
+        # for.
         if self._cache.holds(trajectory, dropped):
             self._stale.append((trajectory, dropped))
             if self._stretch.steps:
@@ -125,7 +130,8 @@ class Engine:
         return done
 
     def report(self, now: float) -> EngineStats | None:
-        """The counters, if the last `advance` made a report due: at a boundary every `SimSettings.report_s`, and when it fell idle."""
+        """The counters, if the last `advance` made a report due: at a boundary every `SimSettings.report_s`, and
+        when it fell idle."""
         if not self._due:
             return None
         self._due = False
@@ -136,10 +142,19 @@ class Engine:
         cache, counters = self._cache, self.counters
         cache.expire(now)
         return EngineStats(
-            self.version, len(self._batch.running), self._batch.waiting, cache.held / cache.total, counters.generated, counters.first_prefill,
-            counters.first_cached, counters.preemptions + counters.recomputed, counters.steps, counters.busy_s, cache.kept / cache.total,
+            self.version,
+            len(self._batch.running),
+            self._batch.waiting,
+            cache.held / cache.total,
+            counters.generated,
+            counters.first_prefill,
+            counters.first_cached,
+            counters.preemptions + counters.recomputed,
+            counters.steps,
+            counters.busy_s,
+            cache.kept / cache.total,
             counters.paused_s,
-        )  # fmt: skip
+        )
 
     def _interrupt(self, now: float) -> None:
         if self.next_at == IDLE:
@@ -150,7 +165,13 @@ class Engine:
 
     def _settle(self, now: float) -> list[SimRequest]:
         """The stretch under way ended: hand out its tokens."""
-        start, steps, running, block, counters = self._stretch.start, self._stretch.steps, self._batch.running, self._block, self.counters
+        start, steps, running, block, counters = (
+            self._stretch.start,
+            self._stretch.steps,
+            self._batch.running,
+            self._block,
+            self.counters,
+        )
         self._stretch.steps = 0
         counters.steps += steps
         counters.busy_s += now - start
@@ -207,7 +228,8 @@ class Engine:
         request.left -= 1
         return 1
 
-    # --- steps ------------------------------------------------------------------------------------------------------------------------------
+    # --- steps
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self, now: float, preempted: bool) -> None:
         running = self._batch.running
@@ -261,7 +283,8 @@ class Engine:
                 high = middle - 1
         return low
 
-    # --- between steps ----------------------------------------------------------------------------------------------------------------------
+    # --- between steps
+    # ----------------------------------------------------------------------------------------------
 
     def _remove_aborted(self, now: float) -> list[SimRequest]:
         gone = [request for request in self._aborted if request.left]

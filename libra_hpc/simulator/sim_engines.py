@@ -1,7 +1,7 @@
 """A fleet of simulated engines from a few words: ``4xTP1,2xTP2,2xTP4`` on so many GPUs of a kind.
 
-The buckets are a pattern.  Given a number of GPUs it is repeated as often as fits; without one it stands for itself.  What does not fill another pattern
-stays empty, and is reported.
+The buckets are a pattern.  Given a number of GPUs it is repeated as often as fits; without one it stands for itself.
+What does not fill another pattern stays empty, and is reported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,14 @@ def parse_buckets(text: str) -> list[Bucket]:
 
 
 def build_fleet(
-    buckets: str, gpus: int, device: str, model: str, *, calibration: Path | None = None, devices_file: Path | None = None, source: str = "auto"
+    buckets: str,
+    gpus: int,
+    device: str,
+    model: str,
+    *,
+    calibration: Path | None = None,
+    devices_file: Path | None = None,
+    source: str = "auto",
 ) -> Fleet:
     """Engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
@@ -61,14 +68,21 @@ def build_fleet(
     pattern = parse_buckets(buckets)
     size = sum(bucket.count * bucket.tp for bucket in pattern)
     if gpus and size > gpus:
-        raise invalid("--buckets", buckets, f"it has {size} GPUs, more than --gpus = {gpus}", f"a pattern of at most {gpus} GPUs")
+        raise invalid(
+            "--buckets", buckets, f"it has {size} GPUs, more than --gpus = {gpus}", f"a pattern of at most {gpus} GPUs"
+        )
     copies = gpus // size if gpus else 1
     engines: list[EngineSpec] = []
     sources: list[str] = []
     for bucket in pattern:
         steps: StepTimes = lookup(device, model, bucket.tp, calibration, source=source, devices_file=devices_file)
         if steps.kv_capacity <= 0:
-            raise invalid("--buckets", buckets, f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache", "a larger TP degree")
+            raise invalid(
+                "--buckets",
+                buckets,
+                f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache",
+                "a larger TP degree",
+            )
         engines += [EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps) for number in range(copies * bucket.count)]
         words = steps.source.replace(f" on {bucket.tp} x {device}", "")
         if words not in sources:

@@ -6,13 +6,31 @@ from __future__ import annotations
 class SimRequest:
     """A turn: continue a context of ``tokens`` by ``left`` more.
 
-    ``computed`` of its tokens are in the KV cache; as in vLLM the last sampled token is not, until the next step computes it.
+    ``computed`` of its tokens are in the KV cache; as in vLLM the last sampled token is not, until the next step
+    computes it.
     """
 
     __slots__ = (
-        "aborted", "again", "blocks", "cached", "computed", "counted", "decoding", "generated", "high", "keep_s", "left", "own", "priority", "prompt",
-        "prompt_blocks", "serial", "step", "tokens", "trajectory",
-    )  # fmt: skip
+        "aborted",
+        "again",
+        "blocks",
+        "cached",
+        "computed",
+        "counted",
+        "decoding",
+        "generated",
+        "high",
+        "keep_s",
+        "left",
+        "own",
+        "priority",
+        "prompt",
+        "prompt_blocks",
+        "serial",
+        "step",
+        "tokens",
+        "trajectory",
+    )
 
     def __init__(
         self,
@@ -36,8 +54,9 @@ class SimRequest:
         self.again = again
         """Why a position below ``high`` has to be computed again.
 
-        ``move`` (the last turn ran elsewhere), ``eviction`` (its blocks were), ``partial_block`` (no block was, but partly filled ones are never found),
-        ``preemption``, ``swap`` (of the weights), ``restart`` (of the trajectory, from its prompt).
+        ``move`` (the last turn ran elsewhere), ``eviction`` (its blocks were), ``partial_block`` (no block was, but
+        partly filled ones are never found), ``preemption``, ``swap`` (of the weights), ``restart`` (of the trajectory,
+        from its prompt).
         """
         self.serial = 0
         self.computed = self.generated = self.step = 0
@@ -51,7 +70,19 @@ class SimRequest:
 class Counters:
     """Totals of one engine."""
 
-    __slots__ = ("again", "busy_s", "cached", "first_cached", "first_prefill", "generated", "paused_s", "preemptions", "prefilled", "recomputed", "steps")
+    __slots__ = (
+        "again",
+        "busy_s",
+        "cached",
+        "first_cached",
+        "first_prefill",
+        "generated",
+        "paused_s",
+        "preemptions",
+        "prefilled",
+        "recomputed",
+        "steps",
+    )
 
     def __init__(self) -> None:
         self.generated = 0

@@ -1,9 +1,11 @@
 """The simulator of the rollout stage: discrete events around the live policy, dispatcher, board and staleness gate.
 
-A trajectory goes from the dispatcher's queue to an engine (`agents`), from there to its tool, and back.  This module is what the rollout leader and the
-coordinator are in a live run: it opens groups as the gate admits them, routes with the policy, trains batches, spreads weights, and moves engines in and out.
+A trajectory goes from the dispatcher's queue to an engine (`agents`), from there to its tool, and back.  This module is
+what the rollout leader and the coordinator are in a live run: it opens groups as the gate admits them, routes with the
+policy, trains batches, spreads weights, and moves engines in and out.
 
-A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under "for a controller".
+A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under
+"for a controller".
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Simulation:
         self.training = TrainingStage(self._groups, settings, training)
         self._events = Events()
         self._at = self._events.at
-        self._agents = Agents(settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed)
+        self._agents = Agents(
+            settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed
+        )
         self.engines = self._agents.engines
         self._sent: dict[str, Sent] = {}
         self._open: dict[str, Run] = {}
@@ -88,7 +92,8 @@ class Simulation:
         """Seconds since the start."""
         return self._events.now
 
-    # --- for a controller -------------------------------------------------------------------------------------------------------------------
+    # --- for a controller
+    # ----------------------------------------------------------------------------------------------
 
     def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
         """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
@@ -100,7 +105,8 @@ class Simulation:
         self._at(self.now + delay_s, self._joined, spec)
 
     def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
-        """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new ones, ``delay_s`` later.
+        """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new
+        ones, ``delay_s`` later.
 
         What has ended counts, as live (`libra_hpc.rollout.rollout_leader`).  The caller holds the training meanwhile.
         """
@@ -134,7 +140,8 @@ class Simulation:
         """Trajectories that started and have not ended, in order of admission."""
         return list(self._open.values())
 
-    # --- events -----------------------------------------------------------------------------------------------------------------------------
+    # --- events
+    # ----------------------------------------------------------------------------------------------
 
     def _kick(self) -> None:
         if not self._routing:
@@ -156,7 +163,8 @@ class Simulation:
         self._check_stall()
         self._kick()
 
-    # --- trajectories -----------------------------------------------------------------------------------------------------------------------
+    # --- trajectories
+    # ----------------------------------------------------------------------------------------------
 
     def _admit(self, _: None = None) -> None:
         for group in self.training.admit():
@@ -181,7 +189,9 @@ class Simulation:
         for turn, decision in routed:
             run, view = self._runs[turn.trajectory], self.board.engines[decision.engine]
             if not view.open or view.inflight > view.cap:
-                raise ValueError(f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot")
+                raise ValueError(
+                    f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot"
+                )
             recorder.decided(turn, decision, now)
             engine = self._agents.holder(turn, run.left, decision.engine)
             again = "restart" if not turn.engine else "move"
@@ -193,9 +203,16 @@ class Simulation:
                 last = self.engines.get(turn.engine)
                 recorder.tp_moves += last is not None and last.tp != engine.tp
             request = SimRequest(
-                run.name, turn.prompt_id, run.shared // settings.block_size, turn.context_tokens, run.left, decision.priority,
-                decision.keep_s, run.high, again,
-            )  # fmt: skip
+                run.name,
+                turn.prompt_id,
+                run.shared // settings.block_size,
+                turn.context_tokens,
+                run.left,
+                decision.priority,
+                decision.keep_s,
+                run.high,
+                again,
+            )
             run.engine, run.place = engine.name, "engine"
             sent = self._sent[run.name] = Sent(run, turn, engine, request, self.board.engines[engine.name].steps)
             self._agents.send(sent)
@@ -267,7 +284,8 @@ class Simulation:
         run.begin()
         self._queue.forget(run.name, run.spec.prompt_id, self.now)
 
-    # --- moves in mid-turn ------------------------------------------------------------------------------------------------------------------
+    # --- moves in mid-turn
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         if self._queue.rebalances and not self._watching:
@@ -287,7 +305,8 @@ class Simulation:
             steps = self.board.engines[sent.engine.name].steps - sent.steps
             yield Running(replace(sent.turn, engine=sent.engine.name), steps)
 
-    # --- training and engines ---------------------------------------------------------------------------------------------------------------
+    # --- training and engines
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         seconds = self.training.begin(self.now)
@@ -321,7 +340,8 @@ class Simulation:
             self._ready(each)
         self._spread()
 
-    # --- stalls -----------------------------------------------------------------------------------------------------------------------------
+    # --- stalls
+    # ----------------------------------------------------------------------------------------------
 
     def _check_stall(self) -> None:
         running = self.in_flight or self._joining or not self.training.idle
@@ -331,11 +351,18 @@ class Simulation:
             raise self._stalled()
 
     def _stalled(self) -> OperationError:
-        return OperationError(f"Policy {self._policy.name} leaves {len(self._queue)} turns waiting with {self.board.free} free slots and nothing running.")
+        return OperationError(
+            f"Policy {self._policy.name} leaves {len(self._queue)} turns waiting with {self.board.free} free slots and"
+            " nothing running."
+        )
 
 
 def simulate(
-    work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], policy: Policy, settings: SimSettings | None = None, training: Training | None = None
+    work: Sequence[TrajectoryRecord],
+    engines: Sequence[EngineSpec],
+    policy: Policy,
+    settings: SimSettings | None = None,
+    training: Training | None = None,
 ) -> SimResult:
     """Play ``work`` on ``engines`` under ``policy``; see `Simulation` and `SimSettings`."""
     return Simulation(work, engines, policy, settings or SimSettings(), training).run()

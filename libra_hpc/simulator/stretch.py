@@ -1,7 +1,8 @@
 """A stretch: consecutive engine steps of one batch, taken in one event.
 
-While a batch consists of decodes alone it does not change until a request ends, one arrives, blocks run out or a report is due.  Steps are linear in the KV
-tokens, which grow by one per sequence and step, so each is longer than the one before by the same amount, and j steps take
+While a batch consists of decodes alone it does not change until a request ends, one arrives, blocks run out or a report
+is due.  Steps are linear in the KV tokens, which grow by one per sequence and step, so each is longer than the one
+before by the same amount, and j steps take
 
     j * first + growth * j (j - 1) / 2.
 """

@@ -1,4 +1,5 @@
-"""How busy something was over time, in a bounded number of equal bins: when the run outgrows them, pairs are merged and a bin lasts twice as long."""
+"""How busy something was over time, in a bounded number of equal bins: when the run outgrows them, pairs are merged
+and a bin lasts twice as long."""
 
 from __future__ import annotations
 

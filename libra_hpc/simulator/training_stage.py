@@ -1,7 +1,9 @@
-"""The training stage of a simulation: which groups may start, which finished ones form a batch, and when their step is done.
+"""The training stage of a simulation: which groups may start, which finished ones form a batch, and when their step is
+done.
 
-The data order stands under the live `StalenessGate`.  A batch is taken as soon as the gate allows and waits for the trainer, which does one at a time.  Its
-step makes the next weight version; groups count as sampled under the newest version that *every* engine applied, as live.
+The data order stands under the live `StalenessGate`.  A batch is taken as soon as the gate allows and waits for the
+trainer, which does one at a time.  Its step makes the next weight version; groups count as sampled under the newest
+version that *every* engine applied, as live.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ class TrainingStage:
         return started
 
     def close(self, group: str, now: float) -> bool:
-        """One trajectory of a group ended; True when it was the last.  Batches that become complete by it wait for the trainer."""
+        """One trajectory of a group ended; True when it was the last.  Batches that become complete by it wait for
+        the trainer."""
         self._open[group] -= 1
         if self._open[group]:
             return False
@@ -112,7 +115,9 @@ class TrainingStage:
                 tokens = sum(run.context for name in names for run in self._groups[name])
                 step = len(self.steps) + len(self._waiting) + 1
                 generated = sum(run.attained for name in names for run in self._groups[name])
-                self._waiting.append(SimulatedStep(step, len(names), tokens, self._gate.consume(names), now, generated=generated))
+                self._waiting.append(
+                    SimulatedStep(step, len(names), tokens, self._gate.consume(names), now, generated=generated)
+                )
         return True
 
     def begin(self, now: float) -> float | None:

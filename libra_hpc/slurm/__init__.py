@@ -1,1 +1,2 @@
-"""The login node's side of Slurm: queries, the batch script, submission, single jobs, and the same run without Slurm."""
+"""The login node's side of Slurm: queries, the batch script, submission, single jobs, and the same run without
+Slurm."""

@@ -1,7 +1,7 @@
 """Run one Slurm client command with an explicit environment, and turn what it says into our errors.
 
-A busy controller answers late or not at all for a moment; such failures are retried with a doubling pause.  A query may be repeated; a submission may
-not, because its answer can get lost after the job was queued.
+A busy controller answers late or not at all for a moment; such failures are retried with a doubling pause.  A query may
+be repeated; a submission may not, because its answer can get lost after the job was queued.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ from collections.abc import Mapping, Sequence
 from libra_hpc.errors import OperationError, SlurmUnreachable
 
 TRANSIENT_FAILURES = (
-    "Unable to contact slurm controller", "Unable to establish a configuration source", "Could not establish a configuration source",
-    "Connection refused", "Connection timed out", "Socket timed out", "Zero Bytes were transmitted", "Transport endpoint", "temporarily unable",
-)  # fmt: skip
+    "Unable to contact slurm controller",
+    "Unable to establish a configuration source",
+    "Could not establish a configuration source",
+    "Connection refused",
+    "Connection timed out",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Transport endpoint",
+    "temporarily unable",
+)
 FIRST_PAUSE_S = 0.5
 """Doubles with every retry: 0.5, 1 s."""
 TRIES = 3
 TIMEOUT_S = 20.0
-"""Of one try.  Slurm's clients themselves go on trying for one to two minutes when the controller is gone: too long for a person who waits."""
+"""Of one try.  Slurm's clients themselves go on trying for one to two minutes when the controller is gone: too long
+for a person who waits."""
 WAYS_OUT = "start the embedded one with `libra-hpc cluster up`, or run without Slurm with `--executor local`"
 
 
@@ -32,7 +40,8 @@ class SlurmRefused(OperationError):
 def call(argv: Sequence[str], env: Mapping[str, str], *, tries: int = TRIES, timeout_s: float = TIMEOUT_S) -> str:
     """Standard output of a Slurm command run with environment ``env``; ``tries`` is 1 for what must not be done twice.
 
-    Raises `SlurmUnreachable` when the command does not exist or the controller does not answer after ``tries``, `SlurmRefused` on any other failure.
+    Raises `SlurmUnreachable` when the command does not exist or the controller does not answer after ``tries``,
+    `SlurmRefused` on any other failure.
     """
     program = shutil.which(argv[0], path=env.get("PATH", ""))
     if program is None:
@@ -42,7 +51,14 @@ def call(argv: Sequence[str], env: Mapping[str, str], *, tries: int = TRIES, tim
         if attempt:
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         try:
-            done = subprocess.run([program, *argv[1:]], env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+            done = subprocess.run(
+                [program, *argv[1:]],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
         except subprocess.TimeoutExpired:
             said = f"no answer within {timeout_s:.0f} s"
             continue

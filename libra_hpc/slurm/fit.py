@@ -1,4 +1,5 @@
-"""Whether a job can ever start on this cluster: the run file's components against the partitions, before anything is queued.
+"""Whether a job can ever start on this cluster: the run file's components against the partitions, before anything is
+queued.
 
 Slurm itself accepts some of these requests and leaves the job pending for ever, and names no field for the others.
 """
@@ -19,7 +20,8 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def present_components(config: RunConfig) -> list[tuple[str, Component]]:
-    """The components that have nodes, in rank order.  Raises `UserError` when the first of them is not one planner node."""
+    """The components that have nodes, in rank order.  Raises `UserError` when the first of them is not one planner
+    node."""
     if config.components.planner.nodes != 1:
         raise invalid("components.planner.nodes", config.components.planner.nodes, "rank 0 alone is the planner", "1")
     return [(name, component) for name in COMPONENTS if (component := getattr(config.components, name)).nodes]
@@ -44,7 +46,12 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
         if partition is None:
             raise invalid(f"{field}.partition", component.partition, "no such partition", sorted(known))
         if partition.state != "up":
-            raise invalid(f"{field}.partition", partition.name, f"the partition is {partition.state}", sorted(p.name for p in partitions if p.state == "up"))
+            raise invalid(
+                f"{field}.partition",
+                partition.name,
+                f"the partition is {partition.state}",
+                sorted(p.name for p in partitions if p.state == "up"),
+            )
         _check_node(field, component, partition)
         before = used.get(partition.name, 0)
         used[partition.name] = before + component.nodes
@@ -70,7 +77,9 @@ def _time_limit(config: RunConfig) -> int | None:
     try:
         return slurm_seconds(config.slurm.time_limit)
     except ValueError:
-        raise invalid("slurm.time_limit", config.slurm.time_limit, "not a Slurm time", "[days-]hours:minutes:seconds") from None
+        raise invalid(
+            "slurm.time_limit", config.slurm.time_limit, "not a Slurm time", "[days-]hours:minutes:seconds"
+        ) from None
 
 
 def _check_node(field: str, component: Component, partition: Partition) -> None:
@@ -78,7 +87,9 @@ def _check_node(field: str, component: Component, partition: Partition) -> None:
     if component.cpus > partition.cpus:
         raise invalid(f"{field}.cpus", component.cpus, f"{here} {partition.cpus} CPUs", f"1 to {partition.cpus}")
     if memory_mb(component.mem) > partition.memory_mb:
-        raise invalid(f"{field}.mem", component.mem, f"{here} {partition.memory_mb} MB", f"at most {partition.memory_mb}M")
+        raise invalid(
+            f"{field}.mem", component.mem, f"{here} {partition.memory_mb} MB", f"at most {partition.memory_mb}M"
+        )
     if not component.gpus:
         return
     types = sorted(kind for kind in partition.gpus if kind)

@@ -48,7 +48,9 @@ def check_python(config: RunConfig) -> list[str]:
         where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
         raise invalid("slurm.python", named, where, "the absolute path of an interpreter")
     if not os.path.exists(python):
-        return [f"slurm.python = {named!r} is not visible from here, so whether it has what the nodes need was not checked"]
+        return [
+            f"slurm.python = {named!r} is not visible from here, so whether it has what the nodes need was not checked"
+        ]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise invalid("slurm.python", named, "not an executable file", "the absolute path of an interpreter")
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
@@ -56,17 +58,24 @@ def check_python(config: RunConfig) -> list[str]:
     try:
         version, mpi, *missing = _found(python, wanted)
     except (OSError, subprocess.SubprocessError) as error:
-        raise invalid("slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter") from error
+        raise invalid(
+            "slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter"
+        ) from error
     install = f"python3 envs/install.py {config.slurm.device} --venv DIR"
     fix = f"{install} makes one, and slurm.python = 'DIR/bin/python' names it"
     if tuple(map(int, version.split("."))) < OLDEST:
-        raise UserError(f"slurm.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}.")
+        raise UserError(
+            f"slurm.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}."
+        )
     if missing:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         raise UserError(f"slurm.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
     if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
         # A warning, because variables of the site may still put another MPI in its place.
-        return [f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: each rank may become a world of its own"]
+        return [
+            f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: each rank may"
+            " become a world of its own"
+        ]
     return []
 
 
@@ -76,7 +85,9 @@ def _found(python: str, wanted: tuple[str, ...]) -> list[str]:
 
     Raises ``OSError`` or ``SubprocessError`` when it does not run.
     """
-    done = subprocess.run([python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        [python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             return line.removeprefix(MARK).split()

@@ -23,7 +23,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     pid: int = 0
     """Local only: process id and group of the launcher."""
     started: int = 0
-    """Local only: kernel start time of that process in clock ticks, which tells it from a later process of the same id."""
+    """Local only: kernel start time of that process in clock ticks, which tells it from a later process of the same
+    id."""
     cancelled: bool = False
     """Local only: the user cancelled it."""
 

@@ -58,8 +58,8 @@ class Launch:
 def interface_variables(interface: str) -> dict[str, str]:
     """What makes every library of the agents and their engines listen on one network interface.
 
-    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  Without the equals sign NCCL would take
-    the name for a prefix.
+    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  Without the equals sign NCCL would
+    take the name for a prefix.
     """
     if not interface:
         return {}

@@ -1,6 +1,8 @@
-"""The same agents without Slurm: one MPI world on this machine, detached, watched through its launcher's process id and ``result.json``.
+"""The same agents without Slurm: one MPI world on this machine, detached, watched through its launcher's process id and
+``result.json``.
 
-The launcher (`ranks`) leads a session and a process group of its own with all ranks in it, so a signal to that group reaches the run and nothing else.
+The launcher (`ranks`) leads a session and a process group of its own with all ranks in it, so a signal to that group
+reaches the run and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +37,18 @@ def start(launch: Launch) -> str:
     start_attempt(run, attempt)
     logs, command = run.logs(attempt), [launch.python, *launch.interpreted]
     watched = ["--run", str(run.path), "--attempt", str(attempt), "--restarts", str(launch.config.slurm.restarts)]
-    argv = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(launch.ranks), "--logs", str(logs), *watched, "--", *command]
+    argv = [
+        sys.executable,
+        "-m",
+        "libra_hpc.slurm.ranks",
+        "--size",
+        str(launch.ranks),
+        "--logs",
+        str(logs),
+        *watched,
+        "--",
+        *command,
+    ]
     env = {**clean_environment(os.environ), **launch.variables}
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

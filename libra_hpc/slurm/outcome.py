@@ -7,8 +7,8 @@
 - The ranks met, but rank 0 left no verdict -> it was killed: ``recover``.
 - ``recover`` happens at most ``slurm.restarts`` times; then the run has failed.
 
-``python -m libra_hpc.slurm.outcome RUN ATTEMPT ...`` prints the decision's word.  With ``--final`` it gives a run without a verdict one, says how the run
-ended on Slurm's own output, and exits with 0 when it completed.
+``python -m libra_hpc.slurm.outcome RUN ATTEMPT ...`` prints the decision's word.  With ``--final`` it gives a run
+without a verdict one, says how the run ended on Slurm's own output, and exits with 0 when it completed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
 
 START_TRIES = 3
-"""Starts of an attempt's agents while they do not even meet.  The one known cause is dealt with in `libra_hpc.slurm.pmi`; for causes not yet met (a node
-slow to load Python, a network that hiccups), repeating costs seconds, giving up a place in the queue."""
+"""Starts of an attempt's agents while they do not even meet.  The one known cause is dealt with in
+`libra_hpc.slurm.pmi`; for causes not yet met (a node slow to load Python, a network that hiccups), repeating costs
+seconds, giving up a place in the queue."""
 RECOVER = "recover: "
 """Beginning of `RunDir.again` where ranks restart because a part of the job was lost; the rest is the reason."""
 RECOVERIES, REASON = "LIBRA_HPC_RECOVERIES", "LIBRA_HPC_RESTART_REASON"
@@ -33,7 +34,8 @@ LOOKS, LOOK_S = 5, 2.0
 """How often the run directory is asked what the ranks left, and the pause between."""
 
 OUTPUT, OUTPUT_FD = "LIBRA_HPC_OUTPUT_FD", 3
-"""Variable of the ranks with the descriptor that the batch script makes Slurm's own output, and that descriptor.  Without it a rank has none."""
+"""Variable of the ranks with the descriptor that the batch script makes Slurm's own output, and that descriptor.
+Without it a rank has none."""
 
 Word = Literal["stop", "again", "recover", "repeat"]
 
@@ -105,14 +107,20 @@ def finish(run: RunDir, attempt: int, decision: LauncherDecision, *, told: bool)
     if not result:
         status = run.read_json(run.status)
         result = {
-            "state": "cancelled" if told else "failed", "message": decision.reason, "step": status.get("step", 0), "attempt": attempt, "t": time.time(),
-        }  # fmt: skip
+            "state": "cancelled" if told else "failed",
+            "message": decision.reason,
+            "step": status.get("step", 0),
+            "attempt": attempt,
+            "t": time.time(),
+        }
         try:
             _write(run, result, status)
         except OSError as error:
             print(f"the verdict cannot be written: {error}", file=sys.stderr)
     state = result["state"]
-    print(f"the run {'was ' if state == 'cancelled' else ''}{state}: {result.get('message', decision.reason)}", flush=True)
+    print(
+        f"the run {'was ' if state == 'cancelled' else ''}{state}: {result.get('message', decision.reason)}", flush=True
+    )
     return 0 if state == "completed" else 1
 
 
@@ -121,7 +129,9 @@ def _write(run: RunDir, result: dict[str, Any], status: dict[str, Any]) -> None:
     if status:
         run.write_json(run.status, {**status, "state": result["state"], "message": result["message"]})
     events = LineLog(run.events)
-    events.write({"t": result["t"], "kind": "job_finished", **{key: result[key] for key in ("state", "message", "step")}})
+    events.write(
+        {"t": result["t"], "kind": "job_finished", **{key: result[key] for key in ("state", "message", "step")}}
+    )
     events.close()
 
 

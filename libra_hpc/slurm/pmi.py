@@ -1,16 +1,20 @@
-"""Start one rank under Slurm's ``pmi2`` plugin so that its start-up requests fit the plugin: ``python -m libra_hpc.slurm.pmi ARGUMENTS OF THE INTERPRETER``.
+"""Start one rank under Slurm's ``pmi2`` plugin so that its start-up requests fit the plugin: ``python -m
+libra_hpc.slurm.pmi ARGUMENTS OF THE INTERPRETER``.
 
-MPICH speaks PMI-1 to that plugin: text lines over the socket ``PMI_FD``.  Slurm's side reads a request with one ``read`` of `REQUEST_BYTES` but announces
-values of that same length (``vallen_max``), leaving no room for the rest of the line, ``cmd=put kvsname=... key=... value=``.  MPICH cuts what it
-publishes into pieces of the announced length, as hexadecimal text in which runs of zeros are shortened.  It publishes 4096 bytes from where its network
-address begins, so most of it is whatever lies behind that on the heap: when a piece of it happens to hold few zeros, its line is longer than the read, the
-value is dropped ("value not properly terminated in client request"), its tail is taken for another request, and the peers decode zeros ("invalid bandwidth
-0.00") or wait for ever.  The same in MPICH's issue 6924.
+MPICH speaks PMI-1 to that plugin: text lines over the socket ``PMI_FD``.  Slurm's side reads a request with one
+``read`` of `REQUEST_BYTES` but announces values of that same length (``vallen_max``), leaving no room for the rest of
+the line, ``cmd=put kvsname=... key=... value=``.  MPICH cuts what it publishes into pieces of the announced length, as
+hexadecimal text in which runs of zeros are shortened.  It publishes 4096 bytes from where its network address begins,
+so most of it is whatever lies behind that on the heap: when a piece of it happens to hold few zeros, its line is longer
+than the read, the value is dropped ("value not properly terminated in client request"), its tail is taken for another
+request, and the peers decode zeros ("invalid bandwidth 0.00") or wait for ever.  The same in MPICH's issue 6924.
 
-So a process between the two announces `VALUE_BYTES` instead and passes everything else on.  It is a child of the rank, because MPI holds the interpreter's
-lock while it starts.  Whoever does not speak PMI-1 over ``PMI_FD`` (another MPI, another plugin) is started as it is or passed through untouched.
+So a process between the two announces `VALUE_BYTES` instead and passes everything else on.  It is a child of the rank,
+because MPI holds the interpreter's lock while it starts.  Whoever does not speak PMI-1 over ``PMI_FD`` (another MPI,
+another plugin) is started as it is or passed through untouched.
 
-The child outlives its rank by a moment and notes that rank's end in the file `RunDir.gone`, so that nobody has to wait for a missing heartbeat.
+The child outlives its rank by a moment and notes that rank's end in the file `RunDir.gone`, so that nobody has to wait
+for a missing heartbeat.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ from libra_hpc.process.agent_folders import orphans, remove_orphans
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
 VALUE_BYTES = 896
-"""Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, up to 64 for the key (``keylen_max``) and 36 for Slurm's names of key
-value spaces, two 32-bit numbers with a point between them."""
+"""Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, up to 64 for the key
+(``keylen_max``) and 36 for Slurm's names of key value spaces, two 32-bit numbers with a point between them."""
 MAXES = b"cmd=maxes "
 GONE = "LIBRA_HPC_GONE"
 """Variable of a rank: beginning of the file in which its end is noted."""
@@ -51,7 +55,8 @@ def capped(reply: bytes) -> bytes:
 def relay(plugin: socket.socket, rank: socket.socket) -> None:
     """Pass requests and replies on until either side closes.
 
-    Each is sent whole, because both sides write a message at once and wait for the answer: the plugin would take half a request for all of it.
+    Each is sent whole, because both sides write a message at once and wait for the answer: the plugin would take half a
+    request for all of it.
     """
     with plugin, rank, selectors.DefaultSelector() as selector:
         selector.register(plugin, selectors.EVENT_READ, rank)
@@ -106,7 +111,8 @@ def accompany(work: Callable[[], None]) -> None:
 
 
 def note_end(rank: int, handle: int) -> None:
-    """Wait for the end of process ``rank`` by its pidfd ``handle`` (-1: it has ended), then leave its id in the file `GONE` names."""
+    """Wait for the end of process ``rank`` by its pidfd ``handle`` (-1: it has ended), then leave its id in the file
+    `GONE` names."""
     if handle >= 0:
         select.select([handle], [], [])
     prefix, number = os.environ.get(GONE, ""), os.environ.get("SLURM_PROCID") or os.environ.get("PMI_RANK", "")

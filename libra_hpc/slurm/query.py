@@ -1,9 +1,9 @@
 """What the cluster has and how a job is doing.
 
-Both read Slurm's one-line text output rather than ``--json``: its fields have kept their names and form over all releases since 17.11, while the JSON
-documents changed shape with nearly every release and are missing where Slurm was built without the serializer.  ``scontrol show job`` asks
-for one job (all components of a heterogeneous one), and knows finished jobs for ``MinJobAge`` seconds; older ones are looked up with ``sacct``
-where the site keeps accounts.
+Both read Slurm's one-line text output rather than ``--json``: its fields have kept their names and form over all
+releases since 17.11, while the JSON documents changed shape with nearly every release and are missing where Slurm was
+built without the serializer.  ``scontrol show job`` asks for one job (all components of a heterogeneous one), and knows
+finished jobs for ``MinJobAge`` seconds; older ones are looked up with ``sacct`` where the site keeps accounts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class JobState(Enum):
 
 _STATES = {
     **{state.value: state for state in JobState},
-    **dict.fromkeys(("CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), JobState.PENDING),
+    **dict.fromkeys(
+        ("CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), JobState.PENDING
+    ),
     **dict.fromkeys(("COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"), JobState.RUNNING),
     **dict.fromkeys(("OUT_OF_MEMORY", "LAUNCH_FAILED", "RECONFIG_FAIL"), JobState.FAILED),
     "BOOT_FAIL": JobState.NODE_FAIL,
@@ -96,7 +98,8 @@ class JobInfo:
 
 
 def job_state(text: str) -> JobState:
-    """The state Slurm writes as ``text`` (``CANCELLED by 1000``, ``RUNNING,COMPLETING``); a word we do not know is UNKNOWN."""
+    """The state Slurm writes as ``text`` (``CANCELLED by 1000``, ``RUNNING,COMPLETING``); a word we do not know is
+    UNKNOWN."""
     words = re.findall(r"[A-Z_]+", text.upper())
     return _STATES.get(words[0], JobState.UNKNOWN) if words else JobState.UNKNOWN
 
@@ -132,7 +135,8 @@ def partitions(env: Mapping[str, str]) -> list[Partition]:
 
 
 def parse_partitions(text: str) -> list[Partition]:
-    """Partitions from ``sinfo --Node``: one line per node and partition, ``name|state|limit|node state|cpus|MB|gres``."""
+    """Partitions from ``sinfo --Node``: one line per node and partition, ``name|state|limit|node
+    state|cpus|MB|gres``."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
@@ -164,7 +168,15 @@ def job(env: Mapping[str, str], job_id: str) -> JobInfo:
         return parse_job(job_id, call(["scontrol", "show", "job", "--oneliner", job_id], env))
     except SlurmRefused:
         pass
-    accounts = ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job_id, "--format=JobID,State,ExitCode,Start"]
+    accounts = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        "--jobs",
+        job_id,
+        "--format=JobID,State,ExitCode,Start",
+    ]
     try:
         return parse_accounts(job_id, call(accounts, env))
     except SlurmRefused:
@@ -184,7 +196,9 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         return JobInfo(job_id, JobState.UNKNOWN)
     records.sort(key=lambda fields: int(fields.get("HetJobOffset", "0")))
     components = tuple(
-        HetComponent(int(fields["HetJobOffset"]), fields["JobId"], job_state(fields["JobState"]), _text(fields.get("NodeList")))
+        HetComponent(
+            int(fields["HetJobOffset"]), fields["JobId"], job_state(fields["JobState"]), _text(fields.get("NodeList"))
+        )
         for fields in records
         if "HetJobOffset" in fields
     )
@@ -202,7 +216,8 @@ def parse_job(job_id: str, text: str) -> JobInfo:
 
 
 def parse_accounts(job_id: str, text: str) -> JobInfo:
-    """A job from ``sacct``: ``id|state|exit code|start`` per allocation; a heterogeneous job is listed as ``id+0``, ``id+1``."""
+    """A job from ``sacct``: ``id|state|exit code|start`` per allocation; a heterogeneous job is listed as ``id+0``,
+    ``id+1``."""
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 3]
     own = [row for row in rows if row[0] in (job_id, f"{job_id}+0")]
     if not own:

@@ -1,14 +1,17 @@
-"""Start the ranks of one MPI world on this machine and outlive every one of them: ``python -m libra_hpc.slurm.ranks --size N --logs DIR -- PROGRAM ...``.
+"""Start the ranks of one MPI world on this machine and outlive every one of them: ``python -m libra_hpc.slurm.ranks
+--size N --logs DIR -- PROGRAM ...``.
 
-MPICH's own ``mpiexec`` ends the remaining ranks when one is killed (``-disable-auto-cleanup`` only delays it), uses SIGUSR1 to announce a death, and
-listens on every network interface.  A run must survive a lost rank, so this launcher speaks MPICH's PMI-1 start-up protocol itself: one
-socket pair per rank (``PMI_FD``), text lines ``cmd=... key=value ...``, a key-value space and a barrier.  It opens no port.
+MPICH's own ``mpiexec`` ends the remaining ranks when one is killed (``-disable-auto-cleanup`` only delays it), uses
+SIGUSR1 to announce a death, and listens on every network interface.  A run must survive a lost rank, so this launcher
+speaks MPICH's PMI-1 start-up protocol itself: one socket pair per rank (``PMI_FD``), text lines ``cmd=... key=value
+...``, a key-value space and a barrier.  It opens no port.
 
-The ranks stay in the launcher's process group, so a signal to the group reaches them all; the launcher itself ignores all but SIGKILL and
-leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code: rank 0's.
+The ranks stay in the launcher's process group, so a signal to the group reaches them all; the launcher itself ignores
+all but SIGKILL and leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code:
+rank 0's.
 
-With ``--run DIR`` the ranks are those of a run: their ends are noted in `RunDir.gone`, what follows is `libra_hpc.slurm.outcome`'s decision, and ranks that
-outlive rank 0 by `STRAGGLERS_S` are killed.
+With ``--run DIR`` the ranks are those of a run: their ends are noted in `RunDir.gone`, what follows is
+`libra_hpc.slurm.outcome`'s decision, and ranks that outlive rank 0 by `STRAGGLERS_S` are killed.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Between two looks for ended ranks: once started up, ranks rarely say anything."""
 STRAGGLERS_S = 90.0
-"""From rank 0's end, or that of all others, to SIGKILL for who is left: training may save for 60 s once rank 0 is gone, and an agent needs up to 15 s to end
-its engines."""
+"""From rank 0's end, or that of all others, to SIGKILL for who is left: training may save for 60 s once rank 0 is
+gone, and an agent needs up to 15 s to end its engines."""
 MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
 """Limits the ranks' libraries respect when they split long values over several keys; those of MPICH's own launcher."""
 
@@ -104,13 +107,20 @@ def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[s
 
     with theirs, (logs / f"agent-{rank}.log").open("ab") as log:
         process = subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),), preexec_fn=bind_to_launcher
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            preexec_fn=bind_to_launcher,
         )
     return process, ours
 
 
 def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int:
-    """Start ``size`` ranks of ``argv``, serve their start-up, wait for all; returns rank 0's exit code.  ``note``: leave ``gone-<rank>`` files."""
+    """Start ``size`` ranks of ``argv``, serve their start-up, wait for all; returns rank 0's exit code.  ``note``:
+    leave ``gone-<rank>`` files."""
     space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}")
     processes, connections, unread = [], {}, {}
     watch = Watch(logs if note else None)
@@ -141,7 +151,8 @@ def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int
 
 
 class Watch:
-    """Notes the ends of ranks, and ends who outlives rank 0, or as rank 0 all others, for too long: a stopped process never leaves by itself."""
+    """Notes the ends of ranks, and ends who outlives rank 0, or as rank 0 all others, for too long: a stopped
+    process never leaves by itself."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
@@ -158,7 +169,12 @@ class Watch:
         if self._over(len(processes)) and not before:
             self._over_at = time.monotonic()
         alive = len(self._gone) < len(processes)
-        if alive and self._logs is not None and self._over(len(processes)) and time.monotonic() - self._over_at > STRAGGLERS_S:
+        if (
+            alive
+            and self._logs is not None
+            and self._over(len(processes))
+            and time.monotonic() - self._over_at > STRAGGLERS_S
+        ):
             for process in processes:
                 process.kill()
         return alive

@@ -1,10 +1,11 @@
 """Run one Python function as a job of one task: submitit writes, submits and carries the result; this module watches.
 
-submitit learns a job's state from ``sacct``, which needs an accounting database; without one, a job that dies before it wrote its result would be waited
-for without end.  `QueueWatcher` asks the controller instead (`query.job`), and `Handle` gives up on a job that Slurm has forgotten.
+submitit learns a job's state from ``sacct``, which needs an accounting database; without one, a job that dies before it
+wrote its result would be waited for without end.  `QueueWatcher` asks the controller instead (`query.job`), and
+`Handle` gives up on a job that Slurm has forgotten.
 
-The function and its arguments must be picklable and, for the result to mean the same, importable where the job runs.  The pickles lie in ``folder``, which
-belongs to this user alone.
+The function and its arguments must be picklable and, for the result to mean the same, importable where the job runs.
+The pickles lie in ``folder``, which belongs to this user alone.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ class Handle:
     def result(self, timeout: float = math.inf) -> Any:
         """What the function returned, waiting at most ``timeout`` seconds.
 
-        Raises ``TimeoutError`` when it has not ended by then, `OperationError` with the function's own traceback when it raised, and `OperationError` with the
-        job's state and the end of its error output when it died without a result.
+        Raises ``TimeoutError`` when it has not ended by then, `OperationError` with the function's own traceback when
+        it raised, and `OperationError` with the job's state and the end of its error output when it died without a
+        result.
         """
         deadline = time.monotonic() + timeout
         while not self.done():
@@ -167,8 +169,8 @@ def run_single(
 ) -> Handle:
     """Submit ``function(*args)`` as a one-task job and return at once.
 
-    ``env`` is the environment of Slurm's commands (`slurm_environment`) and of the job; for ``local`` any environment will do.  ``folder`` takes pickles
-    and logs.  Raises `UserError` when Slurm refuses the request.
+    ``env`` is the environment of Slurm's commands (`slurm_environment`) and of the job; for ``local`` any environment
+    will do.  ``folder`` takes pickles and logs.  Raises `UserError` when Slurm refuses the request.
     """
     try:
         seconds = slurm_seconds(time_limit)
@@ -183,7 +185,13 @@ def run_single(
         local.update_parameters(timeout_min=minutes)
         return Handle(name, local.submit(function, *args))
     slurm = EmbeddedAwareExecutor(folder, env)
-    parameters: dict[str, Any] = {"job_name": name, "time": minutes, "cpus_per_task": cpus, "mem": mem, "ntasks_per_node": 1}
+    parameters: dict[str, Any] = {
+        "job_name": name,
+        "time": minutes,
+        "cpus_per_task": cpus,
+        "mem": mem,
+        "ntasks_per_node": 1,
+    }
     if partition:
         parameters["partition"] = partition
     slurm.update_parameters(**parameters)

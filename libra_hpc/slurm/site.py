@@ -1,8 +1,10 @@
-"""Which Slurm is meant: the site's when its controller answers, else the embedded one when it is up, else a clear error.
+"""Which Slurm is meant: the site's when its controller answers, else the embedded one when it is up, else a clear
+error.
 
-The answer is a complete environment for client commands, passed explicitly to every call; this process's own environment is never changed.
-Inherited job variables and client defaults are left out of it, because Slurm's commands obey them before they obey a script
-(``SBATCH_PARTITION`` overrides every component's partition, ``SQUEUE_FORMAT`` changes what a query prints).
+The answer is a complete environment for client commands, passed explicitly to every call; this process's own
+environment is never changed. Inherited job variables and client defaults are left out of it, because Slurm's commands
+obey them before they obey a script (``SBATCH_PARTITION`` overrides every component's partition, ``SQUEUE_FORMAT``
+changes what a query prints).
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ def controller_answers(env: Mapping[str, str]) -> bool:
     if scontrol is None:
         return False
     try:
-        done = subprocess.run([scontrol, "ping"], env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PING_TIMEOUT_S)
+        done = subprocess.run(
+            [scontrol, "ping"],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PING_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         return False
     # A backup controller may be the one that is up.

@@ -1,4 +1,5 @@
-"""Queue a run, look at it, cancel it; runs started without Slurm are looked at and cancelled through the same functions."""
+"""Queue a run, look at it, cancel it; runs started without Slurm are looked at and cancelled through the same
+functions."""
 
 from __future__ import annotations
 
@@ -19,16 +20,27 @@ from .query import JobInfo, JobState, job, partitions
 from .writer import het_script
 
 SUBMIT_TIMEOUT_S = 90.0
-"""sbatch itself gives up after a minute without a controller; ending it earlier could leave a job queued that nobody knows of."""
-USER_MISTAKES = ("invalid", "not available", "not be satisfied", "can not be satisfied", "unrecognized", "exceed", "violates", "limit")
+"""sbatch itself gives up after a minute without a controller; ending it earlier could leave a job queued that nobody
+knows of."""
+USER_MISTAKES = (
+    "invalid",
+    "not available",
+    "not be satisfied",
+    "can not be satisfied",
+    "unrecognized",
+    "exceed",
+    "violates",
+    "limit",
+)
 """Words in sbatch's refusals that mean the request, not the cluster, is at fault."""
 
 
 def submit(launch: Launch, env: Mapping[str, str]) -> str:
     """Write ``job.sbatch``, queue it, write ``job.json``; returns the Slurm job id.
 
-    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met (nothing is queued then),
-    `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
+    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met
+    (nothing is queued then), `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for
+    another reason.
     """
     _write_script(launch, env)
     start_attempt(launch.run, launch.attempt)
@@ -42,7 +54,8 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
 
 
 def estimate(launch: Launch, env: Mapping[str, str]) -> str:
-    """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns when it would start, in Slurm's words.  Raises as `submit` does."""
+    """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns when it would start, in Slurm's
+    words.  Raises as `submit` does."""
     _write_script(launch, env)
     return _sbatch(["--test-only"], launch, env)
 
@@ -50,7 +63,8 @@ def estimate(launch: Launch, env: Mapping[str, str]) -> str:
 def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
     """Cancel a run, or a Slurm job by id; returns whether there was anything left to cancel.
 
-    ``env`` is Slurm's client environment, not needed for a local run.  Cancelling twice, or what has ended, is no error.
+    ``env`` is Slurm's client environment, not needed for a local run.  Cancelling twice, or what has ended, is no
+    error.
     """
     if isinstance(target, RunDir):
         record = read_job(target)

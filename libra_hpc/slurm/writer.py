@@ -1,10 +1,12 @@
 """The batch script of a run: a pure function of the run file and a few paths.
 
-One heterogeneous job, one component per kind of node, one task per node; `srun` starts the node agents of all components as one MPI world.  The template
-is ``sbatch/run.sbatch.j2``; every value that reaches it is checked here (one line, no spaces) or quoted for the shell.
+One heterogeneous job, one component per kind of node, one task per node; `srun` starts the node agents of all
+components as one MPI world.  The template is ``sbatch/run.sbatch.j2``; every value that reaches it is checked here (one
+line, no spaces) or quoted for the shell.
 
-What the script promises the agents: SIGUSR1 means that the time limit is `WARNING_S` away, SIGTERM that the job is being cancelled or preempted, each
-rank's output goes to ``agent-<rank>.log``, descriptor 3 is Slurm's own output, and what follows their end is `libra_hpc.slurm.outcome`'s decision.
+What the script promises the agents: SIGUSR1 means that the time limit is `WARNING_S` away, SIGTERM that the job is
+being cancelled or preempted, each rank's output goes to ``agent-<rank>.log``, descriptor 3 is Slurm's own output, and
+what follows their end is `libra_hpc.slurm.outcome`'s decision.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ def het_script(launch: Launch) -> str:
     config, run, components = launch.config, launch.run, launch.components
     logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.interpreted]
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).from_string(
-        resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text()
-    )
+    template = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    ).from_string(resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text())
     return template.render(
         components=[(name, component.nodes, _options(config, name, component)) for name, component in components],
         common=[
@@ -90,7 +92,9 @@ def _options(config: RunConfig, name: str, component: Component) -> list[str]:
         options.append(f"--gres=gpu:{kind + ':' if kind else ''}{component.gpus}")
     for index, extra in enumerate(slurm.extra):
         if not extra.startswith("-") or not extra.isprintable():
-            raise invalid(f"slurm.extra[{index}]", extra, "not an sbatch option", "one option such as '--constraint=nvlink'")
+            raise invalid(
+                f"slurm.extra[{index}]", extra, "not an sbatch option", "one option such as '--constraint=nvlink'"
+            )
         options.append(extra)
     return options
 

@@ -4,13 +4,15 @@
 Calculate 12 * ( 7 - 3 ).\\n | <calc>12 * (7 - 3)</calc> | <result>48</result>\\n | <answer>48</answer>      (done)
 ```
 
-A turn of the policy ends at ``</calc>``, ``</python>`` or ``</answer>``; only its first complete tag counts.  ``<python>`` code answers what it prints.
-A failed tool, and a turn without a complete tag, is answered by ``<result>error: ...</result>``.  The episode ends at an answer or, wrong, after
-``max_turns``.  The reward is that of the data set's own scorer.
+A turn of the policy ends at ``</calc>``, ``</python>`` or ``</answer>``; only its first complete tag counts.
+``<python>`` code answers what it prints. A failed tool, and a turn without a complete tag, is answered by
+``<result>error: ...</result>``.  The episode ends at an answer or, wrong, after ``max_turns``.  The reward is that of
+the data set's own scorer.
 
-The problems are reasoning-gym's ``basic_arithmetic`` with parentheses and + - *: the settings in which its answers agree with the usual precedence
-(without parentheses, or with /, version 0.1.25 gives wrong answers).  Works with any byte-complete tokenizer; closing tags that are single tokens become
-stop ids, else turns end at the end-of-sequence id or at ``max_tokens``.
+The problems are reasoning-gym's ``basic_arithmetic`` with parentheses and + - *: the settings in which its answers
+agree with the usual precedence (without parentheses, or with /, version 0.1.25 gives wrong answers).  Works with any
+byte-complete tokenizer; closing tags that are single tokens become stop ids, else turns end at the end-of-sequence id
+or at ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -32,26 +34,34 @@ TAGS = ("<calc>", "</calc>", "<python>", "</python>", "<result>", "</result>", "
 """Tags that a tokenizer made for this task has as single tokens."""
 
 INSTRUCTIONS = (
-    "Solve the problem. You may compute with <calc>expression</calc> or <python>code that prints</python> and read the <result>; "
-    "give the final integer as <answer>integer</answer>.\n"
+    "Solve the problem. You may compute with <calc>expression</calc> or <python>code that prints</python> and read the"
+    " <result>; give the final integer as <answer>integer</answer>.\n"
 )
 """Put before the problem with ``instructions = true``, for models that were not warmed up on this task."""
 
 DATASET_SIZE = 2**31
-"""reasoning-gym seeds problem i of a data set with ``seed + i``: our seeds lie this far apart, so that they share no problem."""
+"""reasoning-gym seeds problem i of a data set with ``seed + i``: our seeds lie this far apart, so that they share no
+problem."""
 
 EXPRESSION_CHARS, LARGEST = 256, 10**30
-"""Bounds of the calculator: length of an expression, and size of any intermediate value (a tower of ``**`` would otherwise not end)."""
+"""Bounds of the calculator: length of an expression, and size of any intermediate value (a tower of ``**`` would
+otherwise not end)."""
 
 _ACTION = re.compile(r"<(calc|python|answer)>(.*?)</\1>", re.DOTALL)
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def calculate(expression: str) -> str:
-    """The tool ``calc``: value of an expression of numbers, + - * / // % and parentheses.  Raises `ValueError` for anything else."""
+    """The tool ``calc``: value of an expression of numbers, + - * / // % and parentheses.  Raises `ValueError` for
+    anything else."""
     if len(expression) > EXPRESSION_CHARS:
         raise ValueError(f"longer than {EXPRESSION_CHARS} characters")
     try:
@@ -86,11 +96,19 @@ def problems(seed: int, min_terms: int, max_terms: int, min_digits: int, max_dig
     try:
         import reasoning_gym
     except ImportError as error:
-        raise UserError("task 'arithmetic' needs the package reasoning-gym on the node that runs tools: pip install 'reasoning-gym>=0.1.20'.") from error
+        raise UserError(
+            "task 'arithmetic' needs the package reasoning-gym on the node that runs tools: pip install"
+            " 'reasoning-gym>=0.1.20'."
+        ) from error
     sizes = {"min_terms": min_terms, "max_terms": max_terms, "min_digits": min_digits, "max_digits": max_digits}
     try:
         return reasoning_gym.create_dataset(
-            "basic_arithmetic", seed=seed * DATASET_SIZE, size=DATASET_SIZE, operators=["+", "-", "*"], allow_parentheses=True, **sizes
+            "basic_arithmetic",
+            seed=seed * DATASET_SIZE,
+            size=DATASET_SIZE,
+            operators=["+", "-", "*"],
+            allow_parentheses=True,
+            **sizes,
         )
     except AssertionError as error:
         raise invalid("task.options", sizes, str(error)) from error
@@ -128,12 +146,18 @@ class ArithmeticEpisode(Episode):
         return Turn(answer, signal)
 
     def _end(self, reward: float, signal: Signal | None = None) -> Turn:
-        info = {"solved": float(reward == 1.0), "turns": self._turns, "calls": self._calls, "failed_calls": self._failed}
+        info = {
+            "solved": float(reward == 1.0),
+            "turns": self._turns,
+            "calls": self._calls,
+            "failed_calls": self._failed,
+        }
         return Turn(signal=signal, done=True, reward=reward, info=info)
 
 
 def _shown(result: ToolResult) -> str:
-    """A tool's answer as the policy reads it: at most 200 characters, of an error the end (where a traceback says what happened)."""
+    """A tool's answer as the policy reads it: at most 200 characters, of an error the end (where a traceback says
+    what happened)."""
     text = str(result.value).strip()
     if result.outcome == "ok":
         return text[:200]
@@ -175,7 +199,8 @@ class Arithmetic(Task):
 
 
 GIVE_UP, SLIP, PYTHON_SHARE = 0.25, 0.2, 0.25
-"""Flawed demonstrations: probability of answering at random without a call, and of a wrong last digit; and how often ``python`` is used for ``calc``."""
+"""Flawed demonstrations: probability of answering at random without a call, and of a wrong last digit; and how often
+``python`` is used for ``calc``."""
 
 DEMONSTRATION_SEED = 1 << 20
 """Demonstrations come from data sets that no run's seed names."""
@@ -186,8 +211,11 @@ def _demonstration_problems(seed: int) -> Any:
     return problems(DEMONSTRATION_SEED + seed, 2, 4, 1, 2)
 
 
-def demonstration_batch(tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool) -> list[tuple[list[int], list[int]]]:
-    """The ``step``-th batch of warm-start demonstrations: (token ids, mask with 1 on the policy's tokens), a function of the arguments."""
+def demonstration_batch(
+    tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool
+) -> list[tuple[list[int], list[int]]]:
+    """The ``step``-th batch of warm-start demonstrations: (token ids, mask with 1 on the policy's tokens), a
+    function of the arguments."""
     rng = random.Random(f"arithmetic-demonstrations-{seed}-{step}")
     data = _demonstration_problems(seed)
     batch = []

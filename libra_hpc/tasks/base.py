@@ -1,13 +1,14 @@
 """The task interface: a user adds an environment as ONE class.
 
-A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`, and `Episode.step` answers each turn of the policy.  What
-crosses the boundary is token ids: the ids the environment returns are appended to the context as they are, so a trajectory is never re-tokenised.
-Tools are module-level functions named in `Task.tools`; they run in sandboxed processes and are called through `Tools`, where every failure is a value
-(`ToolResult`) and never an exception.  `examples/my_task.py` is a complete task.
+A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`, and `Episode.step` answers
+each turn of the policy.  What crosses the boundary is token ids: the ids the environment returns are appended to the
+context as they are, so a trajectory is never re-tokenised. Tools are module-level functions named in `Task.tools`; they
+run in sandboxed processes and are called through `Tools`, where every failure is a value (`ToolResult`) and never an
+exception.  `examples/my_task.py` is a complete task.
 
-An episode that answers the same turns with the same tokens outlives the loss of its process and of the whole job: it is opened again and its turns are played
-once more (`libra_hpc.rollout.replay`).  So draw random numbers from a generator seeded by the arguments of `Task.open`.  One that answers otherwise is
-sampled anew.
+An episode that answers the same turns with the same tokens outlives the loss of its process and of the whole job: it is
+opened again and its turns are played once more (`libra_hpc.rollout.replay`).  So draw random numbers from a generator
+seeded by the arguments of `Task.open`.  One that answers otherwise is sampled anew.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class ToolResult(msgspec.Struct, frozen=True):
     seconds: float
     """From the call to the answer, the wait for a free tool process included."""
     exit_code: int | None = None
-    """Of the model-written program, -n when signal n ended it; None for a declared tool, and for a program that was cut off."""
+    """Of the model-written program, -n when signal n ended it; None for a declared tool, and for a program that was
+    cut off."""
 
 
 class Tools(Protocol):
@@ -59,7 +61,8 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     """What is appended to the context; ignored when done."""
     signal: Signal | None = None
-    """What the tool call says about the work that remains (`outcome.signal_of` makes one); None when no tool was called."""
+    """What the tool call says about the work that remains (`outcome.signal_of` makes one); None when no tool was
+    called."""
     done: bool = False
     reward: float = 0.0
     """Read only when done."""
@@ -68,7 +71,8 @@ class Turn:
 
 
 class Episode(ABC):
-    """One trajectory's environment.  `step` calls of one episode never overlap; those of different episodes do, on one thread."""
+    """One trajectory's environment.  `step` calls of one episode never overlap; those of different episodes do, on
+    one thread."""
 
     prompt_id: str
     """Equal for all samples of a prompt, different between prompts, over the whole run."""
@@ -89,7 +93,8 @@ class Episode(ABC):
 
 
 class Task(ABC):
-    """An environment.  The run file's ``[task.options]`` are keyword arguments of the constructor: give yours names and defaults after ``seed``."""
+    """An environment.  The run file's ``[task.options]`` are keyword arguments of the constructor: give yours names
+    and defaults after ``seed``."""
 
     tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """Tools by name: module-level functions of plain msgpack values.  What a call starts is ended with the call."""
@@ -106,8 +111,8 @@ class Task(ABC):
     def open(self, index: int, sample: int, progress: float) -> Episode:
         """Start sample ``sample`` of prompt ``index`` (>= 0, any size) of the data order.
 
-        Must be a function of (seed, options, arguments) alone, and the prompt must not depend on ``sample``.  ``progress`` in [0, 1] is the run's; the
-        caller passes siblings the same value.
+        Must be a function of (seed, options, arguments) alone, and the prompt must not depend on ``sample``.
+        ``progress`` in [0, 1] is the run's; the caller passes siblings the same value.
         """
 
     @property

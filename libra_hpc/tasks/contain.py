@@ -1,4 +1,5 @@
-"""Containment of one process by the kernel: limits, namespaces and a system-call filter, from Python's standard library alone.
+"""Containment of one process by the kernel: limits, namespaces and a system-call filter, from Python's standard library
+alone.
 
 What holds for whom:
 
@@ -8,18 +9,20 @@ What holds for whom:
 | RLIMIT_AS, RLIMIT_CORE = 0       | yes                      | yes                                   | yes         |
 | RLIMIT_FSIZE                     | the memory limit         | 0 bytes                               | yes         |
 | RLIMIT_CPU                       | no (the wall clock does) | time limit + 1 s                      | yes         |
-| RLIMIT_NPROC = 0                 | no                       | yes                                   | root is dropped first |
+| RLIMIT_NPROC = 0                 | no                       | yes                   | root is dropped first |
 | empty environment, own session, no inherited descriptors, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG | yes | yes | yes |
 | uid and gid `NOBODY`             | no                       | when started as root                  | -           |
 | what a call started ends with it | yes: subreaper, children are killed before the answer | it starts none | yes |
 | empty network namespace          | no                       | where the kernel permits              | yes         |
-| system calls `COMPUTE` only      | no                       | yes: no open, fork, exec, kill, ptrace, socket, prctl | yes |
+| system calls `COMPUTE` only      | no                       | yes: no file, process, signal, socket | yes |
 
 No cgroup is used: a job step rarely owns a cgroup it may divide.  Subreapers need no rights and hold sessions and
-double forks, too.  A tool that forks faster than it can be killed ends its process after 2 s, and the host ends the rest.
+double forks, too.  A tool that forks faster than it can be killed ends its process after 2 s, and the host ends the
+rest.
 
-Declared tools are the task author's own code: they are bounded, not distrusted (a search tool needs the network).  Model-written code is distrusted:
-the system-call filter alone already denies it files, processes, signals and sockets, and where the kernel cannot install the filter nothing is run.
+Declared tools are the task author's own code: they are bounded, not distrusted (a search tool needs the network).
+Model-written code is distrusted: the system-call filter alone already denies it files, processes, signals and sockets,
+and where the kernel cannot install the filter nothing is run.
 """
 
 from __future__ import annotations
@@ -39,23 +42,43 @@ NOBODY = 65534
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
 COMPUTE: dict[str, tuple[int, tuple[int, ...]]] = {
-    # machine: (AUDIT_ARCH value, system calls).  In the order of the kernel's tables: read write close fstat poll lseek mmap mprotect munmap brk
-    # rt_sigaction rt_sigprocmask rt_sigreturn readv writev select sched_yield mremap madvise dup nanosleep getpid exit uname gettimeofday getrusage
-    # sysinfo times getuid getgid geteuid getegid getppid sigaltstack gettid futex time sched_getaffinity restart_syscall clock_gettime clock_getres
-    # clock_nanosleep exit_group pselect6 ppoll set_robust_list getrandom rseq
-    "x86_64": (0xC000003E, (0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 19, 20, 23, 24, 25, 28, 32, 35, 39, 60, 63, 96, 98, 99, 100, 102, 104, 107, 108,
-                            110, 131, 186, 202, 201, 204, 219, 228, 229, 230, 231, 270, 271, 273, 318, 334)),
-    "aarch64": (0xC00000B7, (63, 64, 57, 80, 62, 222, 226, 215, 214, 134, 135, 139, 65, 66, 124, 216, 233, 23, 101, 172, 93, 160, 169, 165, 179, 153, 174,
-                             176, 175, 177, 173, 132, 178, 98, 123, 128, 113, 114, 115, 94, 72, 73, 99, 278, 293)),
-}  # fmt: skip
-"""System calls model-written code may make: computing on memory it has and on descriptors it has.  fcntl is absent because F_SETOWN sends signals."""
+    # machine: (AUDIT_ARCH value, system calls).  In the order of the kernel's tables: read write close fstat poll lseek
+    # mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn readv writev select sched_yield mremap madvise
+    # dup nanosleep getpid exit uname gettimeofday getrusage sysinfo times getuid getgid geteuid getegid getppid
+    # sigaltstack gettid futex time sched_getaffinity restart_syscall clock_gettime clock_getres clock_nanosleep
+    # exit_group pselect6 ppoll set_robust_list getrandom rseq
+    "x86_64": (
+        0xC000003E,
+        _numbers(
+            "0 1 3 5 7 8 9 10 11 12 13 14 15 19 20 23 24 25 28 32 35 39 60 63 96 98 99 100 102 104 107 108 110 "
+            "131 186 202 201 204 219 228 229 230 231 270 271 273 318 334"
+        ),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        _numbers(
+            "63 64 57 80 62 222 226 215 214 134 135 139 65 66 124 216 233 23 101 172 93 160 169 165 179 153 174 "
+            "176 175 177 173 132 178 98 123 128 113 114 115 94 72 73 99 278 293"
+        ),
+    ),
+}
+"""System calls model-written code may make: computing on memory it has and on descriptors it has.  fcntl is absent
+because F_SETOWN sends signals."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, argument: int, pointer: int = 0) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(pointer), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+    if (
+        _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(pointer), ctypes.c_ulong(0), ctypes.c_ulong(0))
+        != 0
+    ):
         code = ctypes.get_errno()
         raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
@@ -79,7 +102,11 @@ def no_new_privileges() -> None:
 
 def limit(memory_bytes: int, file_bytes: int) -> None:
     """Bound the address space and the size of any file written; no core files."""
-    for kind, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)):
+    for kind, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
         resource.setrlimit(kind, (value, value))
 
 
@@ -99,9 +126,11 @@ def leave_network() -> bool:
 
 
 def compute_only(cpu_s: int) -> None:
-    """Last step before model-written code: no processes, ``cpu_s`` seconds of CPU, and only the system calls of `COMPUTE`; every other one fails with EPERM.
+    """Last step before model-written code: no processes, ``cpu_s`` seconds of CPU, and only the system calls of
+    `COMPUTE`; every other one fails with EPERM.
 
-    The filter is a classic BPF program over ``struct seccomp_data {int nr; u32 arch; ...}``.  Raises `OperationError` when it cannot be installed.
+    The filter is a classic BPF program over ``struct seccomp_data {int nr; u32 arch; ...}``.  Raises `OperationError`
+    when it cannot be installed.
     """
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
@@ -121,4 +150,6 @@ def compute_only(cpu_s: int) -> None:
     try:
         _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(buffer))  # 2: SECCOMP_MODE_FILTER
     except OSError as error:
-        raise OperationError(f"the kernel refuses a system-call filter ({error}): model-written code is not run here") from error
+        raise OperationError(
+            f"the kernel refuses a system-call filter ({error}): model-written code is not run here"
+        ) from error

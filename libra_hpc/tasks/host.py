@@ -1,13 +1,14 @@
 """The environment host process: ``python -m libra_hpc.tasks.host --socket PATH --config PATH``.
 
-It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves `libra_hpc.protocol.env` for any number of
-concurrent episodes on one asyncio loop; the answers of one loop iteration leave in one write.  An exception in the
-task's code becomes `EpisodeFailed`, and so does an overdue step (`step.py`) or an answer that is none (`answers.py`).
-The host exits when the socket closes.  Its tool processes never outlive it: it kills them on the way out, and the kernel does when it is killed itself.
-What they have started is killed with them; when this process is killed, it goes to whoever started this process, a
-subreaper (`libra_hpc.process.reaper`).
+It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves
+`libra_hpc.protocol.env` for any number of concurrent episodes on one asyncio loop; the answers of one loop iteration
+leave in one write.  An exception in the task's code becomes `EpisodeFailed`, and so does an overdue step (`step.py`) or
+an answer that is none (`answers.py`). The host exits when the socket closes.  Its tool processes never outlive it: it
+kills them on the way out, and the kernel does when it is killed itself. What they have started is killed with them;
+when this process is killed, it goes to whoever started this process, a subreaper (`libra_hpc.process.reaper`).
 
-Exit codes: 0 the socket closed, 1 the tools cannot start or the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
+Exit codes: 0 the socket closed, 1 the tools cannot start or the peer broke the protocol, 2 a user's mistake (one
+sentence on stderr).
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ class Host(asyncio.Protocol):
 
 
 async def serve(path: str, config: HostConfig) -> int:
-    """Connect, serve until the socket closes, and return the exit code.  Raises `UserError` and `OperationError` before the first frame."""
+    """Connect, serve until the socket closes, and return the exit code.  Raises `UserError` and `OperationError`
+    before the first frame."""
     task = build_task(config.task, config.options, config.seed, TaskTokenizer(config.model))
     # Beside the socket: the starter removes that folder even when this process is killed.
     # What the task has started so far is the task's own; nothing that a tool leaves behind outlives this process.
@@ -231,7 +233,8 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 
 def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, Any, int]]) -> int:
-    """Entry point of a host process: parse the command line and run ``serve(socket, config)``, the config being a ``kind``.
+    """Entry point of a host process: parse the command line and run ``serve(socket, config)``, the config being a
+    ``kind``.
 
     Exit codes: 0 the socket closed, 1 the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
     """

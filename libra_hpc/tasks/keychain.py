@@ -6,16 +6,21 @@ get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ;
 ```
 
 * A chain has 1 hop, and one more with probability ``p_more`` up to ``max_hops``: trajectory lengths are long-tailed.
-* A key is *flaky* with probability ``flaky`` (its first call only), else *dead* with probability ``dead`` (never the first key; a dead key is never flaky:
-  its alternative would then be too far back for a small policy to copy).  An alternative works only when its main key is dead, else ``miss``, which is
-  also the answer for unknown keys; old keys may be asked again.  A malformed call is answered ``err``.
-* ``need`` = hops + flaky + dead + 1 turns finish the episode; the budget is ``2 * need + 4`` turns, after which it ends, wrong.
-* Reward: 1 for the right value, else ``0.3 * hops resolved / hops``; minus ``min(0.2, 0.02 * waste)``, where waste counts well-formed calls that are
-  not the next right call, malformed calls, and running over the budget.  The perfect policy gets 1.0.
+* A key is *flaky* with probability ``flaky`` (its first call only), else *dead* with probability ``dead`` (never the
+  first key; a dead key is never flaky: its alternative would then be too far back for a small policy to copy).  An
+  alternative works only when its main key is dead, else ``miss``, which is also the answer for unknown keys; old keys
+  may be asked again.  A malformed call is answered ``err``.
+* ``need`` = hops + flaky + dead + 1 turns finish the episode; the budget is ``2 * need + 4`` turns, after which it
+  ends, wrong.
+* Reward: 1 for the right value, else ``0.3 * hops resolved / hops``; minus ``min(0.2, 0.02 * waste)``, where waste
+  counts well-formed calls that are not the next right call, malformed calls, and running over the budget.  The perfect
+  policy gets 1.0.
 * ``notes`` lines ``note k7 k39`` before the question are noise: they lengthen the context, not the episode.
-* Drift: from ``progress`` >= ``drift_at`` on, the mix is that of the options overridden by ``after``, before it by ``before``.
+* Drift: from ``progress`` >= ``drift_at`` on, the mix is that of the options overridden by ``after``, before it by
+  ``before``.
 
-Longest context: ``4 + 4 notes + 8 (2 (2 max_hops + 1) + 4)`` tokens (436 at the default 12 hops): see `KeyChain.max_context`.
+Longest context: ``4 + 4 notes + 8 (2 (2 max_hops + 1) + 4)`` tokens (436 at the default 12 hops): see
+`KeyChain.max_context`.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ TURN_TOKENS = 4
 """``get k0 \\n`` and one to spare."""
 
 WASTE_COST, WASTE_CAP, PROGRESS_REWARD = 0.02, 0.2, 0.3
-"""Reward taken per wasted turn, at most in all, and given for the hops that a failed episode resolved: small against 1.0, so that solving dominates.  Without
-credit for progress a policy that lacks the skill to go on after ``dead`` learns to give up there, and never sees what going on would have brought."""
+"""Reward taken per wasted turn, at most in all, and given for the hops that a failed episode resolved: small against
+1.0, so that solving dominates.  Without credit for progress a policy that lacks the skill to go on after ``dead``
+learns to give up there, and never sees what going on would have brought."""
 
 Hop = tuple[int, int, bool, bool]
 """(main key, alternative key, flaky, dead)"""
@@ -75,7 +81,8 @@ class Mix:
 
     @property
     def max_context(self) -> int:
-        """Longest context in tokens: all of the largest budget spent on calls answered with a pair of keys (3 + 5 tokens)."""
+        """Longest context in tokens: all of the largest budget spent on calls answered with a pair of keys (3 + 5
+        tokens)."""
         return 4 + 4 * self.notes + 8 * (2 * (2 * self.max_hops + 1) + 4)
 
 
@@ -108,7 +115,8 @@ def draw(rng: random.Random, mix: Mix) -> HiddenChain:
 
 
 def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -> list[Any]:
-    """The tool ``get``: answer a key that was asked ``earlier`` times before.  Returns [outcome] or ["=", key, alternative] or ["val", value]."""
+    """The tool ``get``: answer a key that was asked ``earlier`` times before.  Returns [outcome] or ["=", key,
+    alternative] or ["val", value]."""
     for i, (main, alternative, flaky, dead) in enumerate(hops):
         if key == main and dead:
             return ["dead"]
@@ -152,7 +160,9 @@ class Words:
     """The task's words as token ids of one tokenizer."""
 
     def __init__(self, tokenizer: TaskTokenizer) -> None:
-        self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (tokenizer.need(word) for word in WORDS)
+        self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (
+            tokenizer.need(word) for word in WORDS
+        )
         self.word = {word: tokenizer.need(word) for word in WORDS}
         self.keys = [tokenizer.need(f"k{i}") for i in range(KEYS)]
         self.values = [tokenizer.need(f"v{i}") for i in range(VALUES)]
@@ -177,7 +187,12 @@ class KeyChainEpisode(Episode):
     """One walk along a chain."""
 
     def __init__(self, words: Words, world: HiddenChain, prompt_id: str, after_drift: bool) -> None:
-        self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = prompt_id, words.prompt(world), TURN_TOKENS, (words.newline,)
+        self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = (
+            prompt_id,
+            words.prompt(world),
+            TURN_TOKENS,
+            (words.newline,),
+        )
         self._words, self._world, self._after = words, world, after_drift
         self._guide = Guide(world)
         self._asked: dict[int, int] = {}
@@ -213,7 +228,13 @@ class KeyChainEpisode(Episode):
 
     def _end(self, solved: bool, signal: Signal | None = None) -> Turn:
         reward = 1.0 if solved else PROGRESS_REWARD * self._guide.resolved / len(self._world.hops)
-        info = {"solved": float(solved), "turns": self._turns, "waste": self._waste, "hops": len(self._world.hops), "after_drift": float(self._after)}
+        info = {
+            "solved": float(solved),
+            "turns": self._turns,
+            "waste": self._waste,
+            "hops": len(self._world.hops),
+            "after_drift": float(self._after),
+        }
         return Turn(signal=signal, done=True, reward=reward - min(WASTE_CAP, WASTE_COST * self._waste), info=info)
 
 
@@ -242,7 +263,10 @@ class KeyChain(Task):
         base = Mix(p_more, max_hops, flaky, dead, notes)
         base.check("task.options.")
         self._drift_at = drift_at
-        self.mixes = (_override(base, "before", {} if before is None else before), _override(base, "after", {} if after is None else after))
+        self.mixes = (
+            _override(base, "before", {} if before is None else before),
+            _override(base, "after", {} if after is None else after),
+        )
         """The mix before and after the drift."""
         self._words = Words(tokenizer)
 

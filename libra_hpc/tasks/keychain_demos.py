@@ -1,7 +1,9 @@
-"""Demonstrations of `keychain` for the supervised warm start: perfect ones build the copying skill, flawed ones the bad habits that RL then unlearns.
+"""Demonstrations of `keychain` for the supervised warm start: perfect ones build the copying skill, flawed ones the bad
+habits that RL then unlearns.
 
-A warm-started policy should neither fail (no reward to learn from) nor excel (nothing left to learn).  Flawed demonstrations give up with a random value,
-or retry the wrong key after ``flaky``, ``dead`` and ``miss``; sampled at temperature 1 the policy then earns about half of the reward.
+A warm-started policy should neither fail (no reward to learn from) nor excel (nothing left to learn).  Flawed
+demonstrations give up with a random value, or retry the wrong key after ``flaky``, ``dead`` and ``miss``; sampled at
+temperature 1 the policy then earns about half of the reward.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ LONG_SHARE, LONG_NOTES = 8, 128
 
 GIVE_UP = {"=": 0.12, "flaky": 0.45, "dead": 0.4}
 GIVE_UP_ELSE, WRONG_RETRY = 0.12, 0.3
-"""Probability of answering at random after an outcome, and of retrying the wrong key after ``flaky``, ``dead`` or ``miss``."""
+"""Probability of answering at random after an outcome, and of retrying the wrong key after ``flaky``, ``dead`` or
+``miss``."""
 
 MAX_CALLS = 3 * HARD.max_hops
 """A flawed demonstration ends after this many calls."""
@@ -57,7 +60,9 @@ def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bo
     return tokens, mask
 
 
-def demonstration_batch(words: Words, seed: int, step: int, size: int, flawed: bool) -> list[tuple[list[int], list[int]]]:
+def demonstration_batch(
+    words: Words, seed: int, step: int, size: int, flawed: bool
+) -> list[tuple[list[int], list[int]]]:
     """The ``step``-th batch of ``size`` demonstrations, a function of the arguments."""
     rng = random.Random(f"keychain-demonstrations-{seed}-{step}")
     long = step % LONG_SHARE == LONG_SHARE - 1

@@ -1,9 +1,11 @@
 """How a tool call went, from the structure of its answer and never from its words.
 
-Schedulers learn from outcomes, so "0 errors" must not count as an error, nor ``{"exit_code": 1, "output": "..."}`` as fine.  A task declares the outcome where
-it knows better (``miss``, ``dead``); `classify` is the default for all others.  The first of these that a mapping has decides:
+Schedulers learn from outcomes, so "0 errors" must not count as an error, nor ``{"exit_code": 1, "output": "..."}`` as
+fine.  A task declares the outcome where it knows better (``miss``, ``dead``); `classify` is the default for all others.
+The first of these that a mapping has decides:
 
-1. a timeout: a status or error code of `TIMEOUT_WORDS`, ``timed_out: true``, a `TimeoutError`, exit code 124 (that of timeout(1));
+1. a timeout: a status or error code of `TIMEOUT_WORDS`, ``timed_out: true``, a `TimeoutError`, exit code 124 (that of
+   timeout(1));
 2. an exit code (`EXIT_CODES`): 0 is ok, anything else an error;
 3. an error as a value (`ERRORS`: not None, not false, not empty), or a flag (``is_error``, ``success``, ``ok``);
 4. a status word (`STATUSES`), if it is one of the known words of success and failure;
@@ -11,7 +13,8 @@ it knows better (``miss``, ``dead``); `classify` is the default for all others. 
 6. an error field that is there and holds nothing: ok;
 7. what is inside (`INSIDE`), to `MAX_DEPTH` = 4 mappings deep; text that is a JSON object counts as one.
 
-Everything else is ok: a tool that answered did its work.  Of text only a test runner's closing line is read, and of it only the counts (`count_tests`).
+Everything else is ok: a tool that answered did its work.  Of text only a test runner's closing line is read, and of it
+only the counts (`count_tests`).
 """
 
 from __future__ import annotations
@@ -31,8 +34,24 @@ ERRORS = ("error", "exception", "traceback", "errors")
 STATUSES = ("status", "state", "outcome")
 INSIDE = ("result", "data", "value", "response", "output", "content", "stdout", "stderr")
 TIMEOUT_WORDS = frozenset({"timeout", "timed_out", "timedout", "timed out", "deadline_exceeded"})
-ERROR_WORDS = frozenset({"error", "errored", "failure", "failed", "fail", "exception", "crashed", "killed", "aborted", "cancelled", "canceled"})
-OK_WORDS = frozenset({"ok", "success", "successful", "succeeded", "passed", "pass", "done", "completed", "complete", "finished"})
+ERROR_WORDS = frozenset(
+    {
+        "error",
+        "errored",
+        "failure",
+        "failed",
+        "fail",
+        "exception",
+        "crashed",
+        "killed",
+        "aborted",
+        "cancelled",
+        "canceled",
+    }
+)
+OK_WORDS = frozenset(
+    {"ok", "success", "successful", "succeeded", "passed", "pass", "done", "completed", "complete", "finished"}
+)
 FLAGS = {"is_error": False, "isError": False, "success": True, "ok": True}
 """Boolean fields and their value when all is well."""
 TIMEOUT_EXIT = 124
@@ -43,7 +62,19 @@ JSON_CHARS = 1 << 20
 """Longest text that is read as a JSON object."""
 
 _PYTEST = re.compile(r"(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+)( in [\d.]+ ?s(?: \([\d:]+\))?)?(?: =+)?")
-_PYTEST_WORDS = {"passed", "xfailed", "xpassed", "failed", "error", "errors", "skipped", "deselected", "warning", "warnings", "rerun"}
+_PYTEST_WORDS = {
+    "passed",
+    "xfailed",
+    "xpassed",
+    "failed",
+    "error",
+    "errors",
+    "skipped",
+    "deselected",
+    "warning",
+    "warnings",
+    "rerun",
+}
 _COUNT = re.compile(r"(\d+) ([a-z]+)")
 _UNITTEST = re.compile(r"Ran (\d+) tests? in [\d.]+s")
 _UNITTEST_FAILED = re.compile(r"(?:failures|errors)=(\d+)")
@@ -85,8 +116,8 @@ def signal_of(tool: str, result: Any, payload_tokens: int, seconds: float | None
 def count_tests(text: str) -> tuple[int, int] | None:
     """(passed, failed) of the last closing line of a test runner at the end of a text; None without one.
 
-    It is a whole line: pytest's ``=== 3 failed, 12 passed in 0.5s ===`` (rules and time may be absent when tests passed or failed), or unittest's
-    ``Ran 12 tests in 0.1s`` with the ``OK`` or ``FAILED (failures=1, errors=2)`` below it.
+    It is a whole line: pytest's ``=== 3 failed, 12 passed in 0.5s ===`` (rules and time may be absent when tests passed
+    or failed), or unittest's ``Ran 12 tests in 0.1s`` with the ``OK`` or ``FAILED (failures=1, errors=2)`` below it.
     """
     lines = [line.strip() for line in text[-SUMMARY_CHARS:].splitlines()]
     for i in range(len(lines) - 1, -1, -1):
@@ -159,7 +190,8 @@ def _said(value: Mapping[Any, Any], exit_code: int | None, counts: tuple[int, in
 
 
 def _counts(value: Mapping[Any, Any]) -> tuple[int, int] | None:
-    """(passed, failed) of a mapping: numbers in ``passed`` / ``failed`` / ``failures`` beside ``errors`` and ``total``, or a ``tests`` table or list."""
+    """(passed, failed) of a mapping: numbers in ``passed`` / ``failed`` / ``failures`` beside ``errors`` and
+    ``total``, or a ``tests`` table or list."""
     tests = value.get("tests")
     if isinstance(tests, Mapping):
         return _counts(tests)

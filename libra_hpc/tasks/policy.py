@@ -1,8 +1,10 @@
-"""Tiny policies: a Hugging Face folder with a tokenizer and a Qwen2 model small enough to learn a built-in task in a minute on one CPU core.
+"""Tiny policies: a Hugging Face folder with a tokenizer and a Qwen2 model small enough to learn a built-in task in a
+minute on one CPU core.
 
-Sizes (tested): 2 layers, hidden 64, 2 heads, feed-forward 256, untied; many small steps beat few large ones, so the warm start uses batches of 12.
-The warm start is supervised, on fresh demonstrations each step: the first 60 % perfect (they build the copying skill), the rest flawed (they leave
-something for RL to fix).  It runs through the library's own Megatron trainer and is bounded by steps, so a seed always gives the same policy.
+Sizes (tested): 2 layers, hidden 64, 2 heads, feed-forward 256, untied; many small steps beat few large ones, so the
+warm start uses batches of 12. The warm start is supervised, on fresh demonstrations each step: the first 60 % perfect
+(they build the copying skill), the rest flawed (they leave something for RL to fix).  It runs through the library's own
+Megatron trainer and is bounded by steps, so a seed always gives the same policy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ PERFECT_SHARE = 0.6
 """Share of the steps that use perfect demonstrations."""
 
 LR, WARMUP_STEPS = 3e-3, 50
-"""AdamW of the warm start: peak rate, and steps of its rise; it is constant to half of the steps, then falls linearly to 0."""
+"""AdamW of the warm start: peak rate, and steps of its rise; it is constant to half of the steps, then falls
+linearly to 0."""
 
 Batch = list[tuple[list[int], list[int]]]
 """Demonstrations: (token ids, mask with 1 on the policy's tokens)."""
@@ -41,7 +44,8 @@ class Recipe:
     special: dict[str, str]
     """Special tokens of ``tokenizer_config.json``; ``eos_token`` ends a turn."""
     model_vocab: int
-    """Rows of the embedding: the vocabulary rounded up to a multiple of 64, which every tensor-parallel degree divides."""
+    """Rows of the embedding: the vocabulary rounded up to a multiple of 64, which every tensor-parallel degree
+    divides."""
     max_positions: int
     batch: Callable[[TaskTokenizer, int, int, int, bool], Batch]
     """(tokenizer, seed, step, size, flawed) -> demonstrations"""
@@ -81,20 +85,33 @@ def _arithmetic_batch(tokenizer: TaskTokenizer, seed: int, step: int, size: int,
 
 
 RECIPES = {
-    "keychain": Recipe(_keychain_tokenizer, {"pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>", "eos_token": "\n"}, 128, 4096, _keychain_batch),
-    "arithmetic": Recipe(_arithmetic_tokenizer, {"pad_token": "<pad>", "eos_token": "</answer>"}, 320, 4096, _arithmetic_batch),
+    "keychain": Recipe(
+        _keychain_tokenizer,
+        {"pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>", "eos_token": "\n"},
+        128,
+        4096,
+        _keychain_batch,
+    ),
+    "arithmetic": Recipe(
+        _arithmetic_tokenizer, {"pad_token": "<pad>", "eos_token": "</answer>"}, 320, 4096, _arithmetic_batch
+    ),
 }
 """Tasks a tiny policy can be made for."""
 
 
 def write_tokenizer(out: str | Path, task: str = "keychain") -> Tokenizer:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a task's tiny policy; raises `UserError` for a task without a recipe."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a task's tiny policy; raises `UserError` for a task
+    without a recipe."""
     recipe = _recipe(task)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = recipe.tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.max_positions, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": recipe.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **recipe.special}, indent=1))
     return tokenizer
 
@@ -138,7 +155,8 @@ def batches(folder: str | Path, task: str, seed: int, steps: int) -> Iterator[Ba
 
 
 def make_tiny_policy(out: str, task: str = "keychain", seed: int = 0, steps: int = 2000) -> dict[str, Any]:
-    """Make a tiny policy for a built-in task in folder ``out`` and warm it up by ``steps`` supervised steps (0: random weights).
+    """Make a tiny policy for a built-in task in folder ``out`` and warm it up by ``steps`` supervised steps (0: random
+    weights).
 
     Returns parameters, steps, seconds and final_loss (mean of the last 100 steps, nats per token; NaN for 0
     steps).  Raises `UserError` for a task without a recipe or bad numbers.
@@ -152,7 +170,9 @@ def make_tiny_policy(out: str, task: str = "keychain", seed: int = 0, steps: int
         from libra_hpc.train.sft import warm_start
 
         folder = Path(out)
-        loss = warm_start(folder, folder, batches(folder, task, seed, steps), steps, LR, min(WARMUP_STEPS, steps // 4))["last_loss"]
+        loss = warm_start(folder, folder, batches(folder, task, seed, steps), steps, LR, min(WARMUP_STEPS, steps // 4))[
+            "last_loss"
+        ]
     return {"parameters": parameters, "steps": steps, "seconds": time.perf_counter() - started, "final_loss": loss}
 
 

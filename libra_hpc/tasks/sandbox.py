@@ -1,8 +1,10 @@
-"""The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio loop.
+"""The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio
+loop.
 
 A call waits for a free process of its pool, then has its limit of wall-clock time.  A process that overstays, dies or
 answers nonsense is killed with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared
-tools and model-written code have separate pools, so slow code never holds up a look-up.  What confines the processes is in `libra_hpc.tasks.contain`.
+tools and model-written code have separate pools, so slow code never holds up a look-up.  What confines the processes is
+in `libra_hpc.tasks.contain`.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from .settings import HostConfig
 from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0
-"""Most seconds from spawning a tool process to its `Ready`: starting Python and importing the tools from a busy shared file system."""
+"""Most seconds from spawning a tool process to its `Ready`: starting Python and importing the tools from a busy
+shared file system."""
 
 CODE_GRACE_S = 2.0
-"""Model-written code is timed by its tool process; the host steps in this much later, when that process itself hangs."""
+"""Model-written code is timed by its tool process; the host steps in this much later, when that process itself
+hangs."""
 
 REAP_S = 0.02
 """Interval at which killed processes are reaped."""
@@ -77,9 +81,13 @@ class _Process:
         try:
             self.child = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={"TMPDIR": folder, "LC_ALL": "C.UTF-8"}, pass_fds=(theirs.fileno(),), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"TMPDIR": folder, "LC_ALL": "C.UTF-8"},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
         finally:
             theirs.close()
         self._link.setblocking(False)
@@ -199,7 +207,9 @@ class _Pool:
     def setup(self, folder: str) -> Setup:
         """First frame of a new process."""
         config = self.owner.config
-        return Setup(self.refs, os.getpid(), folder, config.tool_timeout_s, config.tool_memory_mb << 20, config.tool_output_bytes)
+        return Setup(
+            self.refs, os.getpid(), folder, config.tool_timeout_s, config.tool_memory_mb << 20, config.tool_output_bytes
+        )
 
     def grow(self) -> None:
         """Spawn up to the configured number of processes."""
@@ -231,7 +241,8 @@ class _Pool:
         self._dispatch()
 
     def lost(self, process: _Process, start_error: str) -> None:
-        """A process ended; replace it, unless it could not even start: then every waiting call fails (the next one tries again)."""
+        """A process ended; replace it, unless it could not even start: then every waiting call fails (the next one
+        tries again)."""
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
@@ -301,7 +312,8 @@ class Sandbox:
 
     @property
     def network_off(self) -> bool:
-        """Whether model-written code sits in an empty network namespace (known once it ran; the system-call filter denies sockets in any case)."""
+        """Whether model-written code sits in an empty network namespace (known once it ran; the system-call filter
+        denies sockets in any case)."""
         return self._code.network_off
 
     @property

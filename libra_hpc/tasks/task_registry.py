@@ -1,4 +1,5 @@
-"""Names of tasks: a built-in name, or ``path/to/file.py:ClassName``, becomes a `Task` class; every mistake is one sentence."""
+"""Names of tasks: a built-in name, or ``path/to/file.py:ClassName``, becomes a `Task` class; every mistake is one
+sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from .base import Task
     from .tokenizer import TaskTokenizer
 
-BUILTIN = {"arithmetic": ("libra_hpc.tasks.arithmetic", "Arithmetic"), "keychain": ("libra_hpc.tasks.keychain", "KeyChain")}
+BUILTIN = {
+    "arithmetic": ("libra_hpc.tasks.arithmetic", "Arithmetic"),
+    "keychain": ("libra_hpc.tasks.keychain", "KeyChain"),
+}
 """Tasks that come with the library: name -> (module, class)."""
 
 FILE_MODULE = "libra_hpc_task_file_"
@@ -45,7 +49,8 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def task_class(name: str) -> type[Task]:
-    """Find the class of task ``name``; raises `UserError` for an unknown name, a missing or broken file, or a class that is no task."""
+    """Find the class of task ``name``; raises `UserError` for an unknown name, a missing or broken file, or a class
+    that is no task."""
     from .base import Task
 
     if ":" not in name:
@@ -65,10 +70,16 @@ def task_class(name: str) -> type[Task]:
             raise invalid("task.name", name, f"{path} does not import ({type(error).__name__}: {error})") from error
     found = getattr(module, class_name, None)
     if not (inspect.isclass(found) and issubclass(found, Task)):
-        tasks = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, Task) and not inspect.isabstract(c)]
+        tasks = [
+            n
+            for n, c in vars(module).items()
+            if inspect.isclass(c) and issubclass(c, Task) and not inspect.isabstract(c)
+        ]
         raise invalid("task.name", class_name, f"{module.__file__} has no such Task class", tasks)
     if inspect.isabstract(found):
-        raise invalid("task.name", name, f"{class_name!r} does not define {', '.join(sorted(found.__abstractmethods__))}")
+        raise invalid(
+            "task.name", name, f"{class_name!r} does not define {', '.join(sorted(found.__abstractmethods__))}"
+        )
     return found
 
 
@@ -84,7 +95,8 @@ def check_options(found: type[Task], options: Mapping[str, Any]) -> None:
 
 
 def build_task(name: str, options: Mapping[str, Any], seed: int, tokenizer: TaskTokenizer) -> Task:
-    """Construct task ``name``; ``options`` may set a ``seed`` of their own.  Raises `UserError` for unknown names, options or option values."""
+    """Construct task ``name``; ``options`` may set a ``seed`` of their own.  Raises `UserError` for unknown names,
+    options or option values."""
     found = task_class(name)
     check_options(found, options)
     try:

@@ -20,11 +20,18 @@ class TaskTokenizer:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise invalid("model.path", str(folder), "has no tokenizer.json", "a Hugging Face folder with a fast tokenizer")
+            raise invalid(
+                "model.path", str(folder), "has no tokenizer.json", "a Hugging Face folder with a fast tokenizer"
+            )
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise invalid("model.path", str(folder), f"its tokenizer.json cannot be read ({error})", "a Hugging Face folder with a fast tokenizer") from error
+            raise invalid(
+                "model.path",
+                str(folder),
+                f"its tokenizer.json cannot be read ({error})",
+                "a Hugging Face folder with a fast tokenizer",
+            ) from error
         self.eos_id = self._special(Path(folder) / "tokenizer_config.json", "eos_token")
         """End-of-sequence id, or None when the folder names none."""
 
@@ -34,7 +41,9 @@ class TaskTokenizer:
         try:
             found = json.loads(config.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise invalid("model.path", str(config), f"is not valid JSON ({error})", "a Hugging Face folder with a fast tokenizer") from error
+            raise invalid(
+                "model.path", str(config), f"is not valid JSON ({error})", "a Hugging Face folder with a fast tokenizer"
+            ) from error
         token = found.get(name) if isinstance(found, dict) else None
         if isinstance(token, dict):
             token = token.get("content")
@@ -57,7 +66,12 @@ class TaskTokenizer:
         """Id of one whole token; raises `UserError` when the vocabulary lacks it."""
         found = self.id_of(token)
         if found is None:
-            raise invalid("model.path", token, "the model's tokenizer lacks this token, which the task needs", "a model made for this task")
+            raise invalid(
+                "model.path",
+                token,
+                "the model's tokenizer lacks this token, which the task needs",
+                "a model made for this task",
+            )
         return found
 
     @property

@@ -1,12 +1,15 @@
-"""A tool process: runs declared tool functions, or model-written code in a forked child, for the one host that started it.
+"""A tool process: runs declared tool functions, or model-written code in a forked child, for the one host that started
+it.
 
-The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it cannot work.  Then one call at a
-time: `Call` for a declared tool, `RunCode` for code.  Frames are msgpack against closed unions, so neither side can make the other run anything else.
-What a call has started ends before its answer is sent.  What was there before the call goes on: a browser driver or a pool of workers
-that the tool's module starts when it is imported serves all calls.
+The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it
+cannot work.  Then one call at a time: `Call` for a declared tool, `RunCode` for code.  Frames are msgpack against
+closed unions, so neither side can make the other run anything else. What a call has started ends before its answer is
+sent.  What was there before the call goes on: a browser driver or a pool of workers that the tool's module starts when
+it is imported serves all calls.
 
-Model-written code never runs in this process but in a fork made for that one call, whose only way out is a pipe of bytes: it cannot forge an answer,
-and there is nothing to find in the memory it inherits, because this process knows neither task nor episode nor reward.
+Model-written code never runs in this process but in a fork made for that one call, whose only way out is a pipe of
+bytes: it cannot forge an answer, and there is nothing to find in the memory it inherits, because this process knows
+neither task nor episode nor reward.
 """
 
 from __future__ import annotations
@@ -32,9 +35,29 @@ from libra_hpc.tasks import contain
 from .task_registry import load_file
 
 PRELOADED = (
-    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "heapq", "itertools", "json",
-    "math", "numbers", "operator", "random", "re", "statistics", "string", "textwrap", "typing",
-)  # fmt: skip
+    "bisect",
+    "cmath",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "numbers",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "textwrap",
+    "typing",
+)
 """Modules model-written code can import: it may open no file, so only what is loaded already."""
 
 CHILDREN_S = 2.0
@@ -82,7 +105,8 @@ class RunCode(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Set up; ``network`` tells whether the network could be taken away (always False for declared tools, which keep it)."""
+    """Set up; ``network`` tells whether the network could be taken away (always False for declared tools, which keep
+    it)."""
 
     network_off: bool
 
@@ -189,7 +213,9 @@ def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
         program = compile(code, "<code>", "exec")
         contain.limit(setup.memory_bytes, 0)
         contain.compute_only(int(setup.timeout_s) + 1)
-        exec(program, {"__name__": "__main__"})  # the one place that runs a model's text, under the filter just installed
+        exec(
+            program, {"__name__": "__main__"}
+        )  # the one place that runs a model's text, under the filter just installed
         status = 0
     except SystemExit as end:
         status = end.code & 0xFF if isinstance(end.code, int) else 0 if end.code is None else 1

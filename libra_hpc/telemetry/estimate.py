@@ -57,4 +57,6 @@ def accuracy_line(accuracy: StepAccuracy) -> str:
     """Expected against measured, for a screen."""
     error = f"error {accuracy.error:.0%}" + (f" (median of blocks of {BLOCK})" if accuracy.steps > BLOCK else "")
     steps = "1 step" if accuracy.steps == 1 else f"{accuracy.steps} steps"
-    return f"planner expected {accuracy.expected_s:.2f} s, measured {accuracy.measured_s:.2f} s (mean of {steps}), {error}"
+    return (
+        f"planner expected {accuracy.expected_s:.2f} s, measured {accuracy.measured_s:.2f} s (mean of {steps}), {error}"
+    )

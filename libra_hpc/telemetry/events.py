@@ -1,4 +1,5 @@
-"""The event log and the metrics file: append-only JSON lines, one writer each, unbuffered so that a kill loses at most the last line."""
+"""The event log and the metrics file: append-only JSON lines, one writer each, unbuffered so that a kill loses at
+most the last line."""
 
 from __future__ import annotations
 
@@ -14,18 +15,23 @@ _encoder = msgspec.json.Encoder()
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """A record as it stands in a file; of one that cannot be a line (a lone surrogate in an error text), as much as can be said of it."""
+    """A record as it stands in a file; of one that cannot be a line (a lone surrogate in an error text), as much as
+    can be said of it."""
     try:
         return _encoder.encode(record) + b"\n"
     except (TypeError, ValueError, OverflowError):
         known = {key: record[key] for key in ("t", "step") if isinstance(record.get(key), int | float)}
-        return _encoder.encode({**known, "kind": ascii(record.get("kind", "")), "unwritable": ascii(record)[:500]}) + b"\n"
+        return (
+            _encoder.encode({**known, "kind": ascii(record.get("kind", "")), "unwritable": ascii(record)[:500]}) + b"\n"
+        )
 
 
 class LineLog:
-    """Append-only JSON lines.  Each record is one `write` of one whole line; a torn last line, of an earlier attempt or of a failed write, is closed first.
+    """Append-only JSON lines.  Each record is one `write` of one whole line; a torn last line, of an earlier attempt or
+    of a failed write, is closed first.
 
-    A write that fails raises `OSError` and leaves nothing of itself, or, where the file system refuses that too, a torn line.
+    A write that fails raises `OSError` and leaves nothing of itself, or, where the file system refuses that too, a torn
+    line.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,12 @@
-"""What rank 0 writes, in a thread of its own: events, metrics, and the newest status snapshot.  The loop of rank 0 never waits for a file system.
+"""What rank 0 writes, in a thread of its own: events, metrics, and the newest status snapshot.  The loop of rank 0
+never waits for a file system.
 
-- A write fails (disk full, quota, I/O error) -> storage fault: lines wait in memory, the write is tried again after `RETRY_S`, doubling to `RETRY_MOST_S`.
-- More than `MOST_EVENTS` events wait -> the oldest are dropped and counted; metrics lines are never dropped, there is one a step.
-- A status or a verdict cannot be written -> it goes into a *reserve*, a file whose blocks were taken when there was room, which is then renamed.
+- A write fails (disk full, quota, I/O error) -> storage fault: lines wait in memory, the write is tried again after
+  `RETRY_S`, doubling to `RETRY_MOST_S`.
+- More than `MOST_EVENTS` events wait -> the oldest are dropped and counted; metrics lines are never dropped, there is
+  one a step.
+- A status or a verdict cannot be written -> it goes into a *reserve*, a file whose blocks were taken when there was
+  room, which is then renamed.
 - A write takes long -> `slow_s` says for how long the one in progress has taken.
 """
 
@@ -29,10 +33,11 @@ RESERVE_BYTES = 128 << 10
 
 
 class Reserve:
-    """A JSON file that can be replaced on a full disk, again and again, as long as it is not longer than what was reserved.
+    """A JSON file that can be replaced on a full disk, again and again, as long as it is not longer than what was
+    reserved.
 
-    Two files of that size stand by.  On a full disk the content goes into one of them, padded with spaces so that it keeps its blocks, and is renamed
-    into place; what it replaces stands by in turn, once it has that size too.
+    Two files of that size stand by.  On a full disk the content goes into one of them, padded with spaces so that it
+    keeps its blocks, and is renamed into place; what it replaces stands by in turn, once it has that size too.
     """
 
     def __init__(self, path: Path, size: int) -> None:

@@ -33,13 +33,16 @@ def failed_line(failures: Sequence[FailedAttempts]) -> str:
 def failed_facts(failures: Sequence[FailedAttempts], pauses: int, given_up: int) -> str:
     """A run's line, with how often admission paused for them and how many prompts were given up."""
     counts = ((pauses, "pause of admission", "pauses of admission"), (given_up, "prompt given up", "prompts given up"))
-    return "; ".join([failed_line(failures), *(f"{count} {one if count == 1 else more}" for count, one, more in counts if count)])
+    return "; ".join(
+        [failed_line(failures), *(f"{count} {one if count == 1 else more}" for count, one, more in counts if count)]
+    )
 
 
 def failed_in(log: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> list[FailedAttempts]:
     """Of a whole run, the most frequent first, from its events and its last status.
 
-    An event stands for itself and for those before it that got none, whose kind it is taken for.  The status knows the last start exactly.
+    An event stands for itself and for those before it that got none, whose kind it is taken for.  The status knows the
+    last start exactly.
     """
     counts: dict[str, int] = {}
     errors: dict[str, str] = {}
@@ -53,7 +56,10 @@ def failed_in(log: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> li
         if isinstance(entry, dict) and (kind := str(entry.get("kind", ""))):
             counts[kind] = max(counts.get(kind, 0), _number(entry.get("count")))
             errors[kind] = str(entry.get("error", ""))
-    return sorted((FailedAttempts(kind, count, errors[kind]) for kind, count in counts.items()), key=lambda found: (-found.count, found.kind))
+    return sorted(
+        (FailedAttempts(kind, count, errors[kind]) for kind, count in counts.items()),
+        key=lambda found: (-found.count, found.kind),
+    )
 
 
 def _number(value: object) -> int:

@@ -1,10 +1,12 @@
 """Append-only JSON lines of things that happen often, kept off the event loop.
 
-`LineLog` writes each record where it happens.  A scheduling decision or a finished trajectory happens thousands of times a second, so a `Journal` only
-takes a reference, and `flush`, called about once a second, renders and writes everything since the last call in one `write`, in another thread.  A
-kill loses what came after the last flush and no more: whatever is in the file is whole lines, except perhaps the last, which readers skip.
+`LineLog` writes each record where it happens.  A scheduling decision or a finished trajectory happens thousands of
+times a second, so a `Journal` only takes a reference, and `flush`, called about once a second, renders and writes
+everything since the last call in one `write`, in another thread.  A kill loses what came after the last flush and no
+more: whatever is in the file is whole lines, except perhaps the last, which readers skip.
 
-- The file cannot be written (no room, an I/O error) -> `fault` says why, the newest ``keep`` lines wait in memory, and every `flush` tries again.
+- The file cannot be written (no room, an I/O error) -> `fault` says why, the newest ``keep`` lines wait in memory, and
+  every `flush` tries again.
 - More lines wait -> the oldest are dropped and counted in `dropped`.
 """
 
@@ -25,7 +27,8 @@ LINES = 256
 
 
 class Journal(Generic[Record]):
-    """One file; ``render`` turns a record into a line's object and must not need anything that changes after `add`.  Raises no `OSError`."""
+    """One file; ``render`` turns a record into a line's object and must not need anything that changes after `add`.
+    Raises no `OSError`."""
 
     def __init__(self, path: Path, render: Callable[[Record], dict[str, Any]], keep: int = 0) -> None:
         self._path, self._render, self._keep = path, render, keep

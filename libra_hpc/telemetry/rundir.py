@@ -14,7 +14,8 @@ result.json                                  how the last attempt ended
 summary.png
 ```
 
-Files that are replaced are written beside and renamed; logs of facts are append-only lines, and a torn last line is skipped by readers.
+Files that are replaced are written beside and renamed; logs of facts are append-only lines, and a torn last line is
+skipped by readers.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class RunDir:
 
     @property
     def events(self) -> Path:
-        """Everything that happened, one JSON object a line: ``t`` (epoch seconds), ``kind``, and the kind's own fields."""
+        """Everything that happened, one JSON object a line: ``t`` (epoch seconds), ``kind``, and the kind's own
+        fields."""
         return self.path / "events.jsonl"
 
     @property
@@ -177,7 +179,8 @@ class RunDir:
         return self.logs(attempt) / "again"
 
     def gone(self, attempt: int) -> Path:
-        """Beginning of the files ``gone-<rank>``: the launcher saw that rank's agent end; the content is its process id."""
+        """Beginning of the files ``gone-<rank>``: the launcher saw that rank's agent end; the content is its process
+        id."""
         return self.logs(attempt) / "gone-"
 
     @property
@@ -190,7 +193,8 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The complete checkpoint with the highest step; `libra_hpc.runtime.attempt.whole_start_state` also reads its files."""
+        """The complete checkpoint with the highest step; `libra_hpc.runtime.attempt.whole_start_state` also reads
+        its files."""
         return max(self.complete_checkpoints(), default=None)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:

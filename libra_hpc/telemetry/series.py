@@ -1,7 +1,7 @@
 """The run's files as plain series: metrics by step, and the events that have a duration (moves, roles) as intervals.
 
-Readers are tolerant: a run may be young, killed or written by an older version, so a missing key is NaN and an event without its partner is
-open-ended.  Times are epoch seconds.
+Readers are tolerant: a run may be young, killed or written by an older version, so a missing key is NaN and an event
+without its partner is open-ended.  Times are epoch seconds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def steps(run: RunDir) -> list[Record]:
 
 
 def trajectories(run: RunDir) -> Iterator[Record]:
-    """Lines of finished trajectories, without those that a restart superseded; a torn one is skipped, a missing file is empty."""
+    """Lines of finished trajectories, without those that a restart superseded; a torn one is skipped, a missing file
+    is empty."""
     if not run.trajectories.exists():
         return
     with run.trajectories.open("rb") as first, run.trajectories.open("rb") as second:
@@ -78,7 +79,9 @@ def trajectories(run: RunDir) -> Iterator[Record]:
 
 def events(run: RunDir) -> list[Record]:
     """Events with a time and a kind, oldest first."""
-    found = [e for e in read_lines(run.events) if isinstance(e.get("t"), (int, float)) and isinstance(e.get("kind"), str)]
+    found = [
+        e for e in read_lines(run.events) if isinstance(e.get("t"), (int, float)) and isinstance(e.get("kind"), str)
+    ]
     return sorted(found, key=lambda e: e["t"])
 
 
@@ -88,7 +91,8 @@ def column(rows: Sequence[Record], key: str) -> list[float]:
 
 
 def phase(record: Record) -> str:
-    """Name of the task mix a step was trained on: the step's ``phase``, else which side of a built-in task's drift most of its episodes were on."""
+    """Name of the task mix a step was trained on: the step's ``phase``, else which side of a built-in task's drift
+    most of its episodes were on."""
     named = record.get("phase")
     if named is not None:
         return str(named)
@@ -116,7 +120,8 @@ def generated(trajectory: Record) -> tuple[float, float]:
 
 
 def moves(log: Sequence[Record]) -> list[MoveRecord]:
-    """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank and the ``move_judged`` of its direction.
+    """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank and the
+    ``move_judged`` of its direction.
 
     Several nodes that moved by one decision were judged together: each of them carries the gain of all.
     """
@@ -142,20 +147,25 @@ def moves(log: Sequence[Record]) -> list[MoveRecord]:
 
 
 def _judge(found: list[MoveRecord], event: Record) -> None:
-    """Give the measured gain to the last decision's move of that rank and direction, and to those that started with it."""
+    """Give the measured gain to the last decision's move of that rank and direction, and to those that started with
+    it."""
     to, rank = _stage(event.get("to")), event.get("rank")
     started = next((move.start for move in reversed(found) if (move.rank, move.to) == (rank, to)), None)
     for index, move in enumerate(found):
         if started is not None and move.to == to and abs(move.start - started) < TOGETHER_S:
-            gains = {"predicted_gain_s": number(event, "predicted_gain_s"), "realised_gain_s": number(event, "realised_gain_s")}
+            gains = {
+                "predicted_gain_s": number(event, "predicted_gain_s"),
+                "realised_gain_s": number(event, "realised_gain_s"),
+            }
             found[index] = msgspec.structs.replace(move, **gains)
 
 
 def roles(log: Sequence[Record], *, end: float, hybrid_start: str = "rollout") -> dict[int, list[Interval]]:
     """Role intervals of every rank from its ``agent_joined`` to its loss, its attempt's end, or ``end``.
 
-    A node's first role is the event's ``role``, else its component's (``hybrid`` nodes: ``hybrid_start``).  A rank that joins again belongs to the next
-    attempt: when the last one was killed before it could say so, its intervals end with its last event.
+    A node's first role is the event's ``role``, else its component's (``hybrid`` nodes: ``hybrid_start``).  A rank that
+    joins again belongs to the next attempt: when the last one was killed before it could say so, its intervals end with
+    its last event.
     """
     current: dict[int, tuple[float, str]] = {}
     out: dict[int, list[Interval]] = {}

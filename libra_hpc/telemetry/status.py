@@ -61,7 +61,8 @@ class DecisionStatus(PlanDecision, frozen=True, kw_only=True):
 
 
 def because(reason: str, action: str) -> str:
-    """The reason of a decision without the name of the action that it begins with: a screen names the action beside it."""
+    """The reason of a decision without the name of the action that it begins with: a screen names the action beside
+    it."""
     return reason.removeprefix(f"{action}: ")
 
 

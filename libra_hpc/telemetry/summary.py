@@ -1,4 +1,5 @@
-"""What a run achieved, in one screen: was there learning, at what speed, which nodes moved and why, and what went wrong on the way."""
+"""What a run achieved, in one screen: was there learning, at what speed, which nodes moved and why, and what went
+wrong on the way."""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ from .rundir import RunDir
 from .status import because
 
 STATE_STYLES = {
-    "completed": "green", "running": "cyan", "starting": "yellow", "restarting": "yellow", "finishing": "cyan", "failed": "red", "cancelled": "yellow",
-}  # fmt: skip
+    "completed": "green",
+    "running": "cyan",
+    "starting": "yellow",
+    "restarting": "yellow",
+    "finishing": "cyan",
+    "failed": "red",
+    "cancelled": "yellow",
+}
 
 
 class MoveSummary(msgspec.Struct, frozen=True):
@@ -120,7 +127,11 @@ def summarise(run: RunDir) -> Summary:
     staleness = [s for s in series.column(rows, "staleness_max") if math.isfinite(s)]
     kept = [e for e in log if e["kind"] == "experience_kept"]
     finished = [e for e in log if e["kind"] == "job_finished"]
-    state = str(finished[-1].get("state", "completed")) if finished else str(run.read_json(run.status).get("state", "unknown"))
+    state = (
+        str(finished[-1].get("state", "completed"))
+        if finished
+        else str(run.read_json(run.status).get("state", "unknown"))
+    )
     return Summary(
         run=run.name,
         path=str(run.path),
@@ -149,7 +160,9 @@ def summarise(run: RunDir) -> Summary:
         kept_trajectories=_total(kept, "trajectories"),
         kept_unfinished=_total(kept, "unfinished"),
         kept_tokens=_total(kept, "generated_tokens") + _total(kept, "unfinished_tokens"),
-        checkpoints=sorted({e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}),
+        checkpoints=sorted(
+            {e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}
+        ),
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
     )
@@ -161,16 +174,20 @@ def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> lis
     times = [
         [series.number(row, "step_s") for row in rows if low + 1.0 < series.number(row, "step") <= high]
         for low, high in itertools.pairwise(boundaries)
-    ]  # fmt: skip
+    ]
     medians = [statistics.median(part) if part else None for part in times]
     ends = {row["step"]: series.number(row, "t") for row in rows}
     return [
         LayoutSummary(
-            int(event["step"]), str(event.get("by", "planner")), str(event["layout"]),
-            _known(ends.get(event["step"] + 1, math.nan) - ends.get(event["step"], math.nan)), before, after,
+            int(event["step"]),
+            str(event.get("by", "planner")),
+            str(event["layout"]),
+            _known(ends.get(event["step"] + 1, math.nan) - ends.get(event["step"], math.nan)),
+            before,
+            after,
         )
         for event, (before, after) in zip(changed, itertools.pairwise(medians), strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> list[MoveSummary]:
@@ -199,7 +216,9 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
 
 
 def _accuracy(rows: Sequence[series.Record]) -> StepAccuracy | None:
-    return step_accuracy([(_known(series.number(row, "expected_s")), series.number(row, "step_s", 0.0)) for row in rows])
+    return step_accuracy(
+        [(_known(series.number(row, "expected_s")), series.number(row, "step_s", 0.0)) for row in rows]
+    )
 
 
 def _total(rows: Sequence[series.Record], key: str) -> int:
@@ -219,24 +238,45 @@ def render_summary(summary: Summary) -> RenderableType:
     for phase in summary.phases:
         line = _change(phase.reward_first, phase.reward_last)
         facts.add_row("", Text.assemble(line, (f"   {phase.phase} ({phase.steps} steps)", "dim")))
-    facts.add_row("steps", f"{summary.steps} in {duration(summary.wall_s)}" + (f", {summary.attempts} attempts" if summary.attempts > 1 else ""))
+    facts.add_row(
+        "steps",
+        f"{summary.steps} in {duration(summary.wall_s)}"
+        + (f", {summary.attempts} attempts" if summary.attempts > 1 else ""),
+    )
     facts.add_row("tokens", f"{summary.tokens:,} trained, {summary.loss_tokens:,} of them generated")
     facts.add_row("speed", f"train {_rate(summary.train_tokens_per_s)}   rollout {_rate(summary.rollout_tokens_per_s)}")
-    stale = "-" if summary.staleness_mean is None else f"{summary.staleness_mean:.2f} mean, {summary.staleness_max} max (weight versions)"
+    stale = (
+        "-"
+        if summary.staleness_mean is None
+        else f"{summary.staleness_mean:.2f} mean, {summary.staleness_max} max (weight versions)"
+    )
     facts.add_row("staleness", stale)
     if summary.accuracy is not None:
         facts.add_row("step time", accuracy_line(summary.accuracy))
-    trouble = f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted {summary.resubmitted}"
+    trouble = (
+        f"engines lost {summary.engines_lost}, restarted {summary.engines_restarted}; trajectories re-submitted"
+        f" {summary.resubmitted}"
+    )
     facts.add_row("failures", Text(trouble, style="" if summary.engines_lost else "dim"))
     if summary.failures:
         facts.add_row("failed", failed_facts(summary.failures, summary.pauses, summary.given_up))
     if summary.kept_trajectories or summary.kept_unfinished:
-        what = f"{summary.kept_trajectories} trajectories and {summary.kept_unfinished} in mid-course with {summary.kept_tokens:,} generated tokens"
+        what = (
+            f"{summary.kept_trajectories} trajectories and {summary.kept_unfinished} in mid-course with"
+            f" {summary.kept_tokens:,} generated tokens"
+        )
         facts.add_row("kept", f"{what}, over new starts of the ranks")
     for change in summary.layouts:
-        known = (("before", change.before_s, " a step"), ("since", change.after_s, " a step"), ("break", change.break_s, ""))
+        known = (
+            ("before", change.before_s, " a step"),
+            ("since", change.after_s, " a step"),
+            ("break", change.break_s, ""),
+        )
         seconds = ", ".join(f"{name} {value:.2f} s{what}" for name, value, what in known if value is not None)
-        facts.add_row("repartition", f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else ""))
+        facts.add_row(
+            "repartition",
+            f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else ""),
+        )
     if summary.checkpoints:
         facts.add_row("checkpoints", ", ".join(f"step {step}" for step in summary.checkpoints[-6:]))
     parts: list[RenderableType] = [facts]
@@ -253,7 +293,14 @@ def render_summary(summary: Summary) -> RenderableType:
 
 
 def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, title="moves of nodes", title_justify="left", title_style="dim", pad_edge=False, expand=True)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="moves of nodes",
+        title_justify="left",
+        title_style="dim",
+        pad_edge=False,
+        expand=True,
+    )
     for name in ("at", "node", "to", "took", "meanwhile", "gain a batch: predicted", "realised"):
         table.add_column(name, no_wrap=True)
     reasons = Table.grid(padding=(0, 2))

@@ -1,7 +1,7 @@
 """The live screen: one `Status` snapshot as a rich renderable that fits 100 columns.
 
-Top to bottom it answers: is it alive and how far, is it learning, which stage holds the other up, where is the load, what is each node doing, and
-what did the planner last decide and why.
+Top to bottom it answers: is it alive and how far, is it learning, which stage holds the other up, where is the load,
+what is each node doing, and what did the planner last decide and why.
 """
 
 from __future__ import annotations
@@ -32,19 +32,41 @@ STALE_STATUS_S = 10.0
 """status.json is replaced about once a second; older than this, the screen says so."""
 SHOWN_NOTICES = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
-ROLE_STYLES = {"planner": "blue", "train": "magenta", "rollout": "cyan", "to_train": "yellow", "to_rollout": "yellow", "lost": "bold red"}
+ROLE_STYLES = {
+    "planner": "blue",
+    "train": "magenta",
+    "rollout": "cyan",
+    "to_train": "yellow",
+    "to_rollout": "yellow",
+    "lost": "bold red",
+}
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
 
 
 def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
     """Lay out a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step so far (for the sparkline)."""
     over = status.state in ("completed", "failed", "cancelled")
-    parts: list[RenderableType] = [_progress(status, over=over, now=now), Text(), _learning(status, rewards), Text(), _side_by_side(status)]
+    parts: list[RenderableType] = [
+        _progress(status, over=over, now=now),
+        Text(),
+        _learning(status, rewards),
+        Text(),
+        _side_by_side(status),
+    ]
     parts += [Text(), _nodes(status.nodes), Text(), *_footer(status, over=over, now=now)]
     job = f"job {status.job_id}" if status.job_id else "no job"
-    title = Text.assemble((status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else ""))
+    title = Text.assemble(
+        (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
+    )
     state = Text(f" {status.state} ", style=STATE_STYLES.get(status.state, ""))
-    return Panel(Group(*parts), title=Text.assemble(title, "  ", state), title_align="left", box=box.ROUNDED, padding=(1, 2), width=WIDTH)
+    return Panel(
+        Group(*parts),
+        title=Text.assemble(title, "  ", state),
+        title_align="left",
+        box=box.ROUNDED,
+        padding=(1, 2),
+        width=WIDTH,
+    )
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -71,8 +93,14 @@ def _progress(status: Status, *, over: bool, now: float) -> Table:
     left = ""
     if not over and 0 < status.step < status.steps:
         left = f", about {duration(elapsed / status.step * (status.steps - status.step))} left"
-    bar = ProgressBar(total=max(status.steps, 1), completed=status.step, complete_style="magenta", finished_style="green")
-    grid.add_row(Text.assemble(("step ", "dim"), (f"{status.step}", "bold"), f" / {status.steps}"), bar, f"{duration(elapsed)}{left}")
+    bar = ProgressBar(
+        total=max(status.steps, 1), completed=status.step, complete_style="magenta", finished_style="green"
+    )
+    grid.add_row(
+        Text.assemble(("step ", "dim"), (f"{status.step}", "bold"), f" / {status.steps}"),
+        bar,
+        f"{duration(elapsed)}{left}",
+    )
     return grid
 
 
@@ -81,10 +109,18 @@ def _learning(status: Status, rewards: Sequence[float]) -> Table:
     grid.add_column(no_wrap=True, ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     style = "bold green" if status.reward > status.reward_first else "bold"
-    reward = Text.assemble(("reward ", "dim"), *((f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style)) if status.step else ("-",)))
+    reward = Text.assemble(
+        ("reward ", "dim"),
+        *((f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style)) if status.step else ("-",)),
+    )
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
-    limits = Text.assemble(("weights ", "dim"), f"v{status.version}", ("   staleness ", "dim"), f"{status.staleness_mean:.2f} mean, {status.staleness_max} max")
+    limits = Text.assemble(
+        ("weights ", "dim"),
+        f"v{status.version}",
+        ("   staleness ", "dim"),
+        f"{status.staleness_mean:.2f} mean, {status.staleness_max} max",
+    )
     grid.add_row(reward, limits)
     return grid
 
@@ -110,22 +146,44 @@ def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
 
 
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:
-    table = _table(("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right"))
+    table = _table(
+        ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
+    )
     table.expand = True
     for node in nodes:
         lost = node.role == "lost"
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
-        engines = Text(", ").join([Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, ""))) for name, state in sorted(node.engines.items())])
+        engines = Text(", ").join(
+            [
+                Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, "")))
+                for name, state in sorted(node.engines.items())
+            ]
+        )
         role = Text(node.role.replace("to_", "→ "), style=ROLE_STYLES.get(node.role, ""))
         version = f"v{node.version}" if node.version >= 0 else "-"
-        table.add_row(str(node.rank), node.host, node.component, role, engines or Text("-", style="dim"), version, beat, style="dim" if lost else "")
+        table.add_row(
+            str(node.rank),
+            node.host,
+            node.component,
+            role,
+            engines or Text("-", style="dim"),
+            version,
+            beat,
+            style="dim" if lost else "",
+        )
     return table
 
 
 def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     counts = {
-        "trajectories": f"{status.open_trajectories} open, {status.trained_trajectories:,} trained, {status.resubmitted} re-submitted",
-        "queue": f"{status.waiting_turns} turns waiting, {status.tools_running} tools running, {status.ready_groups} groups ready to train",
+        "trajectories": (
+            f"{status.open_trajectories} open, {status.trained_trajectories:,} trained, {status.resubmitted}"
+            " re-submitted"
+        ),
+        "queue": (
+            f"{status.waiting_turns} turns waiting, {status.tools_running} tools running, {status.ready_groups} groups"
+            " ready to train"
+        ),
         "replicas": f"{status.replicas} training, generation {status.generation}",
     }
     grid = Table.grid(padding=(0, 2))
@@ -147,7 +205,10 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     for number, notice in enumerate(status.notices[:SHOWN_NOTICES] if not over else ()):
         grid.add_row("lately" if number == 0 else "", Text(notice, style="yellow"))
     if not over and now - status.updated_at > STALE_STATUS_S:
-        grid.add_row("stale", Text(f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone", style="red"))
+        grid.add_row(
+            "stale",
+            Text(f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone", style="red"),
+        )
     return [grid]
 
 

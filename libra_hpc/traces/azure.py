@@ -1,8 +1,9 @@
-"""Azure LLM inference trace: CSV with the columns ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``, one request a row.
+"""Azure LLM inference trace: CSV with the columns ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``, one request
+a row.
 
-Format: https://github.com/Azure/AzurePublicDataset (2023, 2024; the multimodal set of 2025 has one more column, which is ignored).  Rows say nothing
-of sessions, so each becomes a trajectory of one turn with a prompt of its own; arrival times are not kept, because a rollout starts what it has
-room for.
+Format: https://github.com/Azure/AzurePublicDataset (2023, 2024; the multimodal set of 2025 has one more column, which
+is ignored).  Rows say nothing of sessions, so each becomes a trajectory of one turn with a prompt of its own; arrival
+times are not kept, because a rollout starts what it has room for.
 """
 
 from __future__ import annotations

@@ -2,20 +2,21 @@
 
 Distributions, for a profile of `libra_hpc.traces.profiles` (N: standard normal, independent unless said):
 
-* Length: log generated tokens of a trajectory = log median + sigma * x, with x = sqrt(sibling) * D + sqrt(1 - sibling) * N.  D is the prompt's
-  difficulty, shared by its group, so ``sibling`` is the share of the variance of the log length that the prompt explains (its intraclass
-  correlation).  D is N in strata: one draw from each of as many equally likely parts as there are prompts, in random order, so that a small trace
-  has the tail of a large one.
-* Drift: the log length gains log(drift) * (position - 1/2), position going from 0 to 1 over the trace: the typical length ends ``drift`` times as
-  long as it began.
-* Turns: proportional to (length / median) ** turns_power * exp(TURNS_SIGMA * N), scaled to the profile's mean; the tokens are dealt to them in
-  proportion to exp(TURN_SIGMA * N), so they add up to the length.
+* Length: log generated tokens of a trajectory = log median + sigma * x, with x = sqrt(sibling) * D + sqrt(1 - sibling)
+  * N.  D is the prompt's difficulty, shared by its group, so ``sibling`` is the share of the variance of the log length
+  that the prompt explains (its intraclass correlation).  D is N in strata: one draw from each of as many equally likely
+  parts as there are prompts, in random order, so that a small trace has the tail of a large one.
+* Drift: the log length gains log(drift) * (position - 1/2), position going from 0 to 1 over the trace: the typical
+  length ends ``drift`` times as long as it began.
+* Turns: proportional to (length / median) ** turns_power * exp(TURNS_SIGMA * N), scaled to the profile's mean; the
+  tokens are dealt to them in proportion to exp(TURN_SIGMA * N), so they add up to the length.
 * Tools: one per turn but the last, by weight; seconds and payload are the tool's lognormals, independent of all else.
-* Outcomes: behind each tool call is a score z = outcome * n + sqrt(1 - outcome^2) * N, where n is the log of the tokens that remain after it,
-  standardised over the trace.  ``outcome`` is therefore the correlation of the score with what remains: at 0 outcomes tell nothing, at 1 they are a
-  function of it.  A call fails when z is above the quantile that gives the tool's error rate, so at 1 errors come in streaks that end as the work
-  does.  A test run reports failed = its suite's size times 1.6 * Phi(z) - 0.6 (at least 0, so three runs in eight are green).  Time-outs are
-  independent of z.
+* Outcomes: behind each tool call is a score z = outcome * n + sqrt(1 - outcome^2) * N, where n is the log of the tokens
+  that remain after it, standardised over the trace.  ``outcome`` is therefore the correlation of the score with what
+  remains: at 0 outcomes tell nothing, at 1 they are a function of it.  A call fails when z is above the quantile that
+  gives the tool's error rate, so at 1 errors come in streaks that end as the work does.  A test run reports failed =
+  its suite's size times 1.6 * Phi(z) - 0.6 (at least 0, so three runs in eight are green).  Time-outs are independent
+  of z.
 * Reward: 1 with probability Phi(0.3 - 0.8 * D), else 0.
 * Cut: a trajectory ends when its context reaches ``max_context``, as in training.
 """
@@ -73,14 +74,24 @@ class Dials(msgspec.Struct, frozen=True):
             raise invalid("drift", self.drift, "out of range", "a number > 0")
         if self.trajectories % (self.group * self.epochs):
             multiple = self.group * self.epochs
-            raise invalid("trajectories", self.trajectories, "not a whole number of groups", f"a multiple of group * epochs = {multiple}")
+            raise invalid(
+                "trajectories",
+                self.trajectories,
+                "not a whole number of groups",
+                f"a multiple of group * epochs = {multiple}",
+            )
         if self.turns is not None and not (self.turns >= 1 and math.isfinite(self.turns)):
             raise invalid("turns", self.turns, "out of range", "a number >= 1")
         if self.turns is not None and self.turns > 1 and not profile.tools:
             raise invalid("turns", self.turns, f"preset {profile.name} has no tools", "1")
         least = int(profile.prompt.most) + 1
         if self.max_context < least:
-            raise invalid("max_context", self.max_context, "the longest prompt leaves no room for an answer", f"an integer >= {least}")
+            raise invalid(
+                "max_context",
+                self.max_context,
+                "the longest prompt leaves no room for an answer",
+                f"an integer >= {least}",
+            )
 
 
 class _Draft(msgspec.Struct):
@@ -96,7 +107,8 @@ class _Draft(msgspec.Struct):
 
 
 def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRecord]:  # noqa: B008
-    """Generate ``dials.trajectories`` trajectories, the siblings of a prompt next to each other; equal arguments give equal trajectories.
+    """Generate ``dials.trajectories`` trajectories, the siblings of a prompt next to each other; equal arguments give
+    equal trajectories.
 
     Raises `UserError` for an unknown preset or a dial out of range.
     """
@@ -122,7 +134,9 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRe
                 turns.append(TurnRecord(new, min(tokens, room)))
                 break
             tool = _choose(profile.tools, calls)
-            score = dials.outcome * (math.log(left) - mean) / spread + math.sqrt(1 - dials.outcome**2) * scores.gauss(0, 1)
+            score = dials.outcome * (math.log(left) - mean) / spread + math.sqrt(1 - dials.outcome**2) * scores.gauss(
+                0, 1
+            )
             turns.append(_call(tool, score, TurnRecord(new, min(tokens, room)), calls))
             new = max(round(_draw(tool.payload, calls)), 1)
         turns[-1] = TurnRecord(turns[-1].new_tokens, turns[-1].gen_tokens)
@@ -133,7 +147,9 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRe
 
 def _drafts(profile: Profile, dials: Dials, rng: random.Random) -> list[_Draft]:
     prompts = dials.trajectories // (dials.group * dials.epochs)
-    difficulties = [_normal.inv_cdf(min(max((index + rng.random()) / prompts, 1e-9), 1 - 1e-9)) for index in range(prompts)]
+    difficulties = [
+        _normal.inv_cdf(min(max((index + rng.random()) / prompts, 1e-9), 1 - 1e-9)) for index in range(prompts)
+    ]
     rng.shuffle(difficulties)
     tokens = [max(round(_draw(profile.prompt, rng)), 1) for _ in range(prompts)]
     drafts = []
@@ -146,7 +162,9 @@ def _drafts(profile: Profile, dials: Dials, rng: random.Random) -> list[_Draft]:
             for sample in range(dials.group):
                 x = math.sqrt(dials.sibling) * difficulties[prompt] + math.sqrt(1 - dials.sibling) * rng.gauss(0, 1)
                 length = math.exp(profile.sigma * x + math.log(dials.drift) * (position - 0.5))
-                drafts.append(_Draft(f"{profile.name}/{prompt}", sample, tokens[prompt], difficulties[prompt], length, []))
+                drafts.append(
+                    _Draft(f"{profile.name}/{prompt}", sample, tokens[prompt], difficulties[prompt], length, [])
+                )
     return drafts
 
 
@@ -181,7 +199,9 @@ def _call(tool: Tool, score: float, turn: TurnRecord, rng: random.Random) -> Tur
         passed = tool.tests - failed
     if not late and (failed or (not tool.tests and score > _threshold(tool.error_rate))):
         outcome, exit_code = "error", EXIT_FAILED
-    return TurnRecord(turn.new_tokens, turn.gen_tokens, tool.name, outcome, round(seconds, 4), exit_code, passed, failed)
+    return TurnRecord(
+        turn.new_tokens, turn.gen_tokens, tool.name, outcome, round(seconds, 4), exit_code, passed, failed
+    )
 
 
 def _threshold(rate: float) -> float:

@@ -1,15 +1,21 @@
-"""kv-cache-tester trace: a JSON document per coding session with its requests (``t`` s, ``in`` and ``out`` tokens, ``hash_ids``, ``input_types``).
+"""kv-cache-tester trace: a JSON document per coding session with its requests (``t`` s, ``in`` and ``out`` tokens,
+``hash_ids``, ``input_types``).
 
-Format: https://github.com/callanjfox/kv-cache-tester (docs/trace_replay_tester.md), one document a file, one a line, or a list.  A session becomes
-trajectories:
+Format: https://github.com/callanjfox/kv-cache-tester (docs/trace_replay_tester.md), one document a file, one a line, or
+a list.  A session becomes trajectories:
 
-* Sub-agents (``type: "subagent"`` with requests of their own), and calls of another model or with another first block, are threads of their own.
-* A request that repeats the context of the one before it (the same ``in`` and ``hash_ids``: the streaming and non-streaming pairs) replaces it.
-* A trajectory is what the agent does between two messages of a person: a request with ``input_types`` but no ``tool_result`` among them starts one,
-  and so does a context that shrank (the session was compacted).  Each is the only sample of its prompt.
-* ``new_tokens`` = ``in`` - previous ``in`` - previous ``out``, at least 0: the session may drop part of an answer (thinking) from its context.
-* ``tool_s`` = time between the requests less ``api_time``; without ``api_time`` it is ``think_time``, without that the whole difference (which then
-  contains the generation).  The trace knows neither names nor outcomes of tools: the tool is called ``tool``, the outcome is null.
+* Sub-agents (``type: "subagent"`` with requests of their own), and calls of another model or with another first block,
+  are threads of their own.
+* A request that repeats the context of the one before it (the same ``in`` and ``hash_ids``: the streaming and
+  non-streaming pairs) replaces it.
+* A trajectory is what the agent does between two messages of a person: a request with ``input_types`` but no
+  ``tool_result`` among them starts one, and so does a context that shrank (the session was compacted).  Each is the
+  only sample of its prompt.
+* ``new_tokens`` = ``in`` - previous ``in`` - previous ``out``, at least 0: the session may drop part of an answer
+  (thinking) from its context.
+* ``tool_s`` = time between the requests less ``api_time``; without ``api_time`` it is ``think_time``, without that the
+  whole difference (which then contains the generation).  The trace knows neither names nor outcomes of tools: the tool
+  is called ``tool``, the outcome is null.
 """
 
 from __future__ import annotations
@@ -102,7 +108,11 @@ def _episodes(thread: Sequence[KvCacheRequest]) -> Iterator[list[KvCacheRequest]
     episode: list[KvCacheRequest] = []
     for request in thread:
         before = episode[-1] if episode else None
-        if before is not None and request.context == before.context and bytes(request.hash_ids) == bytes(before.hash_ids):
+        if (
+            before is not None
+            and request.context == before.context
+            and bytes(request.hash_ids) == bytes(before.hash_ids)
+        ):
             episode[-1] = request
             continue
         spoken = bool(request.input_types) and "tool_result" not in request.input_types

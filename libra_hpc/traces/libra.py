@@ -1,6 +1,8 @@
-"""The project's own trace: one JSON object a line, a subset of what a run writes to ``trajectories.jsonl``, so that a run can be replayed as it is.
+"""The project's own trace: one JSON object a line, a subset of what a run writes to ``trajectories.jsonl``, so that a
+run can be replayed as it is.
 
-A line is a `libra_hpc.protocol.trace.TrajectoryRecord`; other fields (engine, versions, times) are ignored, and so are lines that a restart superseded.
+A line is a `libra_hpc.protocol.trace.TrajectoryRecord`; other fields (engine, versions, times) are ignored, and so are
+lines that a restart superseded.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _encoder = msgspec.json.Encoder()
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
     """Read numbered lines.
 
-    A last turn that generated nothing is dropped: a run opens it for a tool answer that no longer fits into the context, and ends there.
+    A last turn that generated nothing is dropped: a run opens it for a tool answer that no longer fits into the
+    context, and ends there.
     """
     held = list(lines)
     for place, line in live_lines(lambda: (text for _, text in held)):

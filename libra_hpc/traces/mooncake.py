@@ -1,15 +1,18 @@
-"""Mooncake trace: one JSON request a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+"""Mooncake trace: one JSON request a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
+``hash_ids``.
 
-Format: https://github.com/kvcache-ai/Mooncake (FAST'25 traces).  ``hash_ids[i]`` names block i of 512 prompt tokens *together with all blocks before
-it*, so equal ids mean equal prefixes.  Sessions are not marked; they are recovered: request B is the next turn of request A when
+Format: https://github.com/kvcache-ai/Mooncake (FAST'25 traces).  ``hash_ids[i]`` names block i of 512 prompt tokens
+*together with all blocks before it*, so equal ids mean equal prefixes.  Sessions are not marked; they are recovered:
+request B is the next turn of request A when
 
-* B's prompt contains A's last whole block, and A was the first request that had that block (a block that others had before is a shared system
-  prompt), and
+* B's prompt contains A's last whole block, and A was the first request that had that block (a block that others had
+  before is a shared system prompt), and
 * B's prompt is at least as long as A's prompt and answer together, and
 * no earlier request continued A already.
 
-Everything else starts a trajectory of its own.  Identical prompts (the same ``hash_ids`` and length) are samples of one prompt.  The gap between two
-turns of a session includes A's service time, which the format does not tell; it is written as the tool ``gap`` and capped.
+Everything else starts a trajectory of its own.  Identical prompts (the same ``hash_ids`` and length) are samples of one
+prompt.  The gap between two turns of a session includes A's service time, which the format does not tell; it is written
+as the tool ``gap`` and capped.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class _Session:
 
     def add(self, request: MooncakeRequest) -> None:
         if self.turns:
-            self.turns[-1] = msgspec.structs.replace(self.turns[-1], tool="gap", tool_s=gap_s((request.timestamp - self.seen) / 1000))
+            self.turns[-1] = msgspec.structs.replace(
+                self.turns[-1], tool="gap", tool_s=gap_s((request.timestamp - self.seen) / 1000)
+            )
         self.turns.append(TurnRecord(request.input_length - self.context if self.turns else 0, request.output_length))
         self.last, self.seen = request, request.timestamp
         self.context = request.input_length + request.output_length
@@ -57,7 +62,8 @@ _decoder = msgspec.json.Decoder(MooncakeRequest)
 
 
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
-    """Read numbered lines in their order; trajectories come in the order of their first requests, after the last line was read."""
+    """Read numbered lines in their order; trajectories come in the order of their first requests, after the last
+    line was read."""
     sessions: list[_Session] = []
     head: dict[int, _Session] = {}
     known: set[int] = set()

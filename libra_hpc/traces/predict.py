@@ -1,10 +1,12 @@
-"""What predicts the work that remains: the prompt, what the tools returned, or the service attained so far; and how well, on this trace.
+"""What predicts the work that remains: the prompt, what the tools returned, or the service attained so far; and how
+well, on this trace.
 
-* Prompt: siblings are compared in turns, in generated tokens, and in the log of these (the raw scale hangs on the few longest).
-* Signals: at the tool return after turn k, against the log of the tokens still to be generated.  Everything is taken *within* the same k and pooled
-  over k, so nothing is gained by a signal that only tells how far the trajectory is.
-* Attained service: mean tokens that remain to those who have generated at least a.  If it rises, the longest-served have the most to come, and
-  least-attained-service scheduling gains; if it falls, it does not.
+* Prompt: siblings are compared in turns, in generated tokens, and in the log of these (the raw scale hangs on the few
+  longest).
+* Signals: at the tool return after turn k, against the log of the tokens still to be generated.  Everything is taken
+  *within* the same k and pooled over k, so nothing is gained by a signal that only tells how far the trajectory is.
+* Attained service: mean tokens that remain to those who have generated at least a.  If it rises, the longest-served
+  have the most to come, and least-attained-service scheduling gains; if it falls, it does not.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Signal(msgspec.Struct, frozen=True):
     value: float | None
     """None: not determined, ``note`` says why."""
     share: float | None
-    """Share of variance explained, comparable between signals: epsilon2 for eta2 (about 0 by chance, so also just below it), r squared for r."""
+    """Share of variance explained, comparable between signals: epsilon2 for eta2 (about 0 by chance, so also just
+    below it), r squared for r."""
     n: int
     note: str = ""
 
@@ -91,7 +94,9 @@ class _Point(msgspec.Struct):
 def predict(trajectories: Sequence[TrajectoryRecord]) -> Prediction:
     """Analyse a trace."""
     residual = _residual(trajectories)
-    return Prediction(_prompt(trajectories), _signals(list(_points(trajectories))), residual, _trend(residual, len(trajectories)))
+    return Prediction(
+        _prompt(trajectories), _signals(list(_points(trajectories))), residual, _trend(residual, len(trajectories))
+    )
 
 
 def _prompt(trajectories: Sequence[TrajectoryRecord]) -> list[Prompt]:
@@ -127,7 +132,16 @@ def _points(trajectories: Sequence[TrajectoryRecord]) -> Iterator[_Point]:
             streak = streak + 1 if turn.outcome not in (None, "ok") else 0
             if index < last:
                 payload = one.turns[index + 1].new_tokens
-                yield _Point(index, math.log(generated - attained), turn.tool, turn.outcome, turn.failed, streak, payload, attained)
+                yield _Point(
+                    index,
+                    math.log(generated - attained),
+                    turn.tool,
+                    turn.outcome,
+                    turn.failed,
+                    streak,
+                    payload,
+                    attained,
+                )
 
 
 def _signals(points: Sequence[_Point]) -> list[Signal]:
@@ -137,13 +151,17 @@ def _signals(points: Sequence[_Point]) -> list[Signal]:
     result = []
     if len(classes) > 1:
         result.append(_classes("last outcome", [(point.turn, point.outcome, point.left) for point in said]))
-        result.append(_classes("last tool and outcome", [(point.turn, (point.tool, point.outcome), point.left) for point in said]))
+        result.append(
+            _classes("last tool and outcome", [(point.turn, (point.tool, point.outcome), point.left) for point in said])
+        )
         result.append(_correlated("error streak", [(point.turn, float(point.streak), point.left) for point in said]))
     else:
         note = f"every outcome is {classes.pop()!r}" if classes else "no outcomes"
         result.append(Signal("last outcome", "eta2", None, None, len(said), note))
     if tested:
-        result.append(_correlated("failed tests", [(point.turn, float(point.failed or 0), point.left) for point in tested]))
+        result.append(
+            _correlated("failed tests", [(point.turn, float(point.failed or 0), point.left) for point in tested])
+        )
     result.append(_correlated("log payload", [(point.turn, math.log1p(point.payload), point.left) for point in points]))
     result.append(_correlated("log attained", [(point.turn, math.log(point.attained), point.left) for point in points]))
     return result
@@ -173,7 +191,9 @@ def _residual(trajectories: Sequence[TrajectoryRecord]) -> list[Residual]:
         if result and len(alive) > 0.9 * result[-1].n:
             continue  # nearly the same trajectories again
         mean_turns = sum(_turns_left(one, attained) for one in alive) / len(alive)
-        result.append(Residual(attained, len(alive), sum(one.generated - attained for one in alive) / len(alive), mean_turns))
+        result.append(
+            Residual(attained, len(alive), sum(one.generated - attained for one in alive) / len(alive), mean_turns)
+        )
     return result
 
 

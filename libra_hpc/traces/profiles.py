@@ -1,11 +1,12 @@
 """Kinds of agentic work for the generator: how long trajectories are, which tools they call, and what those return.
 
-Lognormals are given as median and sigma (standard deviation of the natural logarithm).  ``r2e`` follows what was measured on coding agents: tools take
-0.05 s in the median and 10 s at p95 (measured: 0.04 and 11), a tool returns 420 tokens in the median and 1,480 at p90 (409 and 1,468), one call in
-six fails (14 %).  Cutting at 128 K tokens of context shortens 1 % of its trajectories and leaves the longest tenth 52 to 58 % of the tokens, and as
-much of the time at 50 tokens/s; a trajectory then has 19 turns on average.  ``search`` has fewer turns, larger answers and a lighter tail (41 %),
-``math`` one long-tailed turn without tools (50 %), ``documents`` short answers (the longest tenth has 32 % of the tokens, the lower end of the 31 to 47 %
-that are measured) to prompts of thousands of tokens.
+Lognormals are given as median and sigma (standard deviation of the natural logarithm).  ``r2e`` follows what was
+measured on coding agents: tools take 0.05 s in the median and 10 s at p95 (measured: 0.04 and 11), a tool returns 420
+tokens in the median and 1,480 at p90 (409 and 1,468), one call in six fails (14 %).  Cutting at 128 K tokens of context
+shortens 1 % of its trajectories and leaves the longest tenth 52 to 58 % of the tokens, and as much of the time at 50
+tokens/s; a trajectory then has 19 turns on average.  ``search`` has fewer turns, larger answers and a lighter tail (41
+%), ``math`` one long-tailed turn without tools (50 %), ``documents`` short answers (the longest tenth has 32 % of the
+tokens, the lower end of the 31 to 47 % that are measured) to prompts of thousands of tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Tool(msgspec.Struct, frozen=True):
     error_rate: float
     """Share of calls that fail, averaged over a trace; not used by a tool that runs tests."""
     tests: int = 0
-    """Size of the test suite it runs; it then reports passed and failed counts and fails if one test failed.  0: it runs none."""
+    """Size of the test suite it runs; it then reports passed and failed counts and fails if one test failed.  0: it
+    runs none."""
     timeout_rate: float = 0.0
     """Share of calls that reach ``seconds.most``."""
 
@@ -47,7 +49,8 @@ class Profile(msgspec.Struct, frozen=True):
     generated: float
     """Median of the tokens a trajectory generates."""
     sigma: float
-    """Of the generated tokens of a trajectory.  The share of the longest tenth of a lognormal is Phi(sigma - 1.2816): 50 % at 1.28, 64 % at 1.65."""
+    """Of the generated tokens of a trajectory.  The share of the longest tenth of a lognormal is Phi(sigma -
+    1.2816): 50 % at 1.28, 64 % at 1.65."""
     turns: float
     """Mean turns of a trajectory before any is cut; 1: a single turn without tools."""
     turns_power: float
@@ -88,8 +91,18 @@ SEARCH = Profile(
         Tool("open", 0.4, Lognormal(1.5, 0.9, 30), Lognormal(2500, 0.8, 12000), 0.15, timeout_rate=0.01),
     ),
 )
-MATH = Profile(name="math", generated=2500, sigma=1.35, turns=1, turns_power=0.0, prompt=Lognormal(150, 0.4, 1000), tools=())
-DOCUMENTS = Profile(name="documents", generated=200, sigma=0.8, turns=1, turns_power=0.0, prompt=Lognormal(12_000, 0.4, 28_000), tools=())
+MATH = Profile(
+    name="math", generated=2500, sigma=1.35, turns=1, turns_power=0.0, prompt=Lognormal(150, 0.4, 1000), tools=()
+)
+DOCUMENTS = Profile(
+    name="documents",
+    generated=200,
+    sigma=0.8,
+    turns=1,
+    turns_power=0.0,
+    prompt=Lognormal(12_000, 0.4, 28_000),
+    tools=(),
+)
 PROFILES = {profile.name: profile for profile in (R2E, SEARCH, MATH, DOCUMENTS)}
 
 

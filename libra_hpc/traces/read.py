@@ -1,4 +1,5 @@
-"""Read a trace of any known format, gzip or not; every line that cannot be read is named, or counted with ``skip_bad``."""
+"""Read a trace of any known format, gzip or not; every line that cannot be read is named, or counted with
+``skip_bad``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from libra_hpc.traces import azure, kv_cache_tester, libra, mooncake
 from .record import Bad
 
 Reader = Callable[[Iterable[tuple[int, bytes]], Bad], Iterator[TrajectoryRecord]]
-READERS: dict[str, Reader] = {"libra": libra.read, "kv-cache-tester": kv_cache_tester.read, "mooncake": mooncake.read, "azure": azure.read}
+READERS: dict[str, Reader] = {
+    "libra": libra.read,
+    "kv-cache-tester": kv_cache_tester.read,
+    "mooncake": mooncake.read,
+    "azure": azure.read,
+}
 AUTO = "auto"
 HEAD = 65536
 """Bytes of a file that tell its format: the keys of the first object, or the header."""
@@ -47,8 +53,9 @@ class Trace(msgspec.Struct):
 def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: int | None = None) -> Trace:
     """Read ``path``: a file, or a folder of kv-cache-tester documents.
 
-    ``format`` is a key of `READERS` or ``"auto"``; ``limit`` keeps the first so many trajectories.  Raises `UserError` for a file that cannot be
-    read, is of no known format or has no trajectory, and for the first bad line unless ``skip_bad``.
+    ``format`` is a key of `READERS` or ``"auto"``; ``limit`` keeps the first so many trajectories.  Raises `UserError`
+    for a file that cannot be read, is of no known format or has no trajectory, and for the first bad line unless
+    ``skip_bad``.
     """
     if format not in (AUTO, *READERS):
         raise invalid("format", format, "unknown format", (AUTO, *READERS))
@@ -60,7 +67,9 @@ def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: in
         kind = _detect(file, content[:HEAD]) if format == AUTO else format
         trace.format = kind
         room = None if limit is None else limit - len(trace.trajectories)
-        trace.trajectories.extend(itertools.islice(READERS[kind](_lines(content), _bad(file, trace.bad, skip_bad)), room))
+        trace.trajectories.extend(
+            itertools.islice(READERS[kind](_lines(content), _bad(file, trace.bad, skip_bad)), room)
+        )
         if limit is not None and len(trace.trajectories) >= limit:
             break
     if not trace.trajectories:
@@ -70,7 +79,8 @@ def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: in
 
 
 def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
-    """Write the project's own format, compressed if the name ends in ``.gz``; readers see the old or the new file, never a part.
+    """Write the project's own format, compressed if the name ends in ``.gz``; readers see the old or the new file,
+    never a part.
 
     Equal trajectories give equal bytes.  Raises `UserError` when the folder is not there or cannot be written.
     """

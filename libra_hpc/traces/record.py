@@ -1,7 +1,8 @@
 """What every reader promises about a trajectory, checked in one place, whatever the format it came from.
 
-At least one turn; the first turn adds nothing (its context is the prompt); every turn generates at least one token; no negative number; the last
-turn calls no tool.  A violation is a `ValueError` whose text is a fragment of a sentence; `libra_hpc.traces.read` adds the file and the line.
+At least one turn; the first turn adds nothing (its context is the prompt); every turn generates at least one token; no
+negative number; the last turn calls no tool.  A violation is a `ValueError` whose text is a fragment of a sentence;
+`libra_hpc.traces.read` adds the file and the line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Bad = Callable[[int, str], None]
 """Called with a line number (from 1) and what is wrong there; raises, or counts the line and returns."""
 
 
-def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[TurnRecord], reward: float | None = None) -> TrajectoryRecord:
+def trajectory(
+    prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[TurnRecord], reward: float | None = None
+) -> TrajectoryRecord:
     """Build a checked trajectory; raises `ValueError` naming the field, its value and what is valid.
 
     The tool of the last turn is dropped: what it returned was never answered, so no schedule depends on it.
@@ -30,7 +33,9 @@ def trajectory(prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[
     at_least("prompt_tokens", prompt_tokens, 0)
     at_least("sample", sample, 0)
     if turns[0].new_tokens:
-        raise ValueError(f"turns[0].new_tokens = {turns[0].new_tokens}: the context of the first turn is prompt_tokens; valid: 0")
+        raise ValueError(
+            f"turns[0].new_tokens = {turns[0].new_tokens}: the context of the first turn is prompt_tokens; valid: 0"
+        )
     for index, turn in enumerate(turns):
         at_least(f"turns[{index}].new_tokens", turn.new_tokens, 0)
         at_least(f"turns[{index}].gen_tokens", turn.gen_tokens, 1)

@@ -26,7 +26,8 @@ class OneWay(msgspec.Struct, frozen=True):
     epsilon2: float
     """eta2 less what chance gives (Kelley 1935); about 0, and as often below, when the groups tell nothing."""
     icc: float
-    """Intraclass correlation ICC(1): correlation of two members of a group; Fisher's estimate with the mean size n0 of unequal groups."""
+    """Intraclass correlation ICC(1): correlation of two members of a group; Fisher's estimate with the mean size n0
+    of unequal groups."""
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -66,7 +67,10 @@ def centred(rows: Iterable[tuple[Hashable, float, float]]) -> list[tuple[float, 
         strata.setdefault(stratum, []).append((x, y))
     result: list[tuple[float, float]] = []
     for members in strata.values():
-        mean_x, mean_y = math.fsum(x for x, _ in members) / len(members), math.fsum(y for _, y in members) / len(members)
+        mean_x, mean_y = (
+            math.fsum(x for x, _ in members) / len(members),
+            math.fsum(y for _, y in members) / len(members),
+        )
         result.extend((x - mean_x, y - mean_y) for x, y in members)
     return result
 
@@ -99,4 +103,6 @@ def one_way(rows: Iterable[tuple[Hashable, Hashable, float]]) -> OneWay | None:
     n0 = (n - squares) / df_between
     mean_within = within / df_within
     difference = between / df_between - mean_within
-    return OneWay(between / total, (between - df_between * mean_within) / total, difference / (difference + n0 * mean_within))
+    return OneWay(
+        between / total, (between - df_between * mean_within) / total, difference / (difference + n0 * mean_within)
+    )

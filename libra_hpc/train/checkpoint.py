@@ -37,7 +37,8 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 
 def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
-    """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0) on ranks that do not write.
+    """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0)
+    on ranks that do not write.
 
     Collective over the replica.  Raises `OSError` in all its processes when there is no room; nothing is left behind.
     """
@@ -56,7 +57,9 @@ def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
     return found
 
 
-def _write_export(path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+def _write_export(
+    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[int, int]:
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,10 +152,12 @@ def _write_state(
 
 
 class TensorFiles:
-    """Lazy reader of the tensors in one safetensors file, or of a Hugging Face folder's, indexed or not; a context manager."""
+    """Lazy reader of the tensors in one safetensors file, or of a Hugging Face folder's, indexed or not; a context
+    manager."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` (a file or a model folder); raises `FileNotFoundError` when the folder has no safetensors weights."""
+        """Open ``path`` (a file or a model folder); raises `FileNotFoundError` when the folder has no safetensors
+        weights."""
         self._stack = ExitStack()
         self._where: dict[str, Callable[[str], torch.Tensor]] = {}
         index = path / f"{WEIGHTS_FILE}.index.json"
@@ -197,12 +202,15 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
 
 @torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
-    """Replace the state by the checkpoint or snapshot in ``folder`` (or the newest one under it); no process of the replica depends on another."""
+    """Replace the state by the checkpoint or snapshot in ``folder`` (or the newest one under it); no process of the
+    replica depends on another."""
     folder = folders.resolve(folder)
     saved, state = folders.read_state(folder), engine.state
 
     def fill(tensors: dict[str, torch.Tensor], read: TensorFiles, prefix: str) -> None:
-        load({name: t.data for name, t in tensors.items()}, lambda name: read(prefix + name), engine.shape, engine.split)
+        load(
+            {name: t.data for name, t in tensors.items()}, lambda name: read(prefix + name), engine.shape, engine.split
+        )
 
     with TensorFiles(folder / folders.POLICY_DIR) as policy, TensorFiles(folder / folders.OPTIMIZER_FILE) as optimizer:
         fill(state.exp_avg, optimizer, "exp_avg/")

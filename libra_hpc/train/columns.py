@@ -6,7 +6,8 @@ from libra_hpc.protocol.trainer import StepDone
 
 
 def train_columns(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> dict[str, float]:
-    """Columns of one step.  The stage's own work excludes waiting for a slower peer: the slowest member waits least, so its reduce time is the true one."""
+    """Columns of one step.  The stage's own work excludes waiting for a slower peer: the slowest member waits least,
+    so its reduce time is the true one."""
     work = max(r.compute_s + r.optimizer_s for r in replies) + min(r.reduce_s for r in replies) + export_s
     # Loss, ratios and entropy are sums over all replicas in every reply: they travel with the gradients.
     any_reply = replies[0]

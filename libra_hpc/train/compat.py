@@ -1,21 +1,25 @@
 """Run Megatron-Core where there is no GPU: the whole shim, a no-op where CUDA exists.
 
-Megatron-Core names the device in literals.  On a host without CUDA exactly these calls are replaced, each of which can only raise there:
+Megatron-Core names the device in literals.  On a host without CUDA exactly these calls are replaced, each of which can
+only raise there:
 
-=====================================================  ==================================================================================
-call                                                   why Megatron-Core makes it
-=====================================================  ==================================================================================
-``torch.cuda.current_device()``                        device of gradient buffers, pipeline receive buffers
-``torch.cuda.synchronize()``                           before pipeline sends
-``f(..., device="cuda")`` inside `mcore_device`        token counters, overflow flags and norms of schedules and optimizers
-``tensor.cuda()`` inside `mcore_device`                embedding weights shared by the first and last pipeline stage (at construction)
-``tensor.type()`` inside `mcore_device`                optimizers compare it with ``'torch.cuda.FloatTensor'``
-=====================================================  ==================================================================================
+=====================================================
+================================================================================== call
+why Megatron-Core makes it =====================================================
+================================================================================== ``torch.cuda.current_device()``
+device of gradient buffers, pipeline receive buffers ``torch.cuda.synchronize()``                           before
+pipeline sends ``f(..., device="cuda")`` inside `mcore_device`        token counters, overflow flags and norms of
+schedules and optimizers ``tensor.cuda()`` inside `mcore_device`                embedding weights shared by the first
+and last pipeline stage (at construction) ``tensor.type()`` inside `mcore_device`                optimizers compare it
+with ``'torch.cuda.FloatTensor'`` =====================================================
+==================================================================================
 
-Besides, on every device, `eager_import` keeps Megatron-Core's import from decorating its fused functions with ``torch.compile``: the model is built with those
-fusions off, and setting up the compiler doubles the start of a worker, which is part of the time a node needs to change sides.
+Besides, on every device, `eager_import` keeps Megatron-Core's import from decorating its fused functions with
+``torch.compile``: the model is built with those fusions off, and setting up the compiler doubles the start of a worker,
+which is part of the time a node needs to change sides.
 
-Code that asks ``torch.cuda.is_available()`` first is not affected, so vLLM or transformers in the same process keep working.
+Code that asks ``torch.cuda.is_available()`` first is not affected, so vLLM or transformers in the same process keep
+working.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ class _CudaLiteralsToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def eager_import() -> Iterator[None]:
-    """Context for importing Megatron-Core: ``torch.compile`` returns functions as they are, and warnings that optional packages are missing are dropped."""
+    """Context for importing Megatron-Core: ``torch.compile`` returns functions as they are, and warnings that
+    optional packages are missing are dropped."""
     real = torch.compile
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)  # type: ignore[assignment]
     try:
@@ -63,10 +68,12 @@ def install() -> None:
 
 
 def mcore_device() -> contextlib.AbstractContextManager[Any]:
-    """Context for Megatron-Core calls that carry ``"cuda"`` literals: construction of its model and optimizer, its schedules, its optimizer step."""
+    """Context for Megatron-Core calls that carry ``"cuda"`` literals: construction of its model and optimizer, its
+    schedules, its optimizer step."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaLiteralsToCpu()
 
 
 def without_shim() -> contextlib.AbstractContextManager[Any]:
-    """Context for our own code inside `mcore_device`: the model's forward has no literals, and every torch call is cheaper without the mode."""
+    """Context for our own code inside `mcore_device`: the model's forward has no literals, and every torch call is
+    cheaper without the mode."""
     return contextlib.nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()

@@ -1,4 +1,5 @@
-"""The one place that chooses the device, the collective backend and the process-wide torch settings of a training process."""
+"""The one place that chooses the device, the collective backend and the process-wide torch settings of a training
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from libra_hpc.errors import invalid
 
 POLL_S = 50e-6
-"""First pause between two looks at an unfinished collective; it doubles up to `POLL_MAX_S`, so a long wait costs no core."""
+"""First pause between two looks at an unfinished collective; it doubles up to `POLL_MAX_S`, so a long wait costs no
+core."""
 POLL_MAX_S = 2e-3
 
 
@@ -33,7 +35,8 @@ def local_store() -> Store:
 
 
 def choose(device: str, index: int, threads: int) -> torch.device:
-    """Select the device of this process and set the thread count; raises `UserError` when CUDA is asked for and there is none."""
+    """Select the device of this process and set the thread count; raises `UserError` when CUDA is asked for and
+    there is none."""
     torch.set_num_threads(threads)
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -41,13 +44,19 @@ def choose(device: str, index: int, threads: int) -> torch.device:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     if torch.cuda.is_available():
-        raise invalid("slurm.device", device, "Megatron-Core picks the GPU when torch sees one; set CUDA_VISIBLE_DEVICES empty to train on the CPU", ["cuda"])
+        raise invalid(
+            "slurm.device",
+            device,
+            "Megatron-Core picks the GPU when torch sees one; set CUDA_VISIBLE_DEVICES empty to train on the CPU",
+            ["cuda"],
+        )
     _choose_interface()
     return torch.device("cpu")
 
 
 def _choose_interface() -> None:
-    # Gloo binds to the address its host name resolves to; a node whose name does not resolve can still train within itself.
+    # Gloo binds to the address its host name resolves to; a node whose name does not resolve can still train within
+    # itself.
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
@@ -62,7 +71,8 @@ def backend(device: torch.device) -> str:
 
 
 def bare_group(device: torch.device, store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group outside torch's global state; collective over its members, raises `RuntimeError` when they do not all appear in time."""
+    """A process group outside torch's global state; collective over its members, raises `RuntimeError` when they do
+    not all appear in time."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
@@ -71,7 +81,8 @@ def bare_group(device: torch.device, store: Store, rank: int, size: int, timeout
 
 
 def wait(work: Any, timeout_s: float) -> None:
-    """Wait for a collective; raises `RuntimeError` when a member died or ``timeout_s`` passed (NCCL does neither by itself)."""
+    """Wait for a collective; raises `RuntimeError` when a member died or ``timeout_s`` passed (NCCL does neither by
+    itself)."""
     deadline = time.monotonic() + timeout_s
     pause = POLL_S
     while not work.is_completed():

@@ -1,17 +1,19 @@
 """The GRPO objective as pure functions of log-probabilities.
 
-Per loss token, with advantage A (normalised within its group by the rollout side), policy pi, proximal policy (the weights at the start of the step) and
-behaviour policy (what the rollout engine sampled from)::
+Per loss token, with advantage A (normalised within its group by the rollout side), policy pi, proximal policy (the
+weights at the start of the step) and behaviour policy (what the rollout engine sampled from)::
 
     r    = pi / proximal                                       1 at the first update of a step, but carries the gradient
     w    = min(proximal / behaviour, is_truncation)            no gradient
     loss = -w * min(r * A, clamp(r, 1 - clip, 1 + clip) * A) + kl_coef * k3
     k3   = behaviour / pi - 1 - log(behaviour / pi)            unbiased, non-negative estimate of KL(pi || behaviour)
 
-Sums over tokens; the caller divides by the number of loss tokens of the whole global minibatch, so every token weighs the same whoever computes it.
+Sums over tokens; the caller divides by the number of loss tokens of the whole global minibatch, so every token weighs
+the same whoever computes it.
 
-Sources: clipped ratio, Schulman et al. 2017 (arXiv 1707.06347); group advantages, Shao et al. 2024 (arXiv 2402.03300); decoupled proximal policy, Hilton et
-al. 2021 (arXiv 2110.00641); truncated importance weights, Espeholt et al. 2018 (arXiv 1802.01561); k3, Schulman 2020, "Approximating KL divergence".
+Sources: clipped ratio, Schulman et al. 2017 (arXiv 1707.06347); group advantages, Shao et al. 2024 (arXiv 2402.03300);
+decoupled proximal policy, Hilton et al. 2021 (arXiv 2110.00641); truncated importance weights, Espeholt et al. 2018
+(arXiv 1802.01561); k3, Schulman 2020, "Approximating KL divergence".
 """
 
 from __future__ import annotations
@@ -69,9 +71,11 @@ def grpo_terms(
 
 
 def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities float32[m] of ``targets`` int64[m] under ``softmax(logits / temperature)``; logits [m, vocab / tp], cut over tensor ranks.
+    """Log-probabilities float32[m] of ``targets`` int64[m] under ``softmax(logits / temperature)``; logits [m, vocab /
+    tp], cut over tensor ranks.
 
-    ``logits`` are left as they are: Megatron-Core's vocabulary-parallel cross entropy overwrites a float32 argument, so it always gets a fresh tensor.
+    ``logits`` are left as they are: Megatron-Core's vocabulary-parallel cross entropy overwrites a float32 argument, so
+    it always gets a fresh tensor.
     """
     scaled = logits.float() / temperature
     return -vocab_parallel_cross_entropy(scaled[:, None], targets[:, None])[:, 0]
@@ -79,7 +83,8 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
 
 @torch.no_grad()
 def entropy_sum(logits: torch.Tensor, temperature: float, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over rows of the entropy in nats of ``softmax(logits / temperature)``; ``tp_group`` when the vocabulary is cut over ranks."""
+    """Sum over rows of the entropy in nats of ``softmax(logits / temperature)``; ``tp_group`` when the vocabulary is
+    cut over ranks."""
     total = torch.zeros((), device=logits.device)
     for rows in torch.split(logits, ENTROPY_ROWS):
         scaled = rows.float() / temperature

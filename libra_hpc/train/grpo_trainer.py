@@ -42,13 +42,16 @@ class GrpoTrainer:
     def step(self, message: TrainStep) -> StepDone:
         """Train on one global batch and commit it.
 
-        Raises `BatchRejected` or `PeerLost`, in both cases with the state of before and outside the generation, so that peers notice.
+        Raises `BatchRejected` or `PeerLost`, in both cases with the state of before and outside the generation, so that
+        peers notice.
         """
         begin = time.monotonic()
         state, replicas = self._engine.state, self._replicas
         try:
             if replicas.generation != message.generation:
-                raise BatchRejected(f"this replica is in generation {replicas.generation}, the step is for {message.generation}")
+                raise BatchRejected(
+                    f"this replica is in generation {replicas.generation}, the step is for {message.generation}"
+                )
             if message.step != state.step + 1:
                 raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
             batches = [self._pack(samples) for samples in message.minibatches]
@@ -132,7 +135,9 @@ class GrpoTrainer:
             )
             entropy = entropy_sum(logits.detach(), settings.temperature, tp_group)
             count = torch.tensor(float(len(logprobs)), device=logprobs.device)
-            self._sums += torch.stack([terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count])
+            self._sums += torch.stack(
+                [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]
+            )
             return terms.loss
 
         failure: PeerLost | None = None

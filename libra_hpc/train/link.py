@@ -2,7 +2,8 @@
 
 - Any thread may send.
 - `Pulse` gives a sign of life once a second.
-- While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is handled in order later.
+- While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is handled in order
+  later.
 
 Needs no torch: the simulated trainer speaks through it too.
 """
@@ -22,7 +23,8 @@ from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, StopWor
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
-    """See the module docstring.  The socket stays blocking, so that a receiver never changes the mode under a sender."""
+    """See the module docstring.  The socket stays blocking, so that a receiver never changes the mode under a
+    sender."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, to_worker, from_worker)
@@ -71,7 +73,8 @@ BUSY = (SNAPSHOT, CHECKPOINT)
 
 
 class Pulse:
-    """Reports what the process does, from a thread of its own: one that computes still reports, a stopped one does not."""
+    """Reports what the process does, from a thread of its own: one that computes still reports, a stopped one does
+    not."""
 
     def __init__(self, socket: WorkerSocket) -> None:
         self._socket = socket

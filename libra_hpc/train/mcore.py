@@ -1,4 +1,5 @@
-"""The one door to Megatron-Core: everything we use of it is imported here, under `libra_hpc.train.compat.eager_import`."""
+"""The one door to Megatron-Core: everything we use of it is imported here, under
+`libra_hpc.train.compat.eager_import`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Build Megatron-Core's `GPTModel` from a `Architecture`, with the part that its local (no Transformer Engine) spec lacks.
+"""Build Megatron-Core's `GPTModel` from a `Architecture`, with the part that its local (no Transformer Engine) spec
+lacks.
 
-`PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA generator even on a CPU.  It also
-turns queries and keys by their positions (`libra_hpc.train.rotary`), so the model itself has no position embedding.  Everything else (layers, tensor and
-pipeline parallelism, embeddings, loss) is Megatron-Core's own.  Fusions are off, or run uncompiled (`libra_hpc.train.compat.eager_import`): compiling at
-first use takes longer than a short run and needs a compiler on the node.  The gated activation is "fused" all the same, because that one keeps its input
-alone for the backward pass: two MLP widths of memory per token and layer less.
+`PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA
+generator even on a CPU.  It also turns queries and keys by their positions (`libra_hpc.train.rotary`), so the model
+itself has no position embedding.  Everything else (layers, tensor and pipeline parallelism, embeddings, loss) is
+Megatron-Core's own.  Fusions are off, or run uncompiled (`libra_hpc.train.compat.eager_import`): compiling at first use
+takes longer than a short run and needs a compiler on the node.  The gated activation is "fused" all the same, because
+that one keeps its input alone for the backward pass: two MLP widths of memory per token and layer less.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """Attend within each sequence: query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t, heads * d]."""
+        """Attend within each sequence: query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t,
+        heads * d]."""
         assert packed_seq_params is not None, "the trainer always packs"
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
@@ -112,10 +115,13 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
     )
 
 
-def build_model(shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False) -> GPTModel:
+def build_model(
+    shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False
+) -> GPTModel:
     """Build this rank's part of the model, uninitialised; Megatron-Core's parallel state must exist.
 
-    With ``recompute`` a layer keeps its input alone for the backward pass and is computed again there (Chen et al. 2016, arXiv 1604.06174).
+    With ``recompute`` a layer keeps its input alone for the backward pass and is computed again there (Chen et al.
+    2016, arXiv 1604.06174).
     """
     config = transformer_config(shape, dtype, tp, pp)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
@@ -134,7 +140,8 @@ def build_model(shape: Architecture, device: torch.device, dtype: torch.dtype, t
         )
     if recompute:
         for layer in model.decoder.layers:
-            # Megatron-Core's own recomputation draws from the CUDA generator even on a CPU; without dropout there is no randomness to repeat.
+            # Megatron-Core's own recomputation draws from the CUDA generator even on a CPU; without dropout there is no
+            # randomness to repeat.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     # torch.nn.RMSNorm takes no params_dtype from the spec, so the whole model is converted.
     return model.to(device=device, dtype=dtype)

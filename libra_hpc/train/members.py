@@ -31,7 +31,9 @@ BUSY_S = 5.0
 class Members:
     """The base of the train leader: orders, members, and their answers to what was asked last."""
 
-    def __init__(self, rendezvous: Path, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, rendezvous: Path, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
+    ) -> None:
         self._rendezvous, self._send, self._clock = rendezvous, send, clock
         self.generation = 0
         self.members: tuple[int, ...] = ()
@@ -92,18 +94,23 @@ class Members:
         while not condition():
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock()))
+                await asyncio.wait_for(
+                    self._wake.wait(), None if deadline is None else max(0.0, deadline - self._clock())
+                )
             except TimeoutError:
                 return condition()
         return True
 
     async def _order_or_retry(self) -> bool:
-        """Wait for a newer order, or until the last one is to be tried again; False when that was tried for too long."""
+        """Wait for a newer order, or until the last one is to be tried again; False when that was tried for too
+        long."""
         while not self._ordered_newer():
             alive = bool(self._failed) and not self._died
             if alive and (self._failing_since is None or self._member_busy()):
                 self._failing_since = self._clock()
-            if not await self._until(self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None):
+            if not await self._until(
+                self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None
+            ):
                 return self._failing_since is None or self._clock() - self._failing_since < NEW_GENERATION_S
         return True
 

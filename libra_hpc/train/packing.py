@@ -1,9 +1,10 @@
 """Samples to packed micro-batches: sequences of many lengths side by side in one row, without padding between them.
 
-Samples are sorted by length and packed greedily up to ``micro_tokens``, so that neighbours have similar lengths.  Only attention needs a rectangle: the
-sequences of a pack are cut into `Block` s, runs of similar length, and each block is padded by itself.  A block grows while its padded attention costs at most
-`PADDED_COST` times what its sequences need (attention is quadratic: one 4k sequence among 200-token ones would else dominate the step).  One block per length
-would waste nothing, but each block is one more kernel launch per layer; at 1.5 a heavy-tailed batch of 64 gives 4-6 blocks.
+Samples are sorted by length and packed greedily up to ``micro_tokens``, so that neighbours have similar lengths.  Only
+attention needs a rectangle: the sequences of a pack are cut into `Block` s, runs of similar length, and each block is
+padded by itself.  A block grows while its padded attention costs at most `PADDED_COST` times what its sequences need
+(attention is quadratic: one 4k sequence among 200-token ones would else dominate the step).  One block per length would
+waste nothing, but each block is one more kernel launch per layer; at 1.5 a heavy-tailed batch of 64 gives 4-6 blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Example(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Tokens ``begin:end`` of a pack hold ``rows`` sequences of at most ``width`` tokens; token ``i`` goes to cell ``place[i]`` of the rectangle."""
+    """Tokens ``begin:end`` of a pack hold ``rows`` sequences of at most ``width`` tokens; token ``i`` goes to cell
+    ``place[i]`` of the rectangle."""
 
     begin: int
     end: int
@@ -73,7 +75,8 @@ class Pack(NamedTuple):
 
 
 def decode(sample: Sample) -> Example:
-    """Turn a wire sample into tensors; raises `ValueError` when its arrays differ in length or its first token is marked for loss."""
+    """Turn a wire sample into tensors; raises `ValueError` when its arrays differ in length or its first token is
+    marked for loss."""
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
@@ -83,14 +86,17 @@ def decode(sample: Sample) -> Example:
 def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, advantage: float) -> Example:
     """Build a checked example; raises `ValueError` as `decode` does."""
     if not len(tokens) == len(mask) == len(logprobs):
-        raise ValueError(f"sample {uid}: {len(tokens)} tokens, {len(mask)} mask entries, {len(logprobs)} log-probabilities")
+        raise ValueError(
+            f"sample {uid}: {len(tokens)} tokens, {len(mask)} mask entries, {len(logprobs)} log-probabilities"
+        )
     if len(mask) and bool(mask[0]):
         raise ValueError(f"sample {uid}: the first token is marked for loss, but nothing predicts it")
     return Example(tokens, mask, logprobs, advantage)
 
 
 def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -> list[Pack]:
-    """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens (a longer one alone); those without loss tokens are left out."""
+    """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens (a longer one alone); those without
+    loss tokens are left out."""
     useful = sorted((s for s in examples if bool(s.mask.any())), key=lambda s: -len(s.tokens))
     groups: list[list[Example]] = []
     room = 0
@@ -113,7 +119,12 @@ def _assemble(group: list[Example], device: torch.device) -> Pack:
     advantages = torch.tensor([s.advantage for s in group], dtype=torch.float32).repeat_interleave(counts)
     bounds32 = bounds.to(device=device, dtype=torch.int32)
     layout = PackedLayout(
-        qkv_format="thd", cu_seqlens_q=bounds32, cu_seqlens_kv=bounds32, max_seqlen_q=lengths[0], max_seqlen_kv=lengths[0], blocks=_blocks(lengths, device)
+        qkv_format="thd",
+        cu_seqlens_q=bounds32,
+        cu_seqlens_kv=bounds32,
+        max_seqlen_q=lengths[0],
+        max_seqlen_kv=lengths[0],
+        blocks=_blocks(lengths, device),
     )
     return Pack(
         tokens=tokens[None].to(device),

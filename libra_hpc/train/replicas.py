@@ -1,11 +1,14 @@
-"""Elastic data parallelism: replicas of one membership generation, joined by process groups that torch's global state never hears of.
+"""Elastic data parallelism: replicas of one membership generation, joined by process groups that torch's global state
+never hears of.
 
-Every replica keeps its own torch world for life.  Ranks with the same (tensor, pipeline) coordinate in different replicas hold the same piece of the model;
-each coordinate gets one *bare* process group per generation, met through a file on the shared file system.  Rules that make membership changes safe:
+Every replica keeps its own torch world for life.  Ranks with the same (tensor, pipeline) coordinate in different
+replicas hold the same piece of the model; each coordinate gets one *bare* process group per generation, met through a
+file on the shared file system.  Rules that make membership changes safe:
 
-1. The member with the highest step is the truth at a join; others take its state.  Received tensors are committed only once every process of the replica
-   has all of its own, so a source that dies half-way leaves the receiver as it was.
-2. Gradients are summed before anything is changed.  All processes of a replica agree on success before the update; on failure the step is not committed.
+1. The member with the highest step is the truth at a join; others take its state.  Received tensors are committed only
+   once every process of the replica has all of its own, so a source that dies half-way leaves the receiver as it was.
+2. Gradients are summed before anything is changed.  All processes of a replica agree on success before the update; on
+   failure the step is not committed.
 3. Whoever fails leaves the group at once, which closes its sockets and thereby wakes peers that wait for it.
 4. Members announce themselves and wait for the others interruptibly; only when all are there does the connect follow,
    which nothing can interrupt.
@@ -28,7 +31,8 @@ from .device import Store, bare_group, file_store, wait
 from .train_engine import TrainEngine
 
 BROADCAST_ELEMENTS = 1 << 24
-"""Elements of one broadcast of the join (64 MiB of float32): enough to hide latency, little enough not to double the source's memory."""
+"""Elements of one broadcast of the join (64 MiB of float32): enough to hide latency, little enough not to double the
+source's memory."""
 
 
 ANNOUNCE_POLL_S = 0.05

@@ -1,10 +1,12 @@
 """Rotary position embedding of packed sequences: angles once per pack, one multiplication per layer.
 
-Megatron-Core's own embedding walks the sequences of a pack one by one, for queries and for keys of every layer, and asks the device for their lengths each
-time; on a GPU those questions leave it idle between layers, on a CPU the walk is a good part of a step with short sequences.  Here a pack's positions
-become one table of cosines and sines (`Rotary.table`), which all layers share and apply to all tokens at once (`rotated`).
+Megatron-Core's own embedding walks the sequences of a pack one by one, for queries and for keys of every layer, and
+asks the device for their lengths each time; on a GPU those questions leave it idle between layers, on a CPU the walk is
+a good part of a step with short sequences.  Here a pack's positions become one table of cosines and sines
+(`Rotary.table`), which all layers share and apply to all tokens at once (`rotated`).
 
-Source: Su et al. 2021 (arXiv 2104.09864), halves of a head as in Llama's and Qwen's published weights; long contexts as Llama 3.1's ``rope_scaling``.
+Source: Su et al. 2021 (arXiv 2104.09864), halves of a head as in Llama's and Qwen's published weights; long contexts as
+Llama 3.1's ``rope_scaling``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def rotated(x: torch.Tensor, table: Table) -> torch.Tensor:
 
 
 def _stretched(frequencies: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched by ``factor``, short ones kept, those between interpolated."""
+    """Llama 3.1: wavelengths beyond the original context are stretched by ``factor``, short ones kept, those between
+    interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

@@ -22,9 +22,11 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     grad_clip: float = 1.0
     """Largest global gradient norm."""
     warmup_steps: int = 0
-    """Optimizer updates over which the learning rate rises linearly: update ``k`` (from 1) uses ``lr * k / warmup_steps``."""
+    """Optimizer updates over which the learning rate rises linearly: update ``k`` (from 1) uses ``lr * k /
+    warmup_steps``."""
     decay_steps: int = 0
-    """0: the rate stays constant.  Else total updates; over the last ``anneal_steps`` of them the rate falls linearly to 0."""
+    """0: the rate stays constant.  Else total updates; over the last ``anneal_steps`` of them the rate falls
+    linearly to 0."""
     anneal_steps: int = 0
 
 
@@ -39,14 +41,16 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process of a replica: rank ``local_rank`` of a torch world of ``tp * pp`` processes, tensor-parallel ranks fastest."""
+    """One process of a replica: rank ``local_rank`` of a torch world of ``tp * pp`` processes, tensor-parallel ranks
+    fastest."""
 
     model_dir: str
     """Hugging Face folder: config.json and tokenizer always, weights when ``start_dir`` is empty."""
     world_rendezvous: str
     """Path of a fresh FileStore shared by the processes of this replica alone."""
     start_dir: str = ""
-    """State to start from: a checkpoint, a snapshot, or a folder of snapshots; empty: the weights in ``model_dir`` at step 0."""
+    """State to start from: a checkpoint, a snapshot, or a folder of snapshots; empty: the weights in ``model_dir``
+    at step 0."""
     device: Literal["cpu", "cuda"] = "cpu"
     device_index: int = 0
     """CUDA device of this process."""
@@ -67,7 +71,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = 1
     seed: int = 0
     step_timeout_s: float = 900.0
-    """Longest wait for a live but slower peer inside one gradient sum.  A dead peer is noticed at once, by its closed socket."""
+    """Longest wait for a live but slower peer inside one gradient sum.  A dead peer is noticed at once, by its
+    closed socket."""
     join_timeout_s: float = 60.0
     """Longest wait for all members of a generation to appear; a newer order ends it at once."""
 

@@ -1,7 +1,9 @@
-"""Supervised warm start: teach a policy on demonstrations, in one process, through the same model, optimizer and schedule as reinforcement learning.
+"""Supervised warm start: teach a policy on demonstrations, in one process, through the same model, optimizer and
+schedule as reinforcement learning.
 
-Loss is the mean negative log-likelihood of the masked tokens of a batch.  The learning rate rises linearly over ``warmup`` steps, stays until half of the
-steps, and falls linearly to zero (a warmup-stable-decay schedule), bounded by steps and not by seconds so that a run can be repeated exactly.
+Loss is the mean negative log-likelihood of the masked tokens of a batch.  The learning rate rises linearly over
+``warmup`` steps, stays until half of the steps, and falls linearly to zero (a warmup-stable-decay schedule), bounded by
+steps and not by seconds so that a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -47,15 +49,19 @@ def warm_start(
     device: str = "cpu",
     threads: int = 1,
 ) -> dict[str, float]:
-    """Train the Hugging Face model in ``model_dir`` for ``steps`` batches and write it, with its tokenizer, as ``out_dir`` (may be the same).
+    """Train the Hugging Face model in ``model_dir`` for ``steps`` batches and write it, with its tokenizer, as
+    ``out_dir`` (may be the same).
 
-    ``batches`` yields at least ``steps`` lists of demonstrations.  Returns ``first_loss`` and ``last_loss`` (means over up to 100 steps, nats per token),
-    ``steps`` and ``tokens``.  Must be the process's only user of torch.distributed while it runs.  Raises `UserError` when ``warmup`` does not end before
-    ``steps``, or for a model that cannot be trained; `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError`
-    when the batches run out.
+    ``batches`` yields at least ``steps`` lists of demonstrations.  Returns ``first_loss`` and ``last_loss`` (means over
+    up to 100 steps, nats per token), ``steps`` and ``tokens``.  Must be the process's only user of torch.distributed
+    while it runs.  Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be
+    trained; `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the
+    batches run out.
     """
     if not 0 <= warmup < steps:
-        raise invalid("warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}")
+        raise invalid(
+            "warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}"
+        )
     chosen = choose(device, 0, threads)
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     shape = read_shape(model_dir)
@@ -80,7 +86,9 @@ def warm_start(
     return result
 
 
-def _train(engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], steps: int, micro_tokens: int) -> dict[str, float]:
+def _train(
+    engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], steps: int, micro_tokens: int
+) -> dict[str, float]:
     total = torch.zeros((), device=engine.device)
 
     def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
@@ -109,8 +117,15 @@ def _train(engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], step
             recent = losses[-REPORT_EVERY:]
             print(f"warm start: step {step} of {steps}, loss {sum(recent) / len(recent):.3f}", file=sys.stderr)
     window = min(REPORT_EVERY, steps)
-    return {"first_loss": sum(losses[:window]) / window, "last_loss": sum(losses[-window:]) / window, "steps": float(steps), "tokens": float(tokens)}
+    return {
+        "first_loss": sum(losses[:window]) / window,
+        "last_loss": sum(losses[-window:]) / window,
+        "steps": float(steps),
+        "tokens": float(tokens),
+    }
 
 
 def _example(tokens: list[int], mask: list[int]) -> Example:
-    return example("demonstration", torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool), torch.zeros(len(tokens)), 0.0)
+    return example(
+        "demonstration", torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool), torch.zeros(len(tokens)), 0.0
+    )

@@ -1,9 +1,10 @@
 """Splitting one global batch over the live replicas: pure.
 
-A batch's groups are cut into ``minibatches`` contiguous parts (one optimizer step each); each part's samples go to the replicas by longest processing
-time first, so that token counts, which is what a packed replica's time depends on, differ by at most one sample.  The divisor of the token-mean loss is
-the part's number of generated tokens over *all* its samples, also those whose advantage is zero and that need no forward pass: leaving them out saves
-time and changes nothing.
+A batch's groups are cut into ``minibatches`` contiguous parts (one optimizer step each); each part's samples go to the
+replicas by longest processing time first, so that token counts, which is what a packed replica's time depends on,
+differ by at most one sample.  The divisor of the token-mean loss is the part's number of generated tokens over *all*
+its samples, also those whose advantage is zero and that need no forward pass: leaving them out saves time and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def loss_tokens_of(sample: Sample) -> int:
 Shards = list[tuple[tuple[Sample, ...], ...]]
 
 
-def shard(groups: Sequence[Group], replicas: int, minibatches: int, skip_zero_advantage: bool) -> tuple[Shards, tuple[int, ...]]:
+def shard(
+    groups: Sequence[Group], replicas: int, minibatches: int, skip_zero_advantage: bool
+) -> tuple[Shards, tuple[int, ...]]:
     """Return (per replica: its samples of every minibatch, loss tokens of every global minibatch).
 
     The assignment depends only on the arguments, so a step that is redone with the same members sees the same shards.

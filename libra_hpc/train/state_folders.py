@@ -1,10 +1,10 @@
 """Checkpoint and snapshot folders: what is in one, which one is newest, and how one appears all at once.
 
-A folder holds ``policy/`` (a Hugging Face folder: config, tokenizer, ``model.safetensors``), ``optimizer.safetensors`` (``exp_avg/<HF name>``,
-``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than float32), ``trainer.json``
-and, written last, ``manifest.json``: the size and checksum of every other file.  It is written under a temporary name
-and renamed when complete; a process killed while writing leaves only a temporary one behind.  What a file system loses
-or tears later, `verify` finds.
+A folder holds ``policy/`` (a Hugging Face folder: config, tokenizer, ``model.safetensors``), ``optimizer.safetensors``
+(``exp_avg/<HF name>``, ``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than
+float32), ``trainer.json`` and, written last, ``manifest.json``: the size and checksum of every other file.  It is
+written under a temporary name and renamed when complete; a process killed while writing leaves only a temporary one
+behind.  What a file system loses or tears later, `verify` finds.
 
 The train leader adds ``state.json``, the data position, to a checkpoint.  Needs no torch, so an agent may use it.
 """
@@ -185,7 +185,8 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def resolve(folder: Path) -> Path:
-    """``folder`` itself when it is a state, else the newest one in it; raises `FileNotFoundError` when there is neither.
+    """``folder`` itself when it is a state, else the newest one in it; raises `FileNotFoundError` when there is
+    neither.
 
     A checkpoint (its name ends with its step) may be removed between the moment it is chosen and the one it
     is read, because a newer one is complete: then that one.

@@ -1,7 +1,9 @@
-"""One rank of a Megatron-Core replica: model, gradient buffers, optimizer, schedule, learning rate, and the state they add up to.
+"""One rank of a Megatron-Core replica: model, gradient buffers, optimizer, schedule, learning rate, and the state they
+add up to.
 
-The replica's torch world (``tp * pp`` processes) is made once and lives as long as the process: every process group inside Megatron-Core's modules stays
-valid, whoever joins or leaves the data-parallel side, which is `libra_hpc.train.replicas`' business and enters here only as the ``reduce`` callback.
+The replica's torch world (``tp * pp`` processes) is made once and lives as long as the process: every process group
+inside Megatron-Core's modules stays valid, whoever joins or leaves the data-parallel side, which is
+`libra_hpc.train.replicas`' business and enters here only as the ``reduce`` callback.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ CONSTANT_STEPS = 1 << 40
 
 
 def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, timeout_s: float) -> ReplicaPlace:
-    """Create the replica's torch world and Megatron-Core's parallel state in it; collective over its ``tp * pp`` processes."""
+    """Create the replica's torch world and Megatron-Core's parallel state in it; collective over its ``tp * pp``
+    processes."""
     compat.install()
-    dist.init_process_group(backend(device), store=store, rank=rank, world_size=tp * pp, timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend(device), store=store, rank=rank, world_size=tp * pp, timeout=datetime.timedelta(seconds=timeout_s)
+    )
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
     return ReplicaPlace(
         tp=tp,
@@ -67,12 +72,19 @@ class TrainEngine:
     """Forward, backward and update of one rank; its weights are uninitialised until a state is loaded into it."""
 
     def __init__(
-        self, shape: Architecture, device: torch.device, dtype: torch.dtype, split: ReplicaPlace, settings: OptimizerSettings, recompute: bool = False
+        self,
+        shape: Architecture,
+        device: torch.device,
+        dtype: torch.dtype,
+        split: ReplicaPlace,
+        settings: OptimizerSettings,
+        recompute: bool = False,
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
         self.shape, self.device, self.split = shape, device, split
         self.reduce: Callable[[list[torch.Tensor]], None] = lambda _buffers: None
-        """Called once per update with the flat gradient buffers, after the replica's own reduction; sums them over replicas in place."""
+        """Called once per update with the flat gradient buffers, after the replica's own reduction; sums them over
+        replicas in place."""
         model = build_model(shape, device, dtype, split.tp, split.pp, recompute)
         _mark_sharded(model, shape, split)
         self._rotary = Rotary(shape, device, dtype)
@@ -93,7 +105,10 @@ class TrainEngine:
         )
         with compat.mcore_device():
             self._optimizer = get_megatron_optimizer(
-                optimizer_config, [self.ddp], config_overrides=get_standard_config_overrides(optimizer_config), use_gloo_process_groups=False
+                optimizer_config,
+                [self.ddp],
+                config_overrides=get_standard_config_overrides(optimizer_config),
+                use_gloo_process_groups=False,
             )
         decays = settings.decay_steps > 0
         self._scheduler = OptimizerParamScheduler(
@@ -138,7 +153,8 @@ class TrainEngine:
         self._optimizer.zero_grad()
 
     def forward_backward(self, packs: list[Pack], loss: Loss) -> None:
-        """Accumulate the gradient of the summed loss of ``packs`` and reduce it over the replicas; without packs the gradient is zero.
+        """Accumulate the gradient of the summed loss of ``packs`` and reduce it over the replicas; without packs the
+        gradient is zero.
 
         Raises whatever ``reduce`` raises, after which the gradients are meaningless and the weights are as before.
         """
@@ -159,7 +175,9 @@ class TrainEngine:
             self._schedule(packs, loss, forward_only=True)
 
     def _schedule(self, packs: list[Pack], loss: Loss, *, forward_only: bool) -> None:
-        def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        def step(
+            iterator: Iterator[Pack], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             pack = next(iterator)
 
             def total(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -180,8 +198,11 @@ class TrainEngine:
                 forward_only=forward_only,
             )
 
-    def _finalize(self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None, pg_collection: Any, force_all_reduce: bool) -> None:
-        # Within the replica first (tied embeddings over stages, q/k norms over tensor ranks); these sums are linear, so replicas can be added after.
+    def _finalize(
+        self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None, pg_collection: Any, force_all_reduce: bool
+    ) -> None:
+        # Within the replica first (tied embeddings over stages, q/k norms over tensor ranks); these sums are linear, so
+        # replicas can be added after.
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         self.reduce(self.gradients())
 
@@ -195,7 +216,8 @@ class TrainEngine:
         return float(norm)
 
     def _set_schedule(self) -> None:
-        # Megatron-Core counts from 0; set to the number of the update about to run, so that warm-up starts at lr / warmup_steps, not at 0.
+        # Megatron-Core counts from 0; set to the number of the update about to run, so that warm-up starts at lr /
+        # warmup_steps, not at 0.
         self._scheduler.num_steps = self.state.updates
         self._scheduler.step(0)
 
@@ -208,7 +230,8 @@ class TrainEngine:
         return bool(flag.item())
 
     def release(self) -> None:
-        """Give device memory back: gradient buffers and lower-precision weights are freed, the state moves to host memory; `reclaim` undoes it.
+        """Give device memory back: gradient buffers and lower-precision weights are freed, the state moves to host
+        memory; `reclaim` undoes it.
 
         Until then the engine can neither compute nor be saved.
         """
@@ -236,7 +259,8 @@ class TrainEngine:
 
 
 def _mark_sharded(model: torch.nn.Module, shape: Architecture, split: ReplicaPlace) -> None:
-    # Megatron-Core sets this while it draws initial weights, which we skip; without it the gradient norm counts sharded tensors on one rank only.
+    # Megatron-Core sets this while it draws initial weights, which we skip; without it the gradient norm counts sharded
+    # tensors on one rank only.
     parameters = dict(model.named_parameters())
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         parameters[name].tensor_model_parallel = entry.dim is not None  # type: ignore[attr-defined]
@@ -252,7 +276,9 @@ class EngineState:
         """Optimizer updates made, skipped ones left out; also Adam's own counter."""
         self.parameters = engine.named_parameters()
         # In bfloat16 the optimizer works on float32 copies ("master" weights); in float32 on the parameters themselves.
-        self.master: dict[str, torch.Tensor] = {name: getattr(p, "main_param", p) for name, p in self.parameters.items()}
+        self.master: dict[str, torch.Tensor] = {
+            name: getattr(p, "main_param", p) for name, p in self.parameters.items()
+        }
         self.mixed = any(self.master[name] is not p for name, p in self.parameters.items())
         """True when weights are kept in less than float32, with float32 masters beside them."""
         adam = engine.adam_state()
@@ -267,7 +293,8 @@ class EngineState:
             self._counters.append(counter)
 
     def tensors_in_place(self) -> list[torch.Tensor]:
-        """All float32 tensors of the state as the optimizer holds them, in an order that is the same on every replica."""
+        """All float32 tensors of the state as the optimizer holds them, in an order that is the same on every
+        replica."""
         return [t for name in self.master for t in (self.master[name], self.exp_avg[name], self.exp_avg_sq[name])]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -276,7 +303,8 @@ class EngineState:
 
     @torch.no_grad()
     def commit(self, step: int, updates: int) -> None:
-        """Declare the tensors to be the state after ``step`` and ``updates``: refresh weights from masters and Adam's counters."""
+        """Declare the tensors to be the state after ``step`` and ``updates``: refresh weights from masters and
+        Adam's counters."""
         self.step, self.updates = step, updates
         for counter in self._counters:
             counter.fill_(float(updates))

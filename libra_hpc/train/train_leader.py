@@ -1,12 +1,15 @@
-"""The train leader: carries out membership generations, runs global batches, commits.  It runs in the agent of the lowest training rank, without weights.
+"""The train leader: carries out membership generations, runs global batches, commits.  It runs in the agent of the
+lowest training rank, without weights.
 
-One loop.  At a step boundary the newest generation ordered by the coordinator is formed (`Join`, in which newcomers receive weights and optimizer state
-from the member with the highest step).  Then one step: the batch is sharded over the members, every member answers `StepDone`, the step is committed, its
-weights are exported and published, and the batch's prompts are reported as trained.
+One loop.  At a step boundary the newest generation ordered by the coordinator is formed (`Join`, in which newcomers
+receive weights and optimizer state from the member with the highest step).  Then one step: the batch is sharded over
+the members, every member answers `StepDone`, the step is committed, its weights are exported and published, and the
+batch's prompts are reported as trained.
 
-A step is committed when any surviving member committed it: the group's all-reduce either reached that member, and then its state is the truth that the
-next generation takes over, or it reached nobody and the step is done again on the same batch.  The last `TrainLeader.retain` batches are kept, so
-that a replica rebuilt from a snapshot a few steps old can be brought to the committed step by replay.
+A step is committed when any surviving member committed it: the group's all-reduce either reached that member, and then
+its state is the truth that the next generation takes over, or it reached nobody and the step is done again on the same
+batch.  The last `TrainLeader.retain` batches are kept, so that a replica rebuilt from a snapshot a few steps old can be
+brought to the committed step by replay.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ batch; three are the policy itself.  Half: a single pair of bad batches ends a r
 
 
 class TrainLeader(Members):
-    """See the module docstring.  Inputs are the ``on_*`` methods, called from the agent's message handler; `run` is its one task."""
+    """See the module docstring.  Inputs are the ``on_*`` methods, called from the agent's message handler; `run` is
+    its one task."""
 
     def __init__(
         self,
@@ -89,7 +93,8 @@ class TrainLeader(Members):
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
         self._last_commit = clock()
-        # The start's weights are published too: an engine that wakes from standby needs a file even before the first step.
+        # The start's weights are published too: an engine that wakes from standby needs a file even before the first
+        # step.
         self._exports = Exports(step - 1)
         self._saves = Retry(SAVE_FIRST_S, SAVE_LONGEST_S)
         self._save_due = False
@@ -100,7 +105,8 @@ class TrainLeader(Members):
         self._totals: list[int] = []
         """Loss tokens of the minibatches of the last step that have any."""
 
-    # --- inputs -----------------------------------------------------------------------------------------------------------------------------
+    # --- inputs
+    # ----------------------------------------------------------------------------------------------
 
     def on_batch(self, batch: Batch) -> None:
         """The global batch of a step arrived."""
@@ -164,7 +170,8 @@ class TrainLeader(Members):
         self._stop_reason = reason
         self._wake.set()
 
-    # --- the loop ---------------------------------------------------------------------------------------------------------------------------
+    # --- the loop
+    # ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Train to the last step; returns after the final checkpoint."""
@@ -211,16 +218,22 @@ class TrainLeader(Members):
             self._state_step = self._replies[wanted[0]].step
             for rank in wanted:
                 joined: Joined = self._replies[rank]
-                self._send(0, MemberJoined(rank, self.generation, joined.step, joined.received_bytes, self._clock() - started))
+                self._send(
+                    0, MemberJoined(rank, self.generation, joined.step, joined.received_bytes, self._clock() - started)
+                )
             if self._state_step == self.step + 1 and self._state_step in self._batches:
                 self._commit(self._batches[self._state_step], [], 0.0, 0.0)
-            elif not (self._state_step == self.step or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))):
+            elif not (
+                self._state_step == self.step
+                or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))
+            ):
                 where = f"the replicas hold step {self._state_step}, the run is at step {self.step}"
                 return self._fail(f"{where}, and the batches between are gone", restart=self._saved_step > 0)
         return True
 
     async def _replay(self) -> None:
-        """Redo one committed step on a state that is behind; the batch is the same, so the state becomes what it was."""
+        """Redo one committed step on a state that is behind; the batch is the same, so the state becomes what it
+        was."""
         if await self._ask(self._batches[self._state_step + 1]):
             self._state_step += 1
 
@@ -255,7 +268,9 @@ class TrainLeader(Members):
         for rank, minibatches in zip(self.members, shards, strict=True):
             self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
         members = self.members
-        await self._until(lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members))
+        await self._until(
+            lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
+        )
         self._broken = bool(self._failed)
         if not self._failed:
             self._failing_since = None
@@ -275,7 +290,12 @@ class TrainLeader(Members):
         tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
         metrics = dict(batch.stats)
         metrics.update(
-            generation=self.generation, replicas=len(self.members), wait_s=waited_s, tokens=tokens, step_s=now - self._last_commit, version=self.step
+            generation=self.generation,
+            replicas=len(self.members),
+            wait_s=waited_s,
+            tokens=tokens,
+            step_s=now - self._last_commit,
+            version=self.step,
         )
         if replies:
             metrics.update(train_columns(replies, tokens, wall_s, self._exports.seconds))
@@ -286,7 +306,8 @@ class TrainLeader(Members):
         self._export()
 
     def _export(self) -> None:
-        """Have the newest weights written and published, once.  Only at a step boundary: the exporter writes what it has."""
+        """Have the newest weights written and published, once.  Only at a step boundary: the exporter writes what it
+        has."""
         if self._export_due() and self._exports.ask(self.step, self._clock()):
             self._send(self.exporter, ToReplica(Export("", self.step)))
 

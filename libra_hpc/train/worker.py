@@ -1,4 +1,5 @@
-"""The Megatron worker process: obeys the messages of `libra_hpc.protocol.trainer` over its agent's socket until the socket closes.
+"""The Megatron worker process: obeys the messages of `libra_hpc.protocol.trainer` over its agent's socket until the
+socket closes.
 
     python -m libra_hpc.train.worker --socket PATH --config JSON
 
@@ -68,7 +69,9 @@ class Worker:
         device = choose(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp)
         split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
-        self._engine = TrainEngine(shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute)
+        self._engine = TrainEngine(
+            shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute
+        )
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
         self._replicas = Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
@@ -111,7 +114,9 @@ class Worker:
             self._socket.send(error)
             return
         seconds = time.monotonic() - begin
-        self._socket.send(Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt))
+        self._socket.send(
+            Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt)
+        )
 
     def _train(self, message: TrainStep) -> None:
         try:
@@ -151,7 +156,12 @@ class Worker:
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()
         if message.step != self._engine.state.step:
-            self._socket.send(WorkerError(f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}", fatal=False))
+            self._socket.send(
+                WorkerError(
+                    f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}",
+                    fatal=False,
+                )
+            )
             return
         try:
             with self._pulse.phase(CHECKPOINT):
@@ -178,7 +188,9 @@ class Worker:
 def main(arguments: list[str] | None = None) -> int:
     """Run a worker process; returns its exit code."""
     begin = time.monotonic()
-    parser = argparse.ArgumentParser(prog="libra_hpc.train.worker", description="One process of a Megatron-Core replica.")
+    parser = argparse.ArgumentParser(
+        prog="libra_hpc.train.worker", description="One process of a Megatron-Core replica."
+    )
     parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
     parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
     options = parser.parse_args(arguments)

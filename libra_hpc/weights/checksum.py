@@ -1,4 +1,5 @@
-"""The checksum of a weight file, which every end of its journey computes: exporter, and engine before it touches a parameter."""
+"""The checksum of a weight file, which every end of its journey computes: exporter, and engine before it touches a
+parameter."""
 
 from __future__ import annotations
 

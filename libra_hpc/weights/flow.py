@@ -2,8 +2,8 @@
 
 - A child has at most `IN_FLIGHT` chunks that it has not taken; when it takes one, the next is read and sent.
 - Another file is started for a child -> unsent chunks of the one before are dropped.
-- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for weights
-  when it is back.
+- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for
+  weights when it is back.
 
 Every chunk is a copy of its own, so a file may be removed while a chunk of it still waits to be sent.
 """
@@ -22,7 +22,8 @@ from typing import NamedTuple
 from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
 
 CHUNK_BYTES = 16 << 20
-"""Large enough that the network's bandwidth is reached, small enough that a tree of depth 5 starts its last hop after 80 MiB."""
+"""Large enough that the network's bandwidth is reached, small enough that a tree of depth 5 starts its last hop
+after 80 MiB."""
 IN_FLIGHT = 4
 """Chunks: one on the wire, three for the pauses of the sender's loop.
 

@@ -1,8 +1,9 @@
 """Megatron-Core parameter names and layouts <-> Hugging Face ones, for any tensor- and pipeline-parallel split.
 
-The mapping holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ: ``linear_qkv`` interleaves per query group
-(its q heads, its k head, its v head), and ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.  A pipeline stage numbers its layers from 0.
-Ranks of a replica are ``stage * tp + tensor rank``.
+The mapping holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ:
+``linear_qkv`` interleaves per query group (its q heads, its k head, its v head), and ``linear_fc1`` holds gate and up
+halves *per tensor-parallel rank*.  A pipeline stage numbers its layers from 0. Ranks of a replica are ``stage * tp +
+tensor rank``.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
     if entry.layout == "qkv":
-        full = torch.cat([x.reshape(shape.groups, -1, *x.shape[1:]) for x in parts], dim=1).reshape(-1, *parts[0].shape[1:])
+        full = torch.cat([x.reshape(shape.groups, -1, *x.shape[1:]) for x in parts], dim=1).reshape(
+            -1, *parts[0].shape[1:]
+        )
     elif entry.layout == "gated":
         full = torch.stack(parts)
     else:
@@ -115,7 +118,8 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
 
 
 def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[torch.Tensor]:
-    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks; fresh contiguous memory."""
+    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks; fresh
+    contiguous memory."""
     if entry.layout == "gated":
         halves = [part.chunk(2) for part in parts]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
@@ -127,24 +131,33 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
     return [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
 
 
-def load(tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> None:
-    """Copy Hugging Face tensors into ``tensors`` (by Megatron-Core name, this rank's parts); raises `ValueError` when a shape differs."""
+def load(
+    tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace
+) -> None:
+    """Copy Hugging Face tensors into ``tensors`` (by Megatron-Core name, this rank's parts); raises `ValueError`
+    when a shape differs."""
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         source = from_hf(entry, get, shape, split)
         if source.shape != tensors[name].shape:
-            raise ValueError(f"{', '.join(entry.hf)}: the file has {tuple(source.shape)} for this rank, the model needs {tuple(tensors[name].shape)}")
+            raise ValueError(
+                f"{', '.join(entry.hf)}: the file has {tuple(source.shape)} for this rank, the model needs"
+                f" {tuple(tensors[name].shape)}"
+            )
         tensors[name].copy_(source)
 
 
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
-    """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks take part and get an empty dict.
+    """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks take part and get an empty
+    dict.
 
     Collective over the replica.  ``tensors`` are this rank's parts by Megatron-Core name, all of one dtype.
     """
     return {name: tensor.cpu() for name, tensor in gathered(tensors, shape, split)}
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered(
+    tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace
+) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gather`, one tensor after the other and on the device; it must be exhausted on every rank."""
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         if entry.copy:

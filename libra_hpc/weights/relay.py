@@ -9,7 +9,8 @@ it is stored, so the depth of the tree costs one chunk.  Only the finished, chec
 - /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed; asks again later.
 - Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MOST_S`, until a version is complete.
 
-Receivers ask for what they miss (`WeightsWanted`): a node that joins, a rebuilt engine, a subtree whose inner node died.
+Receivers ask for what they miss (`WeightsWanted`): a node that joins, a rebuilt engine, a subtree whose inner node
+died.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .incoming import Incoming
 KEEP_VERSIONS = 2
 """An engine may still be reading the previous file when the next one is complete."""
 RETRY_S = 10.0
-"""An engine that closes an older version, or a person, frees memory: neither at once.  A corrupt source stays corrupt."""
+"""An engine that closes an older version, or a person, frees memory: neither at once.  A corrupt source stays
+corrupt."""
 RETRY_MOST_S = 60.0
 """Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
 
@@ -61,8 +63,8 @@ class Publisher:
 class Receiver:
     """The receiving and forwarding end, on a rollout node; times are seconds of ``time.monotonic``.
 
-    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with an
-    event.
+    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with
+    an event.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Is this file the weights it is said to be?  Checked completely before vLLM touches a parameter.
 
-vLLM cannot undo a half-applied update, so everything that can be known beforehand is: the checksum of the whole file, that the safetensors header covers
-it exactly (no truncation), and that names and shapes are those of the model folder the engine was started from.  `check_weight_file` uses no state and
-spends its time in reads and ``zlib.crc32``, both outside the interpreter lock: run it in a thread while the engine keeps generating.
+vLLM cannot undo a half-applied update, so everything that can be known beforehand is: the checksum of the whole file,
+that the safetensors header covers it exactly (no truncation), and that names and shapes are those of the model folder
+the engine was started from.  `check_weight_file` uses no state and spends its time in reads and ``zlib.crc32``, both
+outside the interpreter lock: run it in a thread while the engine keeps generating.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class WeightFileError(Exception):
 
 
 def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes in a safetensors file; raises `WeightFileError` when it is truncated, malformed, or holds other than floats."""
+    """Tensor names and shapes in a safetensors file; raises `WeightFileError` when it is truncated, malformed, or
+    holds other than floats."""
     out: dict[str, tuple[int, ...]] = {}
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -69,7 +71,10 @@ def check_weight_file(path: str, crc32: int, expected: Shapes, tied: bool) -> No
         raise WeightFileError(f"{path}: {len(unknown)} tensors are not the model's: {_some(unknown)}.")
     if wrong := sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name]):
         first = wrong[0]
-        raise WeightFileError(f"{path}: {len(wrong)} tensors have a wrong shape: {first} is {list(found[first])}, expected {list(expected[first])}.")
+        raise WeightFileError(
+            f"{path}: {len(wrong)} tensors have a wrong shape: {first} is {list(found[first])}, expected"
+            f" {list(expected[first])}."
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -17,9 +17,18 @@ from libra_hpc.preflight.files import check_task
 
 
 def line(index: int, started: float, ended: float, engines: str, *, after: bool = False, reward: float = 1.0) -> Line:
-    """A trajectory with a prompt of 10 tokens and one turn at each of ``engines``: 3 tokens generated, before all but the first 5 new ones."""
-    turns = [{"engine": engine, "gen_tokens": 3, "new_tokens": 5 if number else 0} for number, engine in enumerate(engines)]
-    facts = {"index": index, "prompt_tokens": 10, "turns": turns, "reward": reward, "info": {"after_drift": float(after)}}
+    """A trajectory with a prompt of 10 tokens and one turn at each of ``engines``: 3 tokens generated, before all
+    but the first 5 new ones."""
+    turns = [
+        {"engine": engine, "gen_tokens": 3, "new_tokens": 5 if number else 0} for number, engine in enumerate(engines)
+    ]
+    facts = {
+        "index": index,
+        "prompt_tokens": 10,
+        "turns": turns,
+        "reward": reward,
+        "info": {"after_drift": float(after)},
+    }
     return facts | {"started_at": started, "finished_at": ended}
 
 
@@ -30,7 +39,12 @@ def test_a_move_leaves_the_whole_context_behind() -> None:
 
 
 def test_figures_of_two_batches() -> None:
-    lines = [line(0, 100.0, 101.0, "ab"), line(1, 100.5, 104.0, "aa", reward=0.0), line(2, 200.0, 202.0, "b"), line(3, 200.0, 201.0, "b")]
+    lines = [
+        line(0, 100.0, 101.0, "ab"),
+        line(1, 100.5, 104.0, "aa", reward=0.0),
+        line(2, 200.0, 202.0, "b"),
+        line(3, 200.0, 201.0, "b"),
+    ]
     found = figures("p", 7, "x", lines, prompts=2)
     assert (found.batches, found.batch_s, found.p50_s, found.p99_s) == (2, 3.0, 2.0, 3.5)
     assert found.tokens_per_s == pytest.approx(6 * 3 / 6.0)
@@ -47,19 +61,34 @@ def test_nothing_to_say_is_an_error() -> None:
 def test_phases_go_without_their_first_batches() -> None:
     lines = [line(index, 0.0, 1.0, "a", after=index >= 4) for index in range(8)]
     found = by_phase(reversed(lines), prompts=2, warm_up=1)
-    assert {name: sorted(one["index"] for one in lines) for name, lines in found.items()} == {"long chains": [2, 3], "long prompts": [6, 7]}
+    assert {name: sorted(one["index"] for one in lines) for name, lines in found.items()} == {
+        "long chains": [2, 3],
+        "long prompts": [6, 7],
+    }
 
 
 def test_steps_with_prefill_do_not_count() -> None:
-    points = [StepPoint(tp=1, decodes=1, kv_tokens=8, prefill=prefill, seconds=seconds) for prefill, seconds in ((0, 0.002), (0, 0.004), (9, 1.0))]
+    points = [
+        StepPoint(tp=1, decodes=1, kv_tokens=8, prefill=prefill, seconds=seconds)
+        for prefill, seconds in ((0, 0.002), (0, 0.004), (9, 1.0))
+    ]
     assert step_ms(points) == pytest.approx(3.0)
 
 
 def one(policy: str, seed: int, **changes: Any) -> Figures:
     values: dict[str, Any] = {
-        "batches": 1, "batch_s": 1.0, "p50_s": 1.0, "p95_s": 1.0, "p99_s": 1.0, "tokens_per_s": 1.0, "moves": 0.0, "reprefilled": 0.0, "turns": 1.0,
-        "shares": {"r2.0": 1.0}, "reward": 1.0,
-    }  # fmt: skip
+        "batches": 1,
+        "batch_s": 1.0,
+        "p50_s": 1.0,
+        "p95_s": 1.0,
+        "p99_s": 1.0,
+        "tokens_per_s": 1.0,
+        "moves": 0.0,
+        "reprefilled": 0.0,
+        "turns": 1.0,
+        "shares": {"r2.0": 1.0},
+        "reward": 1.0,
+    }
     return Figures(policy=policy, seed=seed, phase="x", **{**values, **changes})
 
 
@@ -83,7 +112,12 @@ def test_the_run_is_the_quickstart_with_two_engines(tmp_path: Path, monkeypatch:
     for override in overrides("least_loaded", 3, 25, tmp_path):
         apply_override(data, override)
     config = validate(data)
-    assert (config.rollout.tp, config.rollout.policy, config.run.seed, config.run.steps) == ([1, 2], "least_loaded", 3, 25)
+    assert (config.rollout.tp, config.rollout.policy, config.run.seed, config.run.steps) == (
+        [1, 2],
+        "least_loaded",
+        3,
+        25,
+    )
     assert config.components.rollout.nodes == len(ENGINES)
     assert config.task.options == {"drift_at": 0.4, "gate": str(tmp_path / "gate")}
     check_task(config.task.name)

@@ -1,4 +1,5 @@
-"""The simulator of re-planning: nodes move as stated, rules do what they are described to do, and the live planner beats standing still."""
+"""The simulator of re-planning: nodes move as stated, rules do what they are described to do, and the live planner
+beats standing still."""
 
 from __future__ import annotations
 
@@ -28,14 +29,22 @@ def test_work_is_whole_batches_and_drifts(name: str) -> None:
     assert len(work) == 60 * 8 * 4
     assert len({t.prompt_id for t in work}) == 60 * 8
     assert work == drifting(LAWS[name], 60, 8, 4, seed=1)
-    share = [sum(t.generated for t in part) / sum(t.context for t in part) for part in (work[:512], work[512:1024], work[1408:])]
+    share = [
+        sum(t.generated for t in part) / sum(t.context for t in part)
+        for part in (work[:512], work[512:1024], work[1408:])
+    ]
     assert max(share) > 2.0 * min(share)
 
 
 def test_the_laws_are_what_they_say() -> None:
     (early, _), (late, _) = answers_grow(0)[0], answers_grow(4 * DOUBLING)[0]
     assert late.generated == 16 * early.generated
-    assert [curriculum(step)[0][0].name for step in (0, PHASE - 1, PHASE, 2 * PHASE)] == ["documents", "documents", "math", "documents"]
+    assert [curriculum(step)[0][0].name for step in (0, PHASE - 1, PHASE, 2 * PHASE)] == [
+        "documents",
+        "documents",
+        "math",
+        "documents",
+    ]
     assert [mixture(step)[0][1] for step in (0, PERIOD / 4, PERIOD / 2, PERIOD)] == pytest.approx([0.0, 0.5, 1.0, 0.0])
 
 

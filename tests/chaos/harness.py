@@ -1,4 +1,5 @@
-"""Whole runs that are disturbed: a small run file with simulated engines, faults to inject, and what must hold afterwards, whatever was injected."""
+"""Whole runs that are disturbed: a small run file with simulated engines, faults to inject, and what must hold
+afterwards, whatever was injected."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Chaos(Case):
 
 
 def sound(case: Chaos, state: str = "completed") -> None:
-    """What holds after any fault: a true final state with a reason, each step once, each group at most once, the staleness bound, and nothing left behind."""
+    """What holds after any fault: a true final state with a reason, each step once, each group at most once, the
+    staleness bound, and nothing left behind."""
     run = case.run
     assert run is not None
     assert case.ended() == state, (case.message(), case.logs())

@@ -41,12 +41,22 @@ class OddEpisode(Episode):
 
 
 class OddKeyChain(KeyChain):
-    """``always``: the fault of every episode.  ``once``: a few prompts have one of every kind, each the first time it is met.  ``down``: a file; while it
-    exists every step raises."""
+    """``always``: the fault of every episode.  ``once``: a few prompts have one of every kind, each the first time
+    it is met.  ``down``: a file; while it exists every step raises."""
 
     step_limit_s = 6.0
 
-    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, always: str = "", once: bool = False, down: str = "", met: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: TaskTokenizer,
+        *,
+        seed: int = 0,
+        always: str = "",
+        once: bool = False,
+        down: str = "",
+        met: str = "",
+        **options: Any,
+    ) -> None:
         super().__init__(tokenizer, seed=seed, **options)
         self._always, self._once, self._down, self._met = always, once, down, Path(met)
 
@@ -60,7 +70,13 @@ class OddKeyChain(KeyChain):
             return self._always
         if self._down and Path(self._down).exists():
             return "raise"
-        kind = {(9, 0): "nan", (14, 1): "raise", (19, 2): "await", (24, 3): "long", (29, 0): "block"}.get((index, sample), "") if self._once else ""
+        kind = (
+            {(9, 0): "nan", (14, 1): "raise", (19, 2): "await", (24, 3): "long", (29, 0): "block"}.get(
+                (index, sample), ""
+            )
+            if self._once
+            else ""
+        )
         if kind in ("", "nan", "long"):
             return kind
         mark = self._met / f"{index}.{sample}"

@@ -16,7 +16,14 @@ pytestmark = [pytest.mark.timeout(300)]
 PLANNER, TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(5)
 
 
-@pytest.mark.parametrize("rank", [PLANNER, pytest.param(TRAIN_LEADER, marks=pytest.mark.chaos), pytest.param(ROLLOUT_LEADER, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "rank",
+    [
+        PLANNER,
+        pytest.param(TRAIN_LEADER, marks=pytest.mark.chaos),
+        pytest.param(ROLLOUT_LEADER, marks=pytest.mark.chaos),
+    ],
+)
 def test_a_killed_leader_costs_a_restart_inside_the_job(tmp_path: Path, rank: int) -> None:
     case = Chaos(tmp_path)
     case.submit()
@@ -73,7 +80,9 @@ def test_a_node_that_was_stopped_is_taken_back(tmp_path: Path, role: str) -> Non
     case.wait(lambda: len(case.steps()) > before + 2, "steps without it")
     os.kill(victim, signal.SIGCONT)
     case.wait(lambda: case.events("node_returned"), "its return")
-    case.wait(lambda: [e["state"] for e in case.events("node_state") if e["rank"] == HYBRID][-1] == role, "it works again")
+    case.wait(
+        lambda: [e["state"] for e in case.events("node_state") if e["rank"] == HYBRID][-1] == role, "it works again"
+    )
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) > before + 2, "steps with it")
     case.cli("cancel", str(case.run.path if case.run else ""))

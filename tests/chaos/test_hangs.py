@@ -1,4 +1,5 @@
-"""Engines, trainers and environment hosts that stop without ending: noticed by their deadlines, ended, started again, and named in the status."""
+"""Engines, trainers and environment hosts that stop without ending: noticed by their deadlines, ended, started
+again, and named in the status."""
 
 from __future__ import annotations
 

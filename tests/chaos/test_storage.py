@@ -65,7 +65,11 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> 
     run = case.submit()
     sound(case)
     newest = run.checkpoint(12)
-    weights = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size > 16 and path.name != "manifest.json")
+    weights = next(
+        path
+        for path in sorted(newest.rglob("*"))
+        if path.is_file() and path.stat().st_size > 16 and path.name != "manifest.json"
+    )
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)

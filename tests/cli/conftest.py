@@ -1,4 +1,5 @@
-"""The command line in this process: a site of two partitions, a queue that records what it gets, and a complete model folder."""
+"""The command line in this process: a site of two partitions, a queue that records what it gets, and a complete
+model folder."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Queue:
 
     def queue(self, launch: Launch, environment: Any) -> str:
         self.submitted.append((launch.run.name, launch.attempt))
-        launch.run.write_json(launch.run.job, {"job_id": "4711", "executor": "slurm", "attempt": launch.attempt, "submitted_at": 1.0})
+        launch.run.write_json(
+            launch.run.job, {"job_id": "4711", "executor": "slurm", "attempt": launch.attempt, "submitted_at": 1.0}
+        )
         return "4711"
 
     def state(self, run: Any) -> jobs.JobView:

@@ -1,4 +1,5 @@
-"""`libra-hpc calibrate` from the command line: the steps of a run become a file that `simulate` takes, and mistakes are one sentence."""
+"""`libra-hpc calibrate` from the command line: the steps of a run become a file that `simulate` takes, and mistakes
+are one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def write_log(path: Path, tp: int, kv_tokens: int, count: int = 400) -> None:
     for _ in range(count):
         decodes, prefill = rng.randint(1, 48), rng.choice([0, 0, rng.randint(1, 512)])
         kv = decodes * rng.randint(100, 2000)
-        lines.append(msgspec.json.encode((decodes, kv, prefill, 0, (BASE + SEQUENCE * decodes + KV * kv + PREFILL * prefill) / tp)))
+        lines.append(
+            msgspec.json.encode(
+                (decodes, kv, prefill, 0, (BASE + SEQUENCE * decodes + KV * kv + PREFILL * prefill) / tp)
+            )
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\n".join(lines) + b"\n")
 
@@ -44,7 +49,9 @@ def calibrate(*arguments: object) -> int:
     return run(["calibrate", *map(str, arguments)])
 
 
-def test_a_run_becomes_a_calibration_that_simulate_takes(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_becomes_a_calibration_that_simulate_takes(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "steps.json"
     assert calibrate(out, "--run", recorded, "--name", "a800", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
@@ -52,17 +59,33 @@ def test_a_run_becomes_a_calibration_that_simulate_takes(recorded: Path, tmp_pat
     for tp, capacity in (("1", 500_000), ("2", 1_200_000)):
         fit = answer["degrees"][tp]["fit"]
         assert answer["degrees"][tp]["kv_capacity"] == capacity
-        assert [fit["base"], fit["per_sequence"], fit["per_prefill"]] == pytest.approx([x / int(tp) for x in (BASE, SEQUENCE, PREFILL)], rel=1e-3)
+        assert [fit["base"], fit["per_sequence"], fit["per_prefill"]] == pytest.approx(
+            [x / int(tp) for x in (BASE, SEQUENCE, PREFILL)], rel=1e-3
+        )
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, generate("search", Dials(trajectories=16, seed=1)))
-    simulated = ["simulate", str(trace), "--calibration", str(out), "--device", "a800", "--model", "tiny-1b", "--buckets", "2xTP1,1xTP2", "--no-oracle"]
+    simulated = [
+        "simulate",
+        str(trace),
+        "--calibration",
+        str(out),
+        "--device",
+        "a800",
+        "--model",
+        "tiny-1b",
+        "--buckets",
+        "2xTP1,1xTP2",
+        "--no-oracle",
+    ]
     assert run([*simulated, "--policy", "least_loaded", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["source"].startswith("measured: ")
     assert calibrate(out, "--run", recorded, "--name", "h200") == 2
     assert "device = 'h200'" in capsys.readouterr().err
 
 
-def test_other_degrees_are_kept_and_a_long_run_is_thinned(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_degrees_are_kept_and_a_long_run_is_thinned(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "steps.json"
     assert calibrate(out, "--run", "demo-001", "--runs", recorded.parent) == 0
     table = capsys.readouterr().out

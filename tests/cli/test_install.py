@@ -60,7 +60,9 @@ def test_an_environment_with_the_right_stamp_is_left_alone(venv: Path) -> None:
     assert "up to date" in install.install("login", venv, ())
 
 
-def test_any_change_of_pins_project_or_extras_changes_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_change_of_pins_project_or_extras_changes_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prints = {install.fingerprint(("login",)), install.fingerprint(("login", "dev"))}
     for name in ("login.txt", "dev.txt"):
         (tmp_path / name).write_text((install.HERE / name).read_text())
@@ -86,8 +88,14 @@ def test_the_wrong_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        ("WARNING: NewConnectionError\nERROR: No matching distribution found for x", "no package index could be reached"),
-        ("ERROR: Could not find a version\nERROR: No matching distribution found for x==1", "No matching distribution found for x==1"),
+        (
+            "WARNING: NewConnectionError\nERROR: No matching distribution found for x",
+            "no package index could be reached",
+        ),
+        (
+            "ERROR: Could not find a version\nERROR: No matching distribution found for x==1",
+            "No matching distribution found for x==1",
+        ),
     ],
 )
 def test_pip_failures_name_their_cause(venv: Path, message: str, sentence: str) -> None:
@@ -96,8 +104,12 @@ def test_pip_failures_name_their_cause(venv: Path, message: str, sentence: str) 
 
 
 def test_torch_is_looked_for_in_both_places_before_giving_up(venv: Path) -> None:
-    with pytest.raises(install.InstallError, match=r"neither in pip's configured sources .* nor at https://download\.pytorch\.org"):
-        install.install_cpu_torch(fake_python(venv, "ERROR: No matching distribution found for torch"), "torch==2.13.0+cpu")
+    with pytest.raises(
+        install.InstallError, match=r"neither in pip's configured sources .* nor at https://download\.pytorch\.org"
+    ):
+        install.install_cpu_torch(
+            fake_python(venv, "ERROR: No matching distribution found for torch"), "torch==2.13.0+cpu"
+        )
 
 
 def test_errors_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

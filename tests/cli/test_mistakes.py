@@ -1,4 +1,5 @@
-"""Every user mistake: exit code 2, one sentence on stderr that names field and value, nothing queued, nothing written."""
+"""Every user mistake: exit code 2, one sentence on stderr that names field and value, nothing queued, nothing
+written."""
 
 from __future__ import annotations
 
@@ -18,20 +19,32 @@ from tests.telemetry import synthetic
 from .conftest import Outcome, Queue
 
 GPU_NODES = ["-o", "slurm.device=cuda"] + [
-    word for name in ("train", "hybrid", "rollout") for key in ("gpus=8", "gpu_type=a800", "cpus=8", "mem=64G") for word in ("-o", f"components.{name}.{key}")
+    word
+    for name in ("train", "hybrid", "rollout")
+    for key in ("gpus=8", "gpu_type=a800", "cpus=8", "mem=64G")
+    for word in ("-o", f"components.{name}.{key}")
 ]
 CASES = {
     "unknown key": (["-o", "algorithm.etta=1"], "algorithm.etta = 1: unknown key in [algorithm]"),
     "unknown section": (["-o", "algoritm.eta=1"], "[algoritm]: unknown section"),
     "malformed override": (["-o", "eta=1"], "override = 'eta=1': malformed"),
     "negative eta": (["-o", "algorithm.eta=-1"], "algorithm.eta = -1: out of range; valid: an integer >= 0."),
-    "group of one": (["-o", "algorithm.group_size=1"], "algorithm.group_size = 1: out of range; valid: an integer >= 2."),
+    "group of one": (
+        ["-o", "algorithm.group_size=1"],
+        "algorithm.group_size = 1: out of range; valid: an integer >= 2.",
+    ),
     "text for a number": (["-o", "optimizer.lr=fast"], "optimizer.lr = 'fast': wrong type; valid: a number > 0."),
     "unknown device": (["-o", "slurm.device=gpu"], "slurm.device = 'gpu': unknown value; valid: cpu, cuda"),
-    "unknown executor": (["--executor", "slrum"], "slurm.executor = 'slrum': unknown value; valid: auto, slurm, local (did you mean 'slurm'?)."),
+    "unknown executor": (
+        ["--executor", "slrum"],
+        "slurm.executor = 'slrum': unknown value; valid: auto, slurm, local (did you mean 'slurm'?).",
+    ),
     "bad run name": (["-o", "run.name=a/b"], "run.name = 'a/b': malformed"),
     "bad memory": (["-o", "components.train.mem=2GB"], "components.train.mem = '2GB': malformed"),
-    "too many minibatches": (["-o", "algorithm.minibatches=65"], "algorithm.minibatches = 65: a global batch has 64 trajectories; valid: 1 to 64."),
+    "too many minibatches": (
+        ["-o", "algorithm.minibatches=65"],
+        "algorithm.minibatches = 65: a global batch has 64 trajectories; valid: 1 to 64.",
+    ),
     "two planners": (["-o", "components.planner.nodes=2"], "components.planner.nodes = 2: rank 0 is the one planner"),
     "no training node": (["-o", "components.train.nodes=0"], "components.train.nodes = 0"),
     "no rollout node": (["-o", "components.rollout.nodes=0"], "components.rollout.nodes = 0"),
@@ -41,29 +54,56 @@ CASES = {
     "missing model": (["-o", "model.path=nowhere"], "nowhere': no such folder"),
     "no model": (["-o", "model.path="], "model.path = '': not given"),
     "incomplete model": (["-o", "model.path=."], "the folder has no config.json"),
-    "train tp": (["-o", "train.tp=3"], "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
-    "train pp": (["-o", "train.pp=4"], "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
+    "train tp": (
+        ["-o", "train.tp=3"],
+        "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
+    ),
+    "train pp": (
+        ["-o", "train.pp=4"],
+        "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6.",
+    ),
     "rollout tp": (["-o", "rollout.tp=5"], "rollout.tp = 5: does not divide the model's num_attention_heads = 8"),
-    "context too long": (["-o", "rollout.max_model_len=9000"], "rollout.max_model_len = 9000: the model's max_position_embeddings is 8192"),
-    "engines without GPUs": (["-o", "slurm.device=cuda"], "train.tp * train.pp needs 1 GPUs and components.train has 0 per node"),
-    "a CPU for eight engines": ([*GPU_NODES, "-o", "components.train.cpus=7"], "components.train.cpus = 7: a node with 8 GPUs"),
+    "context too long": (
+        ["-o", "rollout.max_model_len=9000"],
+        "rollout.max_model_len = 9000: the model's max_position_embeddings is 8192",
+    ),
+    "engines without GPUs": (
+        ["-o", "slurm.device=cuda"],
+        "train.tp * train.pp needs 1 GPUs and components.train has 0 per node",
+    ),
+    "a CPU for eight engines": (
+        [*GPU_NODES, "-o", "components.train.cpus=7"],
+        "components.train.cpus = 7: a node with 8 GPUs",
+    ),
     "too little memory": ([*GPU_NODES, "-o", "components.hybrid.mem=2G"], "components.hybrid.mem = '2G': the weights"),
     "malformed time": (["-o", "slurm.time_limit=1h"], "slurm.time_limit = '1h': malformed"),
     "time above the partition's": (["-o", "slurm.time_limit=2-00:00:00"], "slurm.time_limit = '2-00:00:00': "),
-    "unknown partition": (["-o", "components.train.partition=a80"], "components.train.partition = 'a80': no such partition"),
+    "unknown partition": (
+        ["-o", "components.train.partition=a80"],
+        "components.train.partition = 'a80': no such partition",
+    ),
     "too many nodes": (["-o", "components.hybrid.nodes=5"], "components.hybrid.nodes = 5: partition a800 has 4 nodes"),
     "too many GPUs": (["-o", "components.train.gpus=9"], "components.train.gpus = 9: "),
-    "wrong GPU": (["-o", "components.train.gpus=1", "-o", "components.train.gpu_type=h100"], "components.train.gpu_type = 'h100': "),
+    "wrong GPU": (
+        ["-o", "components.train.gpus=1", "-o", "components.train.gpu_type=h100"],
+        "components.train.gpu_type = 'h100': ",
+    ),
     "too many CPUs": (["-o", "components.train.cpus=65"], "components.train.cpus = 65: "),
     "too much memory": (["-o", "components.rollout.mem=2T"], "components.rollout.mem = '2T': "),
     "run folder below a file": (["-o", "run.dir=run.toml/runs"], "run.toml is not a folder"),
     "unknown MPI plugin": (["-o", "slurm.mpi=openmpi"], "slurm.mpi = 'openmpi': no Slurm has such an MPI plugin"),
     "nearly an MPI plugin": (["-o", "slurm.mpi=pmi_2"], "(did you mean 'pmi2'?)"),
     "unknown interpreter": (["-o", "slurm.python=pyhton3"], "slurm.python = 'pyhton3': no such program on PATH"),
-    "an interpreter without engines": (["-o", "slurm.python=./login"], "it lacks libra_hpc, mpi4py, vllm, megatron and torch"),
-    "the same on a dry run": (["--dry-run", "-o", "slurm.python=./login"], "it lacks libra_hpc, mpi4py, vllm, megatron and torch"),
+    "an interpreter without engines": (
+        ["-o", "slurm.python=./login"],
+        "it lacks libra_hpc, mpi4py, vllm, megatron and torch",
+    ),
+    "the same on a dry run": (
+        ["--dry-run", "-o", "slurm.python=./login"],
+        "it lacks libra_hpc, mpi4py, vllm, megatron and torch",
+    ),
     "no such option": (["--wiat"], "--wiat"),
-}  # fmt: skip
+}
 
 
 def one_line(outcome: Outcome) -> str:
@@ -95,7 +135,10 @@ def test_a_mistake_in_the_run_file(case: str, site: Path, queue: Queue, cli: Cal
         (["status"], "There is no run below runs/"),
         (["status", "quick-007"], "RUN = 'quick-007': no run of that name"),
         (["submti"], "submti"),
-        (["simulate", "trace", "--calibration", "absent"], "calibration file = 'absent': No such file or directory; valid: "),
+        (
+            ["simulate", "trace", "--calibration", "absent"],
+            "calibration file = 'absent': No such file or directory; valid: ",
+        ),
         (["plan", "run.toml", "--best", "0"], "--best"),
         (["submit", "run.toml", "-o", f"run.name={'x' * 5000}"], f"run.name = '{'x' * 119}...: too long; valid: "),
         (["repartition", "quick-001"], "KEY=VALUE"),
@@ -104,7 +147,9 @@ def test_a_mistake_in_the_run_file(case: str, site: Path, queue: Queue, cli: Cal
         (["make-policy", "new", "--task", "chess"], "--task = 'chess': unknown task; valid: arithmetic, keychain"),
     ],
 )
-def test_a_mistake_in_the_command_line(arguments: list[str], sentence: str, site: Path, queue: Queue, cli: Callable[..., Outcome]) -> None:
+def test_a_mistake_in_the_command_line(
+    arguments: list[str], sentence: str, site: Path, queue: Queue, cli: Callable[..., Outcome]
+) -> None:
     outcome = cli(*arguments)
     assert outcome.code == 2
     assert sentence in one_line(outcome)
@@ -112,24 +157,42 @@ def test_a_mistake_in_the_command_line(arguments: list[str], sentence: str, site
 
 
 LAYOUTS = {
-    "not part of a layout": ("running", ["algorithm.eta=2"], "KEY = 'algorithm.eta': not part of a layout; valid: components.train.nodes, "),
+    "not part of a layout": (
+        "running",
+        ["algorithm.eta=2"],
+        "KEY = 'algorithm.eta': not part of a layout; valid: components.train.nodes, ",
+    ),
     "nearly a key": ("running", ["rolout.tp=2"], "(did you mean 'rollout.tp'?)."),
-    "no value": ("running", ["train.tp"], "override = 'train.tp': malformed; valid: section.key=value, for instance train.tp=2."),
+    "no value": (
+        "running",
+        ["train.tp"],
+        "override = 'train.tp': malformed; valid: section.key=value, for instance train.tp=2.",
+    ),
     "wrong type": ("running", ["train.recompute=yes"], "train.recompute = 'yes': wrong type; valid: true or false."),
     "more nodes than the job": ("running", ["components.train.nodes=2"], "components.*.nodes = '2 + 1 + 1': "),
     "heads": ("running", ["train.tp=3"], "train.tp = 3: does not divide the model's num_attention_heads = 8"),
-    "the present one": ("running", ["rollout.tp=[1,1]"], "rollout.tp = [1, 1]: the run has this layout already (1 node trains with TP1, "),
-    "ended": ("completed", ["train.tp=2"], "RUN = 'quick-001': it is over (completed); valid: a run whose job is running"),
+    "the present one": (
+        "running",
+        ["rollout.tp=[1,1]"],
+        "rollout.tp = [1, 1]: the run has this layout already (1 node trains with TP1, ",
+    ),
+    "ended": (
+        "completed",
+        ["train.tp=2"],
+        "RUN = 'quick-001': it is over (completed); valid: a run whose job is running",
+    ),
     "starting": ("starting", ["train.tp=2"], "RUN = 'quick-001': it has not started yet (its job 4711 is running)"),
     "starting again": ("restarting", ["train.tp=2"], "RUN = 'quick-001': its state is restarting"),
     "killed": ("job failed", ["train.tp=2"], "RUN = 'quick-001': it is over (its job 4711 is failed)"),
     "queued": ("job pending", ["train.tp=2"], "RUN = 'quick-001': it has not started yet (its job 4711 is pending)"),
     "ordered": ("ordered", ["train.tp=2"], "RUN = 'quick-001': another layout is ordered already"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_mistake_in_an_order_for_another_layout(case: str, site: Path, queue: Queue, cli: Callable[..., Outcome]) -> None:
+def test_a_mistake_in_an_order_for_another_layout(
+    case: str, site: Path, queue: Queue, cli: Callable[..., Outcome]
+) -> None:
     state, arguments, sentence = LAYOUTS[case]
     cli("submit", "run.toml")
     run = RunDir(site / "runs" / "quick-001")
@@ -137,7 +200,14 @@ def test_a_mistake_in_an_order_for_another_layout(case: str, site: Path, queue: 
     if state.startswith("job "):
         queue.answer = jobs.JobView("4711", state.removeprefix("job "))
     if state != "job pending":
-        write_atomic(run.status, encode_status(synthetic.make_status(run, state=state if state in ("completed", "starting", "restarting") else "running")))
+        write_atomic(
+            run.status,
+            encode_status(
+                synthetic.make_status(
+                    run, state=state if state in ("completed", "starting", "restarting") else "running"
+                )
+            ),
+        )
     if state == "ordered":
         run.order.write_text("{}")
     before = sorted(site.rglob("*"))

@@ -54,7 +54,9 @@ def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_policys_row_is_whole_and_no_line_is_too_long(trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_policys_row_is_whole_and_no_line_is_too_long(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(trace.parent)
     assert simulate(trace.name, *FLEET, "--policy", ",".join(simulated_policy_names())) == 0
     out = capsys.readouterr().out
@@ -65,7 +67,18 @@ def test_every_policys_row_is_whole_and_no_line_is_too_long(trace: Path, capsys:
 
 
 def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--no-oracle", "--batch-groups", "2", "--train-s", "5", "--json"]
+    arguments = [
+        str(trace),
+        *FLEET,
+        "--policy",
+        "least_loaded",
+        "--no-oracle",
+        "--batch-groups",
+        "2",
+        "--train-s",
+        "5",
+        "--json",
+    ]
     assert simulate(*arguments, "--eta", "0") == 0
     together = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
     assert simulate(*arguments, "--eta", "1") == 0
@@ -90,7 +103,9 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
         (["--batch-groups", "1", "--sync-s", "inf"], ["--sync-s = inf: not a finite number"]),
     ],
 )
-def test_a_mistake_is_one_sentence(trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+def test_a_mistake_is_one_sentence(
+    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
     assert simulate(str(trace), *FLEET, *arguments) == 2
     out = capsys.readouterr()
     assert out.out == ""
@@ -101,14 +116,20 @@ def test_a_mistake_is_one_sentence(trace: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.jsonl"
-    path.write_text('{"prompt_id": "a", "sample": 0, "prompt_tokens": 9000000, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool": null}]}\n')
+    path.write_text(
+        '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9000000, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool":'
+        " null}]}\n"
+    )
     assert simulate(str(path), *FLEET) == 2
     assert "9000005 tokens long" in capsys.readouterr().err
 
 
 def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
-    good = '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool": null}]}\n'
+    good = (
+        '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool":'
+        " null}]}\n"
+    )
     path.write_text(good + "{oops\n")
     assert simulate(str(path), *FLEET, "--no-oracle") == 2
     assert "line 2" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""``components.split = "auto"`` on the command line: a table before queueing, `plan.json` beside the run, and mistakes in one sentence."""
+"""``components.split = "auto"`` on the command line: a table before queueing, `plan.json` beside the run, and
+mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -15,9 +16,17 @@ from .conftest import Outcome, Queue
 
 Cli = Callable[..., Outcome]
 SHAPE = {
-    "model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 9728, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 RUN = """
 [run]
 name = "quick"
@@ -50,7 +59,11 @@ def auto(site: Path) -> Path:
 def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue, cli: Cli) -> None:
     outcome = cli("submit", "run.toml")
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.index("split = auto") < outcome.out.index("chosen: train.nodes = ") < outcome.out.index("Submitted 4711")
+    assert (
+        outcome.out.index("split = auto")
+        < outcome.out.index("chosen: train.nodes = ")
+        < outcome.out.index("Submitted 4711")
+    )
     assert max(map(len, outcome.out.splitlines()[:-1])) <= 100
     run = RunDir.open(auto / "runs" / "quick-001")
     config, plan = run.read_json(run.config), run.read_json(run.plan)
@@ -77,7 +90,9 @@ def test_dry_run_prints_the_script_of_the_chosen_split_and_writes_nothing(auto: 
     assert outcome.code == 0
     assert outcome.out.startswith("#!")
     assert "split = auto" in outcome.err
-    chosen = {name: int(outcome.err.split(f"{name}.nodes = ")[1].split(",")[0]) for name in ("train", "hybrid", "rollout")}
+    chosen = {
+        name: int(outcome.err.split(f"{name}.nodes = ")[1].split(",")[0]) for name in ("train", "hybrid", "rollout")
+    }
     for name, nodes in chosen.items():
         assert (f"# {name}: {nodes} node" in outcome.out) == (nodes > 0)
     assert not (auto / "runs").exists()
@@ -96,7 +111,10 @@ def test_check_and_plan_say_what_submit_would_choose(auto: Path, cli: Cli) -> No
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["slurm.device=cpu"], "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes"),
+        (
+            ["slurm.device=cpu"],
+            "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes",
+        ),
         (["components.split=best"], "components.split = 'best': unknown value; valid: explicit, auto"),
         (["train.tp=2"], "train.tp = 2: components.split = 'auto' chooses it"),
         (["planner.device=a80"], "device = 'a80': unknown device; valid: a100, a800"),
@@ -106,7 +124,9 @@ def test_check_and_plan_say_what_submit_would_choose(auto: Path, cli: Cli) -> No
         (["components.rollout.nodes=9"], "nodes = "),
     ],
 )
-def test_a_mistake_is_one_sentence_and_touches_nothing(overrides: list[str], sentence: str, auto: Path, queue: Queue, cli: Cli) -> None:
+def test_a_mistake_is_one_sentence_and_touches_nothing(
+    overrides: list[str], sentence: str, auto: Path, queue: Queue, cli: Cli
+) -> None:
     outcome = cli("submit", "run.toml", *(part for override in overrides for part in ("-o", override)))
     assert outcome.code == 2
     (line,) = outcome.err.splitlines()
@@ -129,7 +149,16 @@ def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> No
 
 def test_a_dry_run_is_planned_for_the_hardware_it_simulates(auto: Path, queue: Queue, cli: Cli) -> None:
     outcome = cli(
-        "submit", "run.toml", "--engine", "simulated", "-o", "slurm.device=cpu", "-o", "simulated.model=qwen3-14b", "-o", "rollout.max_model_len=16384"
+        "submit",
+        "run.toml",
+        "--engine",
+        "simulated",
+        "-o",
+        "slurm.device=cpu",
+        "-o",
+        "simulated.model=qwen3-14b",
+        "-o",
+        "rollout.max_model_len=16384",
     )
     assert (outcome.code, outcome.err) == (0, "")
     assert "qwen3-14b on 32 x a800" in outcome.out

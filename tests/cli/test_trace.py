@@ -38,9 +38,29 @@ def test_generate_then_inspect(preset: str, tmp_path: Path, cli: Cli) -> None:
 
 def test_every_dial_arrives(tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "a.jsonl"
-    options = {"trajectories": 96, "group": 4, "turns": 6, "sibling": 0.4, "outcome": 0.9, "drift": 2, "epochs": 3, "max-context": 30000, "seed": 5}
-    assert cli("trace", "generate", str(out), *(text for name, value in options.items() for text in (f"--{name}", str(value)))).code == 0
-    dials = Dials(trajectories=96, group=4, turns=6, sibling=0.4, outcome=0.9, drift=2, epochs=3, max_context=30000, seed=5)
+    options = {
+        "trajectories": 96,
+        "group": 4,
+        "turns": 6,
+        "sibling": 0.4,
+        "outcome": 0.9,
+        "drift": 2,
+        "epochs": 3,
+        "max-context": 30000,
+        "seed": 5,
+    }
+    assert (
+        cli(
+            "trace",
+            "generate",
+            str(out),
+            *(text for name, value in options.items() for text in (f"--{name}", str(value))),
+        ).code
+        == 0
+    )
+    dials = Dials(
+        trajectories=96, group=4, turns=6, sibling=0.4, outcome=0.9, drift=2, epochs=3, max_context=30000, seed=5
+    )
     assert read_trace(out).trajectories == generate("r2e", dials)
 
 
@@ -53,10 +73,16 @@ def test_what_was_generated_as_json(tmp_path: Path, cli: Cli) -> None:
 
 def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
     source, out = tmp_path / "a.csv", tmp_path / "b.jsonl.gz"
-    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\nx,y,z\n2023-11-16 18:17:04,3180,8\n")
+    source.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\nx,y,z\n2023-11-16 18:17:04,3180,8\n"
+    )
     refused = cli("trace", "convert", str(source), str(out))
     assert (refused.code, refused.out) == (2, "")
-    assert refused.err == (f"error: {source}, line 3: ContextTokens = 'y': not a number; valid: an integer >= 0 (--skip-bad goes on without such lines).\n")
+    assert (
+        refused.err
+        == f"error: {source}, line 3: ContextTokens = 'y': not a number; valid: an integer >= 0 (--skip-bad goes on"
+        " without such lines).\n"
+    )
     assert not out.exists()
     done = cli("trace", "convert", str(source), str(out), "--skip-bad")
     assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")
@@ -69,7 +95,9 @@ def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
 
 def test_a_trace_that_says_little_is_said_to(tmp_path: Path, cli: Cli) -> None:
     source = tmp_path / "a.csv"
-    source.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,100,{tokens}\n" for tokens in range(1, 60)))
+    source.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,100,{tokens}\n" for tokens in range(1, 60))
+    )
     table = cli("trace", "inspect", str(source))
     assert table.code == 0
     assert "59 trajectories of 59 prompts (no siblings)" in table.out
@@ -83,13 +111,21 @@ def test_a_trace_that_says_little_is_said_to(tmp_path: Path, cli: Cli) -> None:
         (["inspect", "absent.jsonl"], "absent.jsonl cannot be read (No such file or directory)."),
         (["inspect", "empty.jsonl"], "empty.jsonl: the trace is empty."),
         (["inspect", "good.jsonl", "--format", "moncake"], "format = 'moncake': unknown format"),
-        (["convert", "good.jsonl", "nowhere/b.jsonl"], "nowhere/b.jsonl cannot be written (No such file or directory)."),
-        (["generate", "c.jsonl", "--preset", "r2x"], "preset = 'r2x': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?)."),
+        (
+            ["convert", "good.jsonl", "nowhere/b.jsonl"],
+            "nowhere/b.jsonl cannot be written (No such file or directory).",
+        ),
+        (
+            ["generate", "c.jsonl", "--preset", "r2x"],
+            "preset = 'r2x': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?).",
+        ),
         (["generate", "c.jsonl", "--outcome", "2"], "outcome = 2.0: out of range; valid: a number from 0 to 1."),
         (["generate", "c.jsonl", "--trajectories", "9"], "trajectories = 9: not a whole number of groups"),
     ],
 )
-def test_mistakes(arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+def test_mistakes(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
     write_trace(tmp_path / "good.jsonl", generate("math", Dials(trajectories=8)))

@@ -47,10 +47,17 @@ def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, qu
 def test_parsable_and_json_print_nothing_else(site: Path, queue: Queue, cli: Cli) -> None:
     assert cli("submit", "run.toml", "--parsable").out == "4711\n"
     printed = json.loads(cli("submit", "run.toml", "--json").out)
-    assert (printed["job_id"], printed["run"], printed["attempt"], printed["executor"]) == ("4711", "quick-002", 1, "slurm")
+    assert (printed["job_id"], printed["run"], printed["attempt"], printed["executor"]) == (
+        "4711",
+        "quick-002",
+        1,
+        "slurm",
+    )
 
 
-def test_a_refused_submission_leaves_nothing_behind(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_submission_leaves_nothing_behind(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> str:
         raise OperationError("Invalid account or account/partition combination specified.")
 
@@ -88,7 +95,9 @@ def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, q
 
 @pytest.mark.parametrize(("share", "mode"), [("", 0o700), ("group", 0o750), ("all", 0o755)])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_a_run_directory_is_private_unless_it_is_shared(share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli) -> None:
+def test_a_run_directory_is_private_unless_it_is_shared(
+    share: str, mode: int, umask: int, site: Path, queue: Queue, cli: Cli
+) -> None:
     before = os.umask(umask)
     try:
         assert cli("submit", "run.toml", *(("-o", f"run.share={share}") if share else ())).code == 0
@@ -105,7 +114,9 @@ def test_a_run_directory_is_private_unless_it_is_shared(share: str, mode: int, u
 
 
 @pytest.mark.parametrize("content", ['{"run": {"na', "[]", "[" * 100_000])
-def test_a_damaged_configuration_is_named_by_verbs_that_need_it(content: str, site: Path, queue: Queue, cli: Cli) -> None:
+def test_a_damaged_configuration_is_named_by_verbs_that_need_it(
+    content: str, site: Path, queue: Queue, cli: Cli
+) -> None:
     cli("submit", "run.toml")
     config = site / "runs" / "quick-001" / "config.json"
     config.write_text(content)
@@ -127,7 +138,9 @@ def test_a_folder_without_a_configuration_is_no_run(site: Path, queue: Queue, cl
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1)])
-def test_wait_ends_with_the_summary_and_the_runs_verdict(state: str, code: int, site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_with_the_summary_and_the_runs_verdict(
+    state: str, code: int, site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follow, "LOOK_S", 0.0)
     states = iter(["starting", "running", state])
 
@@ -145,12 +158,18 @@ def test_wait_ends_with_the_summary_and_the_runs_verdict(state: str, code: int, 
     assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
     assert (site / "runs" / "quick-001" / "summary.png").exists()
-    verdict = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(state)
+    verdict = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(
+        state
+    )
     logs = f"{site}/runs/quick-001/logs/attempt-1"
-    assert outcome.err == ("" if code == 0 else f"error: the run {verdict}; its logs are in {logs} (libra-hpc logs quick-001)\n")
+    assert outcome.err == (
+        "" if code == 0 else f"error: the run {verdict}; its logs are in {logs} (libra-hpc logs quick-001)\n"
+    )
 
 
-def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(run: RunDir) -> str:
         raise KeyboardInterrupt
 
@@ -162,7 +181,9 @@ def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(site: Pat
     assert queue.cancelled == []
 
 
-def test_a_job_that_dies_before_its_first_snapshot_is_noticed(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_dies_before_its_first_snapshot_is_noticed(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follow, "LOOK_S", 0.0)
     monkeypatch.setattr(follow, "FIRST_POLL_S", 0.0)
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.0)
@@ -171,10 +192,16 @@ def test_a_job_that_dies_before_its_first_snapshot_is_noticed(site: Path, queue:
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == 1
     lines = outcome.out.splitlines()
-    assert lines[1:4] == ["job 4711 is pending (waiting for resources)", "job 4711 is running", "job 4711 is failed (exit code 1)"]
+    assert lines[1:4] == [
+        "job 4711 is pending (waiting for resources)",
+        "job 4711 is running",
+        "job 4711 is failed (exit code 1)",
+    ]
 
 
-def test_the_queue_is_asked_ever_less_often(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_asked_ever_less_often(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cli("submit", "run.toml")
     now = [0.0]
     asked: list[float] = []
@@ -202,7 +229,13 @@ def test_status_shows_the_snapshot_or_why_the_job_waits(site: Path, queue: Queue
     assert (printed["run"], printed["job"]["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
 
 
-LAYOUT = ("train.tp=2", "rollout.tp=[1,2]", "components.train.nodes=2", "components.rollout.nodes=2", "components.hybrid.nodes=0")
+LAYOUT = (
+    "train.tp=2",
+    "rollout.tp=[1,2]",
+    "components.train.nodes=2",
+    "components.rollout.nodes=2",
+    "components.hybrid.nodes=0",
+)
 
 
 @pytest.fixture
@@ -220,9 +253,11 @@ def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDi
     assert shown.code == 0
     rows = [line.split() for line in shown.out.splitlines()[1:]]
     assert rows == [
-        ["1", "train", "TP1", "train", "TP2"], ["2", "hybrid", "TP1", "or", "1xTP1", "train", "TP2"],
-        ["3", "rollout", "1xTP1", "rollout", "1xTP1"], ["4", "rollout", "1xTP1", "rollout", "1xTP2"],
-    ]  # fmt: skip
+        ["1", "train", "TP1", "train", "TP2"],
+        ["2", "hybrid", "TP1", "or", "1xTP1", "train", "TP2"],
+        ["3", "rollout", "1xTP1", "rollout", "1xTP1"],
+        ["4", "rollout", "1xTP1", "rollout", "1xTP2"],
+    ]
     assert not running.order.exists()
     printed = json.loads(cli("repartition", "quick-001", *LAYOUT, "--json").out)
     order = decode_order(running.order.read_bytes())
@@ -235,13 +270,24 @@ def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDi
     ("answer", "state", "code", "said"),
     [
         ({"kind": "repartitioned", "step": 41}, "running", 0, ""),
-        ({"kind": "repartitioned", "step": 41}, "failed", 1, "error: the run failed in the new layout; `libra-hpc submit --resume quick-001 -o"),
+        (
+            {"kind": "repartitioned", "step": 41},
+            "failed",
+            1,
+            "error: the run failed in the new layout; `libra-hpc submit --resume quick-001 -o",
+        ),
         ({"kind": "repartition_refused", "reason": "no."}, "running", 1, "error: the order was refused: no."),
         (None, "cancelled", 1, "error: the run ended (cancelled) and did not answer the order"),
     ],
 )
 def test_waiting_for_another_layout_ends_with_its_first_step_or_says_why_not(
-    answer: dict[str, object] | None, state: str, code: int, said: str, running: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    answer: dict[str, object] | None,
+    state: str,
+    code: int,
+    said: str,
+    running: RunDir,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(follow, "LOOK_S", 0.0)
     looks = iter(range(3))
@@ -305,9 +351,19 @@ def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
     assert outcome.code == 0
     assert "is cancelled already" in outcome.out
     assert queue.cancelled == ["quick-001"]
-    assert json.loads(cli("cancel", "--json").out) == {"run": "quick-001", "job_id": "4711", "cancelled": False, "state": "cancelled"}
+    assert json.loads(cli("cancel", "--json").out) == {
+        "run": "quick-001",
+        "job_id": "4711",
+        "cancelled": False,
+        "state": "cancelled",
+    }
     queue.answer = jobs.JobView("4711", "running")
-    assert json.loads(cli("cancel", "--json").out) == {"run": "quick-001", "job_id": "4711", "cancelled": True, "state": "cancelled"}
+    assert json.loads(cli("cancel", "--json").out) == {
+        "run": "quick-001",
+        "job_id": "4711",
+        "cancelled": True,
+        "state": "cancelled",
+    }
     assert queue.cancelled == ["quick-001", "quick-001"]
 
 
@@ -317,7 +373,12 @@ def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Que
     for name in ("agent-2", "host2", "r3.0", "t2.0"):
         (run.logs(1) / f"{name}.log").write_text("".join(f"{name} line {i}\n" for i in range(30)))
     out = cli("logs", "--rank", "2", "--tail", "2").out
-    assert [line for line in out.splitlines() if "line" in line] == ["agent-2 line 28", "agent-2 line 29", "t2.0 line 28", "t2.0 line 29"]
+    assert [line for line in out.splitlines() if "line" in line] == [
+        "agent-2 line 28",
+        "agent-2 line 29",
+        "t2.0 line 28",
+        "t2.0 line 29",
+    ]
     assert "host2 line 29" in cli("logs", "--process", "host").out
     outcome = cli("logs", "--process", "hots")
     assert outcome.code == 2
@@ -330,7 +391,10 @@ def test_marks_between_processes_are_no_logs(site: Path, queue: Queue, cli: Cli)
     run.logs(1).mkdir(parents=True)
     for name in ("agent-0.log", "slurm.out", "met"):
         (run.logs(1) / name).write_text("said\n")
-    assert [line.split("/")[-1] for line in cli("logs").out.splitlines() if line != "said"] == ["agent-0.log <==", "slurm.out <=="]
+    assert [line.split("/")[-1] for line in cli("logs").out.splitlines() if line != "said"] == [
+        "agent-0.log <==",
+        "slurm.out <==",
+    ]
 
 
 def test_following_logs_ends_with_the_run_and_misses_nothing(site: Path, queue: Queue, cli: Cli) -> None:
@@ -350,9 +414,30 @@ def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
 
 
 VERBS = [
-    *("submit", "status", "logs", "cancel", "repartition", "list", "summary", "check", "plan", "simulate", "calibrate", "make-policy"),
+    *(
+        "submit",
+        "status",
+        "logs",
+        "cancel",
+        "repartition",
+        "list",
+        "summary",
+        "check",
+        "plan",
+        "simulate",
+        "calibrate",
+        "make-policy",
+    ),
     *("config show", "config keys"),
-    *("cluster up", "cluster env", "cluster down", "cluster status", "trace inspect", "trace convert", "trace generate"),
+    *(
+        "cluster up",
+        "cluster env",
+        "cluster down",
+        "cluster status",
+        "trace inspect",
+        "trace convert",
+        "trace generate",
+    ),
 ]
 
 
@@ -379,5 +464,8 @@ def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.Monkey
 
 
 def test_login_node_verbs_never_import_an_engine() -> None:
-    code = "import sys, libra_hpc_cli.app; print(sorted({'torch', 'vllm', 'mpi4py', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    code = (
+        "import sys, libra_hpc_cli.app; print(sorted({'torch', 'vllm', 'mpi4py', 'megatron', 'transformers',"
+        " 'matplotlib'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

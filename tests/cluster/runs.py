@@ -22,7 +22,10 @@ ENGINE_MARKS = [
     pytest.mark.cluster,
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None or importlib.util.find_spec("megatron") is None, reason="the engines are not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None or importlib.util.find_spec("megatron") is None,
+        reason="the engines are not installed",
+    ),
 ]
 """Of tests whose runs have real engines."""
 RUN_FILE = """
@@ -69,7 +72,13 @@ class Case:
     def __init__(self, folder: Path, policy: Path, executor: str, **values: Any) -> None:
         self.folder, self.executor = folder, executor
         self.run_file = folder / "run.toml"
-        self.run_file.write_text(RUN_FILE.format(runs=folder / "runs", model=policy, **{"steps": 30, "hybrid": 1, "rollout": 1, "tp": 1, "notes": 0, **values}))
+        self.run_file.write_text(
+            RUN_FILE.format(
+                runs=folder / "runs",
+                model=policy,
+                **{"steps": 30, "hybrid": 1, "rollout": 1, "tp": 1, "notes": 0, **values},
+            )
+        )
         self.run: RunDir | None = None
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -84,7 +93,8 @@ class Case:
         return self.run
 
     def resume(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Go on with the run and wait for its end; a run that has left its verdict may take seconds to leave the queue."""
+        """Go on with the run and wait for its end; a run that has left its verdict may take seconds to leave the
+        queue."""
         assert self.run is not None
         for _ in range(60):
             done = self.cli("submit", "--resume", str(self.run.path), "--wait", *arguments, check=False)
@@ -120,7 +130,10 @@ class Case:
 
     def logs(self) -> str:
         assert self.run is not None
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.run.path.glob("logs/*/*.log")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted(self.run.path.glob("logs/*/*.log"))
+        )
 
     def child(self, rank: int, module: str) -> int:
         """Process id of the child of a rank's agent that runs ``module``."""
@@ -138,7 +151,8 @@ class Case:
         os.kill(victim, signal.SIGKILL)
 
     def kill_busy_engine(self, rank: int) -> None:
-        """SIGKILL a rollout engine, frozen at a moment at which turns are in flight there; between batches there may be none."""
+        """SIGKILL a rollout engine, frozen at a moment at which turns are in flight there; between batches there may
+        be none."""
         victim, run = self.child(rank, "libra_hpc.rollout.engine"), self.run
         assert run is not None
 
@@ -162,7 +176,8 @@ class Case:
 
 
 def trained_once(run: RunDir, steps: int) -> None:
-    """Every step once, and the checkpoint's data position says that exactly the first ``steps`` batches' prompts are trained."""
+    """Every step once, and the checkpoint's data position says that exactly the first ``steps`` batches' prompts are
+    trained."""
     assert [int(line["step"]) for line in read_lines(run.metrics)] == list(range(1, steps + 1))
     newest = run.latest_checkpoint()
     assert newest is not None

@@ -48,7 +48,9 @@ def processes(cluster: Cluster) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         try:
             program, works = (entry / "exe").readlink().name, (entry / "cwd").readlink().is_relative_to(cluster.home)
-            told = f"SLURM_CONF={cluster.conf}".encode() in (entry / "environ").read_bytes().split(b"\0") or str(cluster.conf) in command_line(int(entry.name))
+            told = f"SLURM_CONF={cluster.conf}".encode() in (entry / "environ").read_bytes().split(b"\0") or str(
+                cluster.conf
+            ) in command_line(int(entry.name))
         except (OSError, ValueError):
             continue
         if works or told:
@@ -84,8 +86,14 @@ def test_every_listening_port_is_on_the_hosts_own_address(cluster: ClusterInfo) 
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         pytest.skip("this machine's name resolves to an address of the network")
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
-    ours = {int(port, 16): host for host, port in (entry.split(":") for entry in listening) if int(port, 16) in cluster.ports.values()}
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
+    ours = {
+        int(port, 16): host
+        for host, port in (entry.split(":") for entry in listening)
+        if int(port, 16) in cluster.ports.values()
+    }
     assert ours.keys() == set(cluster.ports.values())
     assert {host[-2:] for host in ours.values()} == {"7F"}
 

@@ -1,4 +1,5 @@
-"""A dry run on the embedded Slurm: the whole control plane around simulated engines, with a lost engine, a lost trainer, and a node that moves."""
+"""A dry run on the embedded Slurm: the whole control plane around simulated engines, with a lost engine, a lost
+trainer, and a node that moves."""
 
 from __future__ import annotations
 
@@ -87,6 +88,8 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     reached = case.steps()[-1]
     trained_once(run, reached)
 
+    written = lambda: len([line for line in read_lines(run.trajectories) if "index" in line])  # noqa: E731
+    case.wait(lambda: written() >= reached * 32, "all trajectories, written by the rollout leader as the run ended")
     done = case.cli("trace", "inspect", str(run.trajectories), "--json")
     assert json.loads(done.stdout)["description"]["trajectories"] >= reached * 32
 
@@ -94,12 +97,20 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     assert case.ended() == "completed"
     trained_once(run, reached + 2)
     (kept,) = case.events("experience_kept")
-    assert (kept["trajectories"], list(kept["dropped"])) == (0, ["configuration"]), "of so many prompts each is another one"
+    assert (kept["trajectories"], list(kept["dropped"])) == (0, ["configuration"]), (
+        "of so many prompts each is another one"
+    )
 
 
 def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
     case = DryRun(tmp_path, "local", steps=4)
-    changes = ("planner.enabled=false", "components.hybrid.nodes=0", "rollout.tp=8", "rollout.engines_per_node=1", "checkpoint.experience=false")
+    changes = (
+        "planner.enabled=false",
+        "components.hybrid.nodes=0",
+        "rollout.tp=8",
+        "rollout.engines_per_node=1",
+        "checkpoint.experience=false",
+    )
     run = case.submit("--engine", "simulated", "--wait", *(word for change in changes for word in ("-o", change)))
     assert case.ended() == "completed"
     trained_once(run, 4)
@@ -111,16 +122,30 @@ def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_p
 
 
 SLOW_TRAINING = {
-    "run.steps": 26, "components.hybrid.nodes": 0, "components.rollout.nodes": 3, "train.tp": 8, "rollout.tp": 8, "rollout.engines_per_node": 1,
-    "rollout.max_model_len": 8192, "planner.period_s": 20.0, "planner.repartition_cost_s": 60.0, "simulated.presets": '["math", "search"]',
-    "simulated.speedup": 100.0, "simulated.mfu": 0.02,
-}  # fmt: skip
+    "run.steps": 26,
+    "components.hybrid.nodes": 0,
+    "components.rollout.nodes": 3,
+    "train.tp": 8,
+    "rollout.tp": 8,
+    "rollout.engines_per_node": 1,
+    "rollout.max_model_len": 8192,
+    "planner.period_s": 20.0,
+    "planner.repartition_cost_s": 60.0,
+    "simulated.presets": '["math", "search"]',
+    "simulated.speedup": 100.0,
+    "simulated.mfu": 0.02,
+}
 """One node of four trains, and is the slower stage by far; halfway the work changes for good."""
 
 
 def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, tmp_path: Path) -> None:
     case = DryRun(tmp_path, "slurm", steps=0)
-    run = case.submit("--engine", "simulated", "--wait", *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")))
+    run = case.submit(
+        "--engine",
+        "simulated",
+        "--wait",
+        *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")),
+    )
     assert case.ended() == "completed"
     (done,) = case.events("repartitioned")
     started = case.events("job_started")

@@ -1,4 +1,5 @@
-"""Whole runs on real parts: Slurm or local ranks, MPI agents, Megatron, vLLM, environment host.  Kills, cancel, resume, and a node that moves."""
+"""Whole runs on real parts: Slurm or local ranks, MPI agents, Megatron, vLLM, environment host.  Kills, cancel,
+resume, and a node that moves."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.cluster.runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_
 pytestmark = ENGINE_MARKS
 
 STEPS = 160
-"""The first attempt is cancelled long before them, also when the machine is so busy that a command takes as long as many steps."""
+"""The first attempt is cancelled long before them, also when the machine is so busy that a command takes as long as
+many steps."""
 
 
 def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
@@ -40,7 +42,9 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     case.wait(lambda: case.events("host_lost"), "the lost environment host")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) >= before + 3, "steps with another environment host")
-    assert not [event for event in case.events("resubmitted") if "did not answer" in event["reason"]], "its environments came back as they were"
+    assert not [event for event in case.events("resubmitted") if "did not answer" in event["reason"]], (
+        "its environments came back as they were"
+    )
 
     shown = json.loads(case.cli("status", str(run.path), "--json").stdout)
     shown = shown["status"]
@@ -65,13 +69,25 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     kept = case.events("experience_kept")
     assert sum(event["trajectories"] for event in kept) == len(finished)
     assert not any(event["dropped"] for event in kept)
-    assert not [event for event in case.events("resubmitted") if event["t"] > again], "every environment answered as before"
+    assert not [event for event in case.events("resubmitted") if event["t"] > again], (
+        "every environment answered as before"
+    )
     sampled_once(run)
 
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(run.policy).config.num_hidden_layers == 2
-    command = [sys.executable, "-m", "libra_hpc.rollout.evaluate", "--policy", str(run.policy), "--config", str(run.config), "--episodes", "24"]
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.rollout.evaluate",
+        "--policy",
+        str(run.policy),
+        "--config",
+        str(run.config),
+        "--episodes",
+        "24",
+    ]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     assert found["episodes"] == 24, "vLLM serves the exported policy"
     assert -0.2 <= found["reward"] <= 1.0
@@ -120,8 +136,10 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
         os.kill(trainer, signal.SIGCONT)
         told = json.loads(waiting.result().stdout)
     assert [(rank["before"], rank["after"]) for rank in told["ranks"]] == [
-        ("train TP1", "train TP2"), ("rollout 1xTP1", "train TP2"), ("rollout 1xTP1", "rollout 1xTP2")
-    ]  # fmt: skip
+        ("train TP1", "train TP2"),
+        ("rollout 1xTP1", "train TP2"),
+        ("rollout 1xTP1", "rollout 1xTP2"),
+    ]
     assert case.ended() == "completed"
     trained_once(run, 16)
 
@@ -130,15 +148,20 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
     assert 1 <= done["step"] < 16
     assert not run.order.exists()
     started = case.events("job_started")
-    assert [(event["attempt"], event["step"]) for event in started] == [(1, 0), (1, done["step"])], "the same job goes on from the checkpoint"
+    assert [(event["attempt"], event["step"]) for event in started] == [(1, 0), (1, done["step"])], (
+        "the same job goes on from the checkpoint"
+    )
     rows = list(read_lines(run.metrics))
     assert [row["replicas"] for row in rows] == [1] * done["step"] + [2] * (16 - done["step"])
     assert max(row["staleness_max"] for row in rows) <= 1
-    # The first batch was rolled out by the weights it is trained on: what TP-2 engines and TP-2 trainers say of it is the same.
+    # The first batch was rolled out by the weights it is trained on: what TP-2 engines and TP-2 trainers say of it is
+    # the same.
     assert rows[done["step"]]["logprob_gap"] < 1e-3
     later = [record for record in series.trajectories(run) if record["finished_at"] > started[1]["t"]]
     assert {turn["engine"] for record in later for turn in record["turns"]} == {"r3.0"}
-    assert min(version for record in later for version, _ in record["versions"]) == done["step"], "open trajectories are begun anew"
+    assert min(version for record in later for version, _ in record["versions"]) == done["step"], (
+        "open trajectories are begun anew"
+    )
 
     from transformers import AutoModelForCausalLM
 

@@ -32,7 +32,9 @@ def env(slurm_env: dict[str, str]) -> dict[str, str]:
 
 def test_a_result_comes_back(executor: Executor, env: dict[str, str], tmp_path: Path) -> None:
     before = dict(os.environ)
-    handle = run_single(jobs.add, 2, 3, env=env, name="add", folder=tmp_path / "jobs", executor=executor, partition="cpu", mem="500M")
+    handle = run_single(
+        jobs.add, 2, 3, env=env, name="add", folder=tmp_path / "jobs", executor=executor, partition="cpu", mem="500M"
+    )
     total, node = handle.result(timeout=120)
     assert total == 5
     assert node.startswith("cpu-") == (executor == "slurm")
@@ -43,11 +45,15 @@ def test_a_result_comes_back(executor: Executor, env: dict[str, str], tmp_path: 
 
 def test_a_failure_carries_its_traceback(executor: Executor, env: dict[str, str], tmp_path: Path) -> None:
     handle = run_single(jobs.fail, env=env, name="fail", folder=tmp_path / "jobs", executor=executor)
-    with pytest.raises(OperationError, match=r"(?s)^fail \(job \d+\) failed:.*in fail.*ValueError: the function's own words"):
+    with pytest.raises(
+        OperationError, match=r"(?s)^fail \(job \d+\) failed:.*in fail.*ValueError: the function's own words"
+    ):
         handle.result(timeout=120)
 
 
-def test_a_job_that_dies_is_not_waited_for(executor: Executor, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_dies_is_not_waited_for(
+    executor: Executor, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("libra_hpc.slurm.single.RESULT_WAIT_S", 1)
     handle = run_single(jobs.die, env=env, name="die", folder=tmp_path / "jobs", executor=executor)
     with pytest.raises(OperationError, match="ended without a result"):

@@ -40,7 +40,8 @@ import json, os, pathlib, signal, sys, time
 if sys.argv[2] == "used":
     import ctypes, random
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.memset.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     blocks = []
     for size in (2000, 9000) * 1000:
         blocks.append(libc.malloc(size))
@@ -53,7 +54,8 @@ if sys.argv[2] == "used":
 from mpi4py import MPI
 comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
 names = ("SLURMD_NODENAME", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES", "NOTE")
-print(json.dumps({"size": comm.size, "rank": comm.rank, "sum": comm.allreduce(1), "pid": os.getpid(), **{n: os.environ.get(n) for n in names}}), flush=True)
+facts = {"size": comm.size, "rank": comm.rank, "sum": comm.allreduce(1), "pid": os.getpid()}
+print(json.dumps(facts | {n: os.environ.get(n) for n in names}), flush=True)
 if sys.argv[2] == "lose" and comm.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] in ("lose", "used"):
@@ -70,7 +72,9 @@ os._exit(0)
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     (tmp_path / "world.py").write_text(
-        WORLD.replace("from mpi4py", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})\nfrom mpi4py", 1)
+        WORLD.replace(
+            "from mpi4py", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})\nfrom mpi4py", 1
+        )
     )
     # Both need care in an sbatch script: a space, and Slurm's own file name pattern.
     return RunDir.create(tmp_path / "runs 100%j", "t")
@@ -78,12 +82,20 @@ def run(tmp_path: Path) -> RunDir:
 
 def queue(run: RunDir, env: dict[str, str], how: str, attempt: int = 1) -> str:
     arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
-    return submit.submit(Launch(RunConfig.model_validate(CONFIG), run, attempt, environment={"NOTE": "it's 100%"}, arguments=arguments), env)
+    return submit.submit(
+        Launch(RunConfig.model_validate(CONFIG), run, attempt, environment={"NOTE": "it's 100%"}, arguments=arguments),
+        env,
+    )
 
 
 def records(run: RunDir, attempt: int = 1) -> list[dict[str, Any]]:
     """What the ranks have printed, in rank order."""
-    return [json.loads(line) for path in sorted(run.logs(attempt).glob("agent-*.log")) for line in path.read_text().splitlines() if line.startswith("{")]
+    return [
+        json.loads(line)
+        for path in sorted(run.logs(attempt).glob("agent-*.log"))
+        for line in path.read_text().splitlines()
+        if line.startswith("{")
+    ]
 
 
 def wait_records(run: RunDir, env: dict[str, str], count: int, attempt: int = 1) -> list[dict[str, Any]]:
@@ -102,7 +114,9 @@ def wait_end(run: RunDir, env: dict[str, str]) -> JobInfo:
 def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_env: dict[str, str]) -> None:
     job_id = queue(run, slurm_env, "lose")
     info = wait_end(run, slurm_env)
-    assert (info.job_id, info.state, info.exit_code) == (job_id, JobState.COMPLETED, 0), (run.logs(1) / "slurm.out").read_text()
+    assert (info.job_id, info.state, info.exit_code) == (job_id, JobState.COMPLETED, 0), (
+        run.logs(1) / "slurm.out"
+    ).read_text()
     found = records(run)
     assert [record["rank"] for record in found] == [0, 1, 2, 3, 4]
     assert {(record["size"], record["sum"], record["SLURM_STEP_NUM_TASKS"]) for record in found} == {(5, 5, "5")}
@@ -160,7 +174,9 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
         ("slurm", "account = 'a b'", {"account": "a b"}),
     ],
 )
-def test_mistakes_queue_nothing(run: RunDir, slurm_env: dict[str, str], section: str, field: str, change: dict[str, Any]) -> None:
+def test_mistakes_queue_nothing(
+    run: RunDir, slurm_env: dict[str, str], section: str, field: str, change: dict[str, Any]
+) -> None:
     before = call(["squeue", "--noheader", "--format=%A"], slurm_env)
     with pytest.raises(UserError, match=f"^{section}.{field}"):
         submit.submit(Launch(RunConfig.model_validate({section: change}), run, 1), slurm_env)

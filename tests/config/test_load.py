@@ -30,7 +30,14 @@ def test_overrides_apply_in_order_and_keep_toml_types(tmp_path: Path) -> None:
     path = write(tmp_path, "[algorithm]\neta = 1\n")
     config = load_run_file(
         path,
-        ["algorithm.eta=2", "algorithm.eta = 4", "optimizer.lr=1", "planner.enabled=false", 'slurm.extra=["--exclusive"]', "task.options.depth=3"],
+        [
+            "algorithm.eta=2",
+            "algorithm.eta = 4",
+            "optimizer.lr=1",
+            "planner.enabled=false",
+            'slurm.extra=["--exclusive"]',
+            "task.options.depth=3",
+        ],
     )
     assert config.algorithm.eta == 4
     assert config.optimizer.lr == 1.0
@@ -78,7 +85,13 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
         ("[run]\nshare = 'public'\n", "run.share = 'public': unknown value; valid: private, group, all."),
         ("[run]\nname = 'a b'\n", "run.name = 'a b': malformed; valid: a string matching"),
         ("[components]\ntrain = 3\n", "components.train = 3: wrong type; valid: a table."),
-        ("[rollout]\ntp = 0\n", "rollout.tp = 0: out of range; valid: an integer >= 1, or a list of them with one for each hybrid and rollout node."),
+        (
+            "[rollout]\ntp = 0\n",
+            (
+                "rollout.tp = 0: out of range; valid: an integer >= 1, or a list of them with one for each hybrid and"
+                " rollout node."
+            ),
+        ),
         ("[rollout]\ntp = [1, 0]\n", "rollout.tp.1 = 0: out of range"),
         ("[rollout]\nengines_per_node = ['1']\n", "rollout.engines_per_node.0 = '1': wrong type"),
         ("[rollout]\ntp = 'both'\n", "rollout.tp = 'both': wrong type; valid: an integer >= 1, or a list"),

@@ -45,7 +45,9 @@ class Plant:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         kinds = ["train", "rollout"] + ["hybrid"] * self.hybrids
-        self.nodes = [NodeFact(rank + 1, kind, self.start if kind == "hybrid" else kind, 0.0) for rank, kind in enumerate(kinds)]
+        self.nodes = [
+            NodeFact(rank + 1, kind, self.start if kind == "hybrid" else kind, 0.0) for rank, kind in enumerate(kinds)
+        ]
         self.steps: list[TrainStepFact] = []
         self.windows: list[RolloutWindowFact] = []
         self.done: list[TrajectoryFact] = []
@@ -76,9 +78,17 @@ class Plant:
         recent = self.waits[-10:] or [(0.0, 0.0)]
         queue = QueueFact(0, 0, sum(w for w, _ in recent) / len(recent), sum(g for _, g in recent) / len(recent))
         return PlanSnapshot(
-            tuple(self.nodes), tuple(self.steps[-100:]), tuple(self.windows[-100:]), tuple(self.done[-2048:]), tuple(self.switches), queue,
-            self.prompts, self.group, self.eta, steps_left,
-        )  # fmt: skip
+            tuple(self.nodes),
+            tuple(self.steps[-100:]),
+            tuple(self.windows[-100:]),
+            tuple(self.done[-2048:]),
+            tuple(self.switches),
+            queue,
+            self.prompts,
+            self.group,
+            self.eta,
+            steps_left,
+        )
 
     def batch(self) -> None:
         """One global batch through both stages."""
@@ -88,14 +98,21 @@ class Plant:
         for _ in range(self.prompts):
             # Half of the variance of log length is the prompt's: siblings are alike.
             prompt = self.random.gauss(0.0, 0.5)
-            lengths += [max(1, round(self.length * math.exp(prompt + self.random.gauss(0.0, 0.5) - 0.25))) for _ in range(self.group)]
+            lengths += [
+                max(1, round(self.length * math.exp(prompt + self.random.gauss(0.0, 0.5) - 0.25)))
+                for _ in range(self.group)
+            ]
         mean = sum(lengths) / len(lengths)
-        train_s, rollout_s = (t * math.exp(self.random.gauss(0.0, self.noise)) for t in self.shape(train, rollout, mean))
+        train_s, rollout_s = (
+            t * math.exp(self.random.gauss(0.0, self.noise)) for t in self.shape(train, rollout, mean)
+        )
         period = train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s)
         self.now += period
         self.batch_times.append(period)
         self.steps.append(TrainStepFact(self.now, 3 * sum(lengths), sum(lengths), train, train_s))
-        self.windows.append(RolloutWindowFact(self.now, period, rollout, sum(lengths), 2 * sum(lengths), rollout_s / period))
+        self.windows.append(
+            RolloutWindowFact(self.now, period, rollout, sum(lengths), 2 * sum(lengths), rollout_s / period)
+        )
         self.waits.append((1.0 - train_s / period, 1.0 - rollout_s / period))
         for generated in lengths:
             self.done.append(TrajectoryFact(self.count, self.now, generated, 3 * generated, 1 + generated // 20))
@@ -111,7 +128,9 @@ class Plant:
             node, action, ordered, _ = self.moving
             self.moving = None
             self._role(node, action.removeprefix("to_"))
-            self.switches.append(SwitchFact(self.now, "to_train" if action == "to_train" else "to_rollout", self.now - ordered))
+            self.switches.append(
+                SwitchFact(self.now, "to_train" if action == "to_train" else "to_rollout", self.now - ordered)
+            )
 
     def _role(self, rank: int, role: str) -> None:
         self.nodes = [NodeFact(n.rank, n.component, role, self.now) if n.rank == rank else n for n in self.nodes]

@@ -14,11 +14,21 @@ QWEN = model_shape("qwen3-14b")
 
 
 class FakeSteps:
-    """A step takes ``(fixed + decodes * each + kv_tokens * kv + prefill * new) / tp ** scaling`` plus ``latency`` per doubling of tp."""
+    """A step takes ``(fixed + decodes * each + kv_tokens * kv + prefill * new) / tp ** scaling`` plus ``latency``
+    per doubling of tp."""
 
     source = "made up"
 
-    def __init__(self, tp: int, capacity: int = 10**9, fixed: float = 1.0, each: float = 0.0, kv: float = 0.0, new: float = 0.0, scaling: float = 0.8) -> None:
+    def __init__(
+        self,
+        tp: int,
+        capacity: int = 10**9,
+        fixed: float = 1.0,
+        each: float = 0.0,
+        kv: float = 0.0,
+        new: float = 0.0,
+        scaling: float = 0.8,
+    ) -> None:
         self.tp, self.kv_capacity = tp, capacity
         self.terms = (fixed, each, kv, new)
         self.scale = tp**scaling

@@ -46,7 +46,8 @@ def test_a_training_bottleneck_takes_the_hybrid_node_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: int) -> None:
-    """Lengths x3: rollout grows with them, training work by less (truncated, skipped groups), so the better split flips."""
+    """Lengths x3: rollout grows with them, training work by less (truncated, skipped groups), so the better split
+    flips."""
     shape: Shape = lambda n, m, mean: (0.6 * (mean / 50.0) ** 0.3 / n, 0.4 * mean / 50.0 / m)  # noqa: E731
     plant, static = Plant(shape, seed=seed, start="train"), Plant(shape, seed=seed, start="train")
     for one, planner in ((plant, Planner(SETTINGS)), (static, Planner(PlannerSection(enabled=False)))):
@@ -85,7 +86,8 @@ def test_several_hybrids_move_one_after_the_other_until_the_stages_balance() -> 
 
 
 def test_with_eta_0_the_sum_of_the_stages_counts() -> None:
-    # Two trainers and one rollout node.  Overlapped, max(0.5, 1.5) -> max(1.0, 0.75) saves a third; taking turns, 2.0 -> 1.75 saves an eighth.
+    # Two trainers and one rollout node.  Overlapped, max(0.5, 1.5) -> max(1.0, 0.75) saves a third; taking turns, 2.0
+    # -> 1.75 saves an eighth.
     overlapped, turns = Plant(ideal(1.0, 1.5), start="train"), Plant(ideal(1.0, 1.5), start="train", eta=0)
     demanding = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0, min_gain=0.2)
     overlapped.run(400, Planner(demanding))
@@ -170,7 +172,9 @@ def test_dwell_and_queues_can_veto() -> None:
 
 def test_disabled_moving_and_empty_pools_hold_with_a_reason() -> None:
     plant = Plant(ideal(2.0, 0.8), hybrids=1)
-    assert Planner(PlannerSection(enabled=False)).decide(plant.snapshot(5), 0.0).reason == "hold: the planner is disabled"
+    assert (
+        Planner(PlannerSection(enabled=False)).decide(plant.snapshot(5), 0.0).reason == "hold: the planner is disabled"
+    )
     assert "0 of 4 steps" in Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason
     plant.nodes[2] = NodeFact(3, "hybrid", "to_train", 0.0)
     assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: node 3 is in state to_train"
@@ -194,10 +198,17 @@ def test_the_estimate_is_what_batches_take_and_there_is_none_before_they_are_mea
 
 @settings(max_examples=25, deadline=None)
 @given(
-    train=st.floats(0.05, 20.0), rollout=st.floats(0.05, 20.0), hybrids=st.integers(0, 3), start=st.sampled_from(["train", "rollout"]),
-    noise=st.floats(0.0, 0.5), eta=st.integers(0, 3), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_only_hybrid_nodes_move_and_no_stage_is_emptied(train: float, rollout: float, hybrids: int, start: str, noise: float, eta: int, seed: int) -> None:
+    train=st.floats(0.05, 20.0),
+    rollout=st.floats(0.05, 20.0),
+    hybrids=st.integers(0, 3),
+    start=st.sampled_from(["train", "rollout"]),
+    noise=st.floats(0.0, 0.5),
+    eta=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
+    train: float, rollout: float, hybrids: int, start: str, noise: float, eta: int, seed: int
+) -> None:
     plant = Plant(ideal(train, rollout), hybrids=hybrids, start=start, noise=noise, eta=eta, seed=seed)
     plant.run(60, Planner(PlannerSection(switch_cost_s=0.1, min_dwell_s=0.0, margin=1.0)), interval=0.0)
     roles = {n.component: n.role for n in plant.nodes if n.component != "hybrid"}
@@ -209,18 +220,22 @@ def test_only_hybrid_nodes_move_and_no_stage_is_emptied(train: float, rollout: f
 
 
 class Asked(Repartition):
-    """A second tier that answers whenever it is asked, and remembers since when the work it was asked about is there."""
+    """A second tier that answers whenever it is asked, and remembers since when the work it was asked about is
+    there."""
 
     def __init__(self) -> None:
         self.since: list[float] = []
 
-    def advise(self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection) -> PlanDecision:
+    def advise(
+        self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection
+    ) -> PlanDecision:
         self.since.append(since)
         return PlanDecision("repartition", -1, "repartition: asked", {})
 
 
 def _stuck(planner: Planner) -> Plant:
-    """A run without hybrid nodes that was repartitioned before, 50 batches after its trajectories became three times as long."""
+    """A run without hybrid nodes that was repartitioned before, 50 batches after its trajectories became three times
+    as long."""
     planner.repartition_after = max(0.0, planner.repartition_after)
     plant = Plant(ideal(1.0, 0.5), hybrids=0)
     plant.run(100, planner)

@@ -54,7 +54,11 @@ class Run:
         for _ in range(BATCH):
             for member in range(GROUP):
                 generated = round(mean * (0.7 + 0.2 * member))
-                self.done.append(TrajectoryFact(len(self.done), self.now, generated, prompt + generated, 1, 0.0, self.admitted, prompt))
+                self.done.append(
+                    TrajectoryFact(
+                        len(self.done), self.now, generated, prompt + generated, 1, 0.0, self.admitted, prompt
+                    )
+                )
             self.admitted += 1
         newest = self.done[-BATCH * GROUP :]
         tokens, generated = sum(t.context for t in newest), sum(t.generated for t in newest)
@@ -70,8 +74,18 @@ class Run:
     def look(self) -> Measured | str:
         queue = QueueFact(0, 0, 0.0, 0.0)
         snapshot = PlanSnapshot(
-            (), tuple(self.steps), tuple(self.windows), tuple(self.done), (), queue, BATCH, GROUP, 1, 100, tuple(self.under_way)
-        )  # fmt: skip
+            (),
+            tuple(self.steps),
+            tuple(self.windows),
+            tuple(self.done),
+            (),
+            queue,
+            BATCH,
+            GROUP,
+            1,
+            100,
+            tuple(self.under_way),
+        )
         self.evidence.observe(snapshot, self.now)
         return self.evidence.measure(snapshot, self.split)
 

@@ -28,7 +28,9 @@ def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start
     for place, (prompt, mean) in enumerate(kinds):
         for _ in range(GROUP):
             generated = round(mean * rng.uniform(0.5, 1.5))
-            found.append(TrajectoryFact(first + len(found), 0.0, generated, prompt + generated, 1, 0.0, start + place, prompt))
+            found.append(
+                TrajectoryFact(first + len(found), 0.0, generated, prompt + generated, 1, 0.0, start + place, prompt)
+            )
     return found
 
 
@@ -110,20 +112,28 @@ def test_alarms_without_a_change_of_prompts_are_rare() -> None:
     for _ in range(40):
         under_way = UnderWay(GROUP, PROMPTS)
         for block in range(24):
-            groups = [GroupFact(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, GROUP, 0, 0) for i in range(16)]
+            groups = [
+                GroupFact(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, GROUP, 0, 0) for i in range(16)
+            ]
             alarms += under_way.observe(_snapshot([], groups)) is not None
     assert alarms < 5
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 30_000), st.integers(0, GROUP), st.integers(0, GROUP), st.integers(0, 40_000)).filter(lambda g: g[1] + g[2] > 0), max_size=24
+        st.tuples(st.integers(1, 30_000), st.integers(0, GROUP), st.integers(0, GROUP), st.integers(0, 40_000)).filter(
+            lambda g: g[1] + g[2] > 0
+        ),
+        max_size=24,
     )
 )
 def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: list[tuple[int, int, int, int]]) -> None:
     under_way = UnderWay(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 4)
-    groups = [GroupFact(8 + i, prompt, waiting, running, generated if running else 0) for i, (prompt, waiting, running, generated) in enumerate(rows)]
+    groups = [
+        GroupFact(8 + i, prompt, waiting, running, generated if running else 0)
+        for i, (prompt, waiting, running, generated) in enumerate(rows)
+    ]
     under_way.observe(_snapshot(done, groups))
     work = under_way.work(_snapshot(done, groups))
     if work is None:

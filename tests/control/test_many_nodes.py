@@ -53,7 +53,10 @@ def test_a_large_imbalance_moves_several_nodes_at_once(seed: int) -> None:
 def test_noise_on_a_pool_of_twelve_moves_nothing_in_a_thousand_batches(seed: int) -> None:
     # 8 / 8 and 4 / 4: the best of twelve nodes.
     pool = Pool(ideal(8.0, 4.0), hybrids=10, start="rollout", seed=seed, noise=0.1)
-    pool.nodes = [NodeFact(n.rank, n.component, "train" if n.component == "hybrid" and n.rank <= 9 else n.role, 0.0) for n in pool.nodes]
+    pool.nodes = [
+        NodeFact(n.rank, n.component, "train" if n.component == "hybrid" and n.rank <= 9 else n.role, 0.0)
+        for n in pool.nodes
+    ]
     pool.run(1000, Planner(SETTINGS), interval=2.0)
     assert len(pool.decisions) > 300
     assert pool.ordered == []
@@ -63,7 +66,9 @@ def test_noise_on_a_pool_of_twelve_moves_nothing_in_a_thousand_batches(seed: int
 def test_a_workload_that_swings_for_ever_cannot_buy_more_moves_than_the_bound(limit: int) -> None:
     swings: Shape = lambda n, m, mean: (8.0 * mean / 50.0 / n, 400.0 / mean / m)  # noqa: E731
     pool = Pool(swings, hybrids=4, noise=0.02, switch_s=1.0, prompts=16)
-    planner = Planner(PlannerSection(switch_cost_s=1.0, min_dwell_s=0.0, margin=1.0, moves_per_hour=limit, horizon_s=1e4))
+    planner = Planner(
+        PlannerSection(switch_cost_s=1.0, min_dwell_s=0.0, margin=1.0, moves_per_hour=limit, horizon_s=1e4)
+    )
     for swing in range(40):
         pool.length = 25.0 if swing % 2 else 150.0
         pool.run(40, planner)
@@ -71,7 +76,10 @@ def test_a_workload_that_swings_for_ever_cannot_buy_more_moves_than_the_bound(li
     times = [at for at, _ in pool.ordered]
     for start in times:
         assert sum(start <= at < start + HOUR for at in times) <= limit
-    assert any("moves an hour are left" in d.reason or any("an hour" in c.blocked for c in d.candidates) for d in pool.decisions)
+    assert any(
+        "moves an hour are left" in d.reason or any("an hour" in c.blocked for c in d.candidates)
+        for d in pool.decisions
+    )
 
 
 def test_a_decision_carries_inputs_five_candidates_and_why_it_was_looked_at() -> None:
@@ -79,7 +87,16 @@ def test_a_decision_carries_inputs_five_candidates_and_why_it_was_looked_at() ->
     planner = Planner(SETTINGS)
     pool.run(200, planner)
     moved = next(d for d in pool.decisions if d.action != "hold")
-    assert {"train_s", "rollout_s", "batch_s", "horizon_s", "trainer_wait_share", "moves_left", "pays_s", "needed_s"} <= set(moved.numbers)
+    assert {
+        "train_s",
+        "rollout_s",
+        "batch_s",
+        "horizon_s",
+        "trainer_wait_share",
+        "moves_left",
+        "pays_s",
+        "needed_s",
+    } <= set(moved.numbers)
     assert len(moved.candidates) == 5
     best = moved.candidates[0]
     assert best.train == 1 + len(moved.nodes)
@@ -91,10 +108,14 @@ def test_a_decision_carries_inputs_five_candidates_and_why_it_was_looked_at() ->
 
 
 def test_growing_work_is_acted_on_with_its_forecast() -> None:
-    """Rollout grows by 1 % a batch; the trend shows in the decision's inputs and what it takes is more than the present alone would."""
+    """Rollout grows by 1 % a batch; the trend shows in the decision's inputs and what it takes is more than the
+    present alone would."""
     grows: Shape = lambda n, m, mean: (4.0 / n, 4.0 * mean / 50.0 / m)  # noqa: E731
     pool = Pool(grows, hybrids=10, start="train", noise=0.02, prompts=32)
-    pool.nodes = [NodeFact(n.rank, n.component, "rollout" if n.component == "hybrid" and n.rank > 6 else n.role, 0.0) for n in pool.nodes]
+    pool.nodes = [
+        NodeFact(n.rank, n.component, "rollout" if n.component == "hybrid" and n.rank > 6 else n.role, 0.0)
+        for n in pool.nodes
+    ]
     planner = Planner(PlannerSection(switch_cost_s=1.0, min_dwell_s=0.0))
     for _ in range(120):
         pool.length *= 1.01

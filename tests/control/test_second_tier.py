@@ -32,7 +32,9 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
 
 
 def _repartition() -> Repartition:
-    return Repartition(model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, True, ((8, 1),)), space=SPACE)
+    return Repartition(
+        model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, True, ((8, 1),)), space=SPACE
+    )
 
 
 def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Measured:  # noqa: B008
@@ -67,7 +69,12 @@ def test_no_trajectories_no_advice() -> None:
 def test_a_lost_node_could_not_start_again() -> None:
     seen = snapshot()
     nodes = (*seen.nodes[:-1], msgspec.structs.replace(seen.nodes[-1], role="lost"))
-    assert _repartition().advise(msgspec.structs.replace(seen, nodes=nodes), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS) is None
+    assert (
+        _repartition().advise(
+            msgspec.structs.replace(seen, nodes=nodes), measured(600.0, 100.0), EARLY, 20_000.0, SETTINGS
+        )
+        is None
+    )
 
 
 def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutByNodes:

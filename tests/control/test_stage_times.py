@@ -7,7 +7,13 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from libra_hpc.control.change_detection import BLOCK_GROUPS, REFERENCE_GROUPS, DriftDetector, critical_distance, ks_distance
+from libra_hpc.control.change_detection import (
+    BLOCK_GROUPS,
+    REFERENCE_GROUPS,
+    DriftDetector,
+    critical_distance,
+    ks_distance,
+)
 from libra_hpc.control.stage_times import Correction, Measured, Split, Times, correct, measure, predict, with_work
 from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.control.plant import Plant, ideal
@@ -49,7 +55,9 @@ def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
     for _ in range(20):
         plant.batch()
     # Small batches while idling: a tenth of the true rate per busy second.
-    plant.windows = [RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens // 10, 0, w.busy) for w in plant.windows]
+    plant.windows = [
+        RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens // 10, 0, w.busy) for w in plant.windows
+    ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
     assert isinstance(measured, Measured)
     assert measured.times.rollout == pytest.approx(1.0, rel=0.1)
@@ -59,7 +67,9 @@ def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
     plant = Plant(ideal(0.1, 20.0), noise=0.01)
     for _ in range(8):
         plant.batch()
-    plant.windows = [RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens, 0, w.busy, decode_s=0.02) for w in plant.windows]
+    plant.windows = [
+        RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens, 0, w.busy, decode_s=0.02) for w in plant.windows
+    ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
     assert isinstance(measured, Measured)
     longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
@@ -68,16 +78,21 @@ def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
 
 
 def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() -> None:
-    """Engines that decode a few stragglers most of the time look twice as fast by their tokens; the commits say what a batch really takes."""
+    """Engines that decode a few stragglers most of the time look twice as fast by their tokens; the commits say what
+    a batch really takes."""
     plant = Plant(ideal(0.2, 2.0), noise=0.05)
     for _ in range(20):
         plant.batch()
-    plant.windows = [RolloutWindowFact(w.at, w.seconds, w.nodes, 2 * w.generated_tokens, 0, w.busy) for w in plant.windows]
+    plant.windows = [
+        RolloutWindowFact(w.at, w.seconds, w.nodes, 2 * w.generated_tokens, 0, w.busy) for w in plant.windows
+    ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
     assert isinstance(measured, Measured)
     assert measured.starved
     assert measured.times.rollout == pytest.approx(sum(plant.batch_times[-7:]) / 7)
-    idle = measure(replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0)
+    idle = measure(
+        replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0
+    )
     assert isinstance(idle, Measured)
     assert not idle.starved
     assert idle.times.rollout < 0.8 * measured.times.rollout
@@ -124,7 +139,10 @@ def test_too_little_evidence_is_named() -> None:
     plant = Plant(ideal(1.0, 1.0))
     plant.batch()
     text = measure(plant.snapshot(10), Split(1, 2), 0.0)
-    assert text == "1 of 4 steps, 1 of 4 rollout windows and 64 of 128 trajectories measured with 1 training and 2 rollout nodes since the last change"
+    assert (
+        text == "1 of 4 steps, 1 of 4 rollout windows and 64 of 128 trajectories measured with 1 training and 2 rollout"
+        " nodes since the last change"
+    )
 
 
 def test_ks_distance_is_that_of_the_distribution_functions() -> None:

@@ -52,7 +52,10 @@ def test_ahead_moves_what_work_moves_and_not_the_fixed_part() -> None:
 
 
 def _rows(rng: random.Random, groups: int, tool_s: float) -> list[tuple[float, float, float, float]]:
-    return [(rng.lognormvariate(5.0, 1.0), rng.lognormvariate(7.0, 1.0), 3.0, tool_s * rng.lognormvariate(0.0, 0.5)) for _ in range(8 * groups)]
+    return [
+        (rng.lognormvariate(5.0, 1.0), rng.lognormvariate(7.0, 1.0), 3.0, tool_s * rng.lognormvariate(0.0, 0.5))
+        for _ in range(8 * groups)
+    ]
 
 
 def test_slower_tools_alone_raise_an_alarm_that_names_them() -> None:
@@ -87,7 +90,10 @@ def test_alarms_on_four_quantities_keep_the_stated_rate() -> None:
     alarms = 0
     for _ in range(100):
         detector = DriftDetector(2)
-        rows = [(a, 2.0 * a, 3.0, b) for a, b in ((rng.lognormvariate(5.0, 1.0), rng.random()) for _ in range(2 * (64 + 20 * 32)))]
+        rows = [
+            (a, 2.0 * a, 3.0, b)
+            for a, b in ((rng.lognormvariate(5.0, 1.0), rng.random()) for _ in range(2 * (64 + 20 * 32)))
+        ]
         alarms += sum(detector.update(rows[i : i + 64]) is not None for i in range(0, len(rows), 64))
     assert alarms < 7
 

@@ -36,7 +36,9 @@ def test_the_longest_of_a_batch_has_its_own_bin() -> None:
 
 def test_ratios_of_a_trace() -> None:
     turns = (TurnRecord(0, 30, "run", "ok", 2.0), TurnRecord(50, 10))
-    made = sketch(observe([TrajectoryRecord("p", 0, 100, turns), TrajectoryRecord("q", 0, 100, (TurnRecord(0, 40),))]), 2)
+    made = sketch(
+        observe([TrajectoryRecord("p", 0, 100, turns), TrajectoryRecord("q", 0, 100, (TurnRecord(0, 40),))]), 2
+    )
     assert (made.prompt, made.generated, made.context, made.longest_context) == (100, 40, 165, 190)
     assert made.new_per_token == pytest.approx(50 / 80)
     assert made.turns_per_token == pytest.approx(3 / 80)
@@ -49,10 +51,15 @@ def test_a_stated_distribution_has_its_mean_and_tail() -> None:
     total = sum(o.generated for o in made)
     assert total / len(made) == pytest.approx(1000, rel=0.02)
     assert sum(o.generated for o in made[-len(made) // 10 :]) / total == pytest.approx(0.39, abs=0.01)
-    assert max(o.context for o in lognormal(generated=1000, sigma=1.0, prompt=10, new_tokens=100, turns=5, longest=4096)) <= 4096
+    assert (
+        max(o.context for o in lognormal(generated=1000, sigma=1.0, prompt=10, new_tokens=100, turns=5, longest=4096))
+        <= 4096
+    )
 
 
-@pytest.mark.parametrize("bad", [Observed(0, 10, 5), Observed(5, 8, 5), Observed(5, 20, 5, 0), Observed(5, 20, 5, 1, -1.0)])
+@pytest.mark.parametrize(
+    "bad", [Observed(0, 10, 5), Observed(5, 8, 5), Observed(5, 20, 5, 0), Observed(5, 20, 5, 1, -1.0)]
+)
 def test_impossible_counts(bad: Observed) -> None:
     with pytest.raises(UserError, match="contradict"):
         sketch([bad], 8)

@@ -1,4 +1,5 @@
-"""Rollout: the published table of best TP, exact integrals of made-up devices, the straggler bound, tools, and a KV cache that is too small."""
+"""Rollout: the published table of best TP, exact integrals of made-up devices, the straggler bound, tools, and a KV
+cache that is too small."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ TABLE = {
     ("h200", "qwen3-32b", 128, 1024): (6061, 10293, 14018, 16127),
     ("h200", "qwen3-32b", 512, 32768): (1492, 2628, 3048, 3205),
 }
-"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, as NVIDIA's operator tables compose; 0: out of memory.  Sequences
-that do not fit are not decoded."""
+"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, as NVIDIA's operator tables
+compose; 0: out of memory.  Sequences that do not fit are not decoded."""
 DATA_SHEET = {"a100": 80e9, "h200": 141e9}
-"""Bytes of memory the table counts with.  All 24 of its figures that KV limits follow to the last sequence from 0.9 of these, less 3 GB and the weights, and
-from no larger memory; the driver reports 5 and 9 GB more, which at 32B and TP1 on A100 is more than the whole cache."""
+"""Bytes of memory the table counts with.  All 24 of its figures that KV limits follow to the last sequence from 0.9
+of these, less 3 GB and the weights, and from no larger memory; the driver reports 5 and 9 GB more, which at 32B and
+TP1 on A100 is more than the whole cache."""
 
 
 def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
@@ -56,7 +58,9 @@ def test_the_table_of_operator_measurements(case: tuple[str, str, int, int]) -> 
 
 
 def test_best_tp_falls_with_live_sequences() -> None:
-    best = [max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live, 1024, tp)) for live in (8, 32, 512, 1024, 4096)]
+    best = [
+        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live, 1024, tp)) for live in (8, 32, 512, 1024, 4096)
+    ]
     assert best[0] == 8
     assert best[-1] == 1
     assert best == sorted(best, reverse=True)
@@ -90,7 +94,9 @@ def test_open_batches_share_the_straggler() -> None:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(0, 2), st.integers(1, 50))
-def test_never_below_the_straggler_and_never_slower_with_more_replicas(generated: list[int], eta: int, replicas: int) -> None:
+def test_never_below_the_straggler_and_never_slower_with_more_replicas(
+    generated: list[int], eta: int, replicas: int
+) -> None:
     replica = ReplicaCost(FakeSteps(2, fixed=0.01, each=1e-3, kv=1e-6, new=1e-4), batch_of(*generated, eta=eta))
     last = len(replica._batch.lengths.bins) - 1
     straggler = max(generated) * replica.position_s(1, 10) / (eta + 1)
@@ -127,7 +133,9 @@ def test_lost_prefixes_are_computed_again() -> None:
 
 def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
     batch = agentic(256)
-    ample, short = (ReplicaCost(FakeSteps(1, capacity, fixed=0.02, each=1e-5, new=1e-5), batch) for capacity in (10**8, 60_000))
+    ample, short = (
+        ReplicaCost(FakeSteps(1, capacity, fixed=0.02, each=1e-5, new=1e-5), batch) for capacity in (10**8, 60_000)
+    )
     last = len(batch.lengths.bins) - 1
     assert short.time(0, last, 4) > 2 * ample.time(0, last, 4)
     kept = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
@@ -164,7 +172,9 @@ def test_a_context_beyond_the_kv_cache_is_impossible_and_said_so() -> None:
     st.lists(st.floats(0.1, 500.0), min_size=1, max_size=6),
     st.integers(1, 40),
 )
-def test_fewest_replicas_whatever_was_asked_before(generated: list[int], eta: int, questions: list[float], most: int) -> None:
+def test_fewest_replicas_whatever_was_asked_before(
+    generated: list[int], eta: int, questions: list[float], most: int
+) -> None:
     replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3, new=1e-4), batch_of(*generated, eta=eta))
     last = len(replica._batch.lengths.bins) - 1
     for seconds in questions:
@@ -194,7 +204,10 @@ def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_
 
     def prompts(group: int, replicas: int) -> float:
         """Seconds of prompts, on all replicas together."""
-        whole, without = (ReplicaCost(device_steps, batch, RolloutOptions(group=group), Factors(prefill=p)).time(0, 0, replicas) for p in (1.0, 1e-9))
+        whole, without = (
+            ReplicaCost(device_steps, batch, RolloutOptions(group=group), Factors(prefill=p)).time(0, 0, replicas)
+            for p in (1.0, 1e-9)
+        )
         return (whole - without) * replicas
 
     alone = prompts(1, 4)
@@ -206,7 +219,9 @@ def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_
 def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
     batch = BatchWork(64, sketch([Observed(200, 8200, 8000)], 64), 1)
     steps = lookup("a800", "qwen3-14b", 4)
-    plain, updated = (ReplicaCost(steps, batch, RolloutOptions(max_num_seqs=8, updates=n)).time(0, 0, 2) for n in (0, 1))
+    plain, updated = (
+        ReplicaCost(steps, batch, RolloutOptions(max_num_seqs=8, updates=n)).time(0, 0, 2) for n in (0, 1)
+    )
     assert updated - plain == pytest.approx(8 * 8100 * steps.step_s(0, 0, 2048, 0) / 2048, rel=0.05)
 
 

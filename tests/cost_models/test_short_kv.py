@@ -1,4 +1,5 @@
-"""KV that is too small: how much there is, and what waiting, preemption and lost prefixes cost, as the simulator plays them."""
+"""KV that is too small: how much there is, and what waiting, preemption and lost prefixes cost, as the simulator
+plays them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ CAPACITY = {
     ("a100", "qwen3-32b"): (29_218, 306_802, 863_522, 1_976_994),
     ("h200", "qwen3-32b"): (254_088, 756_542, 1_763_003, 3_775_957),
 }
-"""Tokens of KV cache at TP 1, 2, 4, 8, by the memory model of aiconfigurator-core 0.12.0 (vLLM, 0.9 of the memory, 2,048 tokens a step)."""
+"""Tokens of KV cache at TP 1, 2, 4, 8, by the memory model of aiconfigurator-core 0.12.0 (vLLM, 0.9 of the memory,
+2,048 tokens a step)."""
 SEQS = 256
 
 
@@ -35,7 +37,9 @@ def test_capacity_is_that_of_another_memory_model(case: tuple[str, str]) -> None
         assert lookup(*case, tp).kv_capacity == pytest.approx(wanted, rel=0.06), f"TP{tp}"
 
 
-def rollout(count: int, prompt: int, generated: int, sigma: float, turns: int = 1, new: int = 0, tool_s: float = 0.0) -> list[TrajectoryRecord]:
+def rollout(
+    count: int, prompt: int, generated: int, sigma: float, turns: int = 1, new: int = 0, tool_s: float = 0.0
+) -> list[TrajectoryRecord]:
     """Log-normal trajectories with turns in proportion."""
     draw, made = random.Random(1), []
     for number in range(count):
@@ -49,7 +53,9 @@ def rollout(count: int, prompt: int, generated: int, sigma: float, turns: int = 
 
 def play(work: list[TrajectoryRecord], steps: StepTimes) -> SimResult:
     """One replica, one batch, everything at once."""
-    limits = SimSettings(max_inflight=10**6, max_num_seqs=SEQS, max_num_batched_tokens=2048, block_size=16, send_s=0.0, answer_s=0.0)
+    limits = SimSettings(
+        max_inflight=10**6, max_num_seqs=SEQS, max_num_batched_tokens=2048, block_size=16, send_s=0.0, answer_s=0.0
+    )
     return simulate(work, [EngineSpec("e", 1, steps)], LeastLoaded(), limits)
 
 
@@ -83,7 +89,9 @@ def test_short_kv_costs_what_the_simulator_plays(name: str, share: float) -> Non
         assert played.preemptions > 0
 
 
-@pytest.mark.parametrize(("model", "count", "generated"), [("qwen3-32b", 32, 1000), ("qwen3-32b", 64, 2000), ("qwen3-14b", 128, 4000)])
+@pytest.mark.parametrize(
+    ("model", "count", "generated"), [("qwen3-32b", 32, 1000), ("qwen3-32b", 64, 2000), ("qwen3-14b", 128, 4000)]
+)
 def test_so_on_a_real_device(model: str, count: int, generated: int) -> None:
     """Where KV is short on one A100: at 32B nearly all memory is weights."""
     work, steps = rollout(count, 1000, generated, 0.0), lookup(device("a100"), model, 1)

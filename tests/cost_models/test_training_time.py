@@ -1,4 +1,5 @@
-"""Training: hand-computed memory and FLOPs, the bubble, communication that grows with its group, and MFU that cannot exceed 1."""
+"""Training: hand-computed memory and FLOPs, the bubble, communication that grows with its group, and MFU that cannot
+exceed 1."""
 
 from __future__ import annotations
 
@@ -22,15 +23,23 @@ def cost(batch: BatchWork | None = None, factors: Factors = Factors()) -> TrainC
 
 
 def layout(
-    tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, dp: int = 1, micro: int = 8192, recompute: bool = False, distributed: bool = False
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    micro: int = 8192,
+    recompute: bool = False,
+    distributed: bool = False,
 ) -> TrainLayout:
     return TrainLayout(tp, pp, cp, ep, dp, micro, recompute, distributed)
 
 
 def test_14b_memory_by_hand() -> None:
-    """Qwen3-14B, bf16, TP8, micro-batches of 8,192: 14.77e9 parameters of 2 + 4 + 12 bytes, an eighth each; 40 layers that keep 4 * 5120 elements of
-    each token on every rank and an eighth of (5120 + 2 * 1024) + 1.25 * (2 * 5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872, at 2 bytes; logits of
-    8,192 x 151,936 / 8 at 10 bytes; 3 GB of workspace."""
+    """Qwen3-14B, bf16, TP8, micro-batches of 8,192: 14.77e9 parameters of 2 + 4 + 12 bytes, an eighth each; 40
+    layers that keep 4 * 5120 elements of each token on every rank and an eighth of (5120 + 2 * 1024) + 1.25 * (2 *
+    5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872, at 2 bytes; logits of 8,192 x 151,936 / 8 at 10 bytes; 3 GB of
+    workspace."""
     memory = train_memory(QWEN, layout(tp=8), A800, 4, 8192)
     assert memory.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
     assert memory.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
@@ -57,7 +66,10 @@ def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_i
 
 
 def test_a_distributed_optimizer_divides_its_state_only() -> None:
-    whole, shared = train_memory(QWEN, layout(tp=8, dp=4), A800, 1, 4096), train_memory(QWEN, layout(tp=8, dp=4, distributed=True), A800, 1, 4096)
+    whole, shared = (
+        train_memory(QWEN, layout(tp=8, dp=4), A800, 1, 4096),
+        train_memory(QWEN, layout(tp=8, dp=4, distributed=True), A800, 1, 4096),
+    )
     assert shared.optimizer == pytest.approx(whole.optimizer / 4)
     assert (shared.weights, shared.gradients) == (whole.weights, whole.gradients)
 
@@ -76,7 +88,8 @@ def test_float32_needs_no_second_copy_of_the_weights() -> None:
 
 
 def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
-    """At 1K context attention is small; at 32K its 4 * layers * heads * head_dim FLOPs per pair, half of them causal, weigh as much as by hand."""
+    """At 1K context attention is small; at 32K its 4 * layers * heads * head_dim FLOPs per pair, half of them
+    causal, weigh as much as by hand."""
     lookup_free = QWEN.params - QWEN.head_params
     assert 3 * forward_flops(QWEN, 1000, 1000**2) == pytest.approx(6 * lookup_free * 1000, rel=0.05)
     extra = forward_flops(QWEN, 32768, 32768**2) - forward_flops(QWEN, 32768, 0)
@@ -120,7 +133,9 @@ def test_micro_batches_hold_whole_trajectories() -> None:
 def test_recomputation_is_one_forward_pass_and_so_is_a_reference() -> None:
     plain = cost().time(layout(tp=8)).compute
     assert cost().time(layout(tp=8, recompute=True)).compute == pytest.approx(plain * 4 / 3)
-    assert cost(msgspec.structs.replace(agentic(), forwards=1)).time(layout(tp=8)).compute == pytest.approx(plain * 4 / 3)
+    assert cost(msgspec.structs.replace(agentic(), forwards=1)).time(layout(tp=8)).compute == pytest.approx(
+        plain * 4 / 3
+    )
 
 
 def test_a_group_across_nodes_is_slower_than_one_inside() -> None:

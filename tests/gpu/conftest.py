@@ -1,4 +1,5 @@
-"""Checks of the engines on a real GPU; left out where torch sees none.  One GPU is enough: everything here has a single rank."""
+"""Checks of the engines on a real GPU; left out where torch sees none.  One GPU is enough: everything here has a
+single rank."""
 
 from __future__ import annotations
 

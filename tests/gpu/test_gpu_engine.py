@@ -1,4 +1,5 @@
-"""The vLLM engine process on a GPU: log-probabilities, weights swapped under running turns, aborts, and a sleep that gives the memory back."""
+"""The vLLM engine process on a GPU: log-probabilities, weights swapped under running turns, aborts, and a sleep that
+gives the memory back."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ HIDDEN = 256
 MIB = 1 << 20
 CACHE_MB = 2048
 CLOSE = 0.3
-"""Mean difference of a log-probability in bfloat16 from the float32 reference: 0.05 to 0.1 were measured on these wide random weights."""
+"""Mean difference of a log-probability in bfloat16 from the float32 reference: 0.05 to 0.1 were measured on these
+wide random weights."""
 FAR = 1.0
 """The same from the reference of other weights, which it must exceed for the test to mean anything."""
 
@@ -34,7 +36,15 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    config = EngineConfig(model=str(old.folder), dtype="bfloat16", device="cuda", max_model_len=1024, max_num_seqs=8, kv_cache_mb=CACHE_MB, version=1)
+    config = EngineConfig(
+        model=str(old.folder),
+        dtype="bfloat16",
+        device="cuda",
+        max_model_len=1024,
+        max_num_seqs=8,
+        kv_cache_mb=CACHE_MB,
+        version=1,
+    )
     under_test = EngineUnderTest(tmp_path_factory.mktemp("e"), config)
     try:
         ready = under_test.ready()
@@ -71,7 +81,9 @@ def test_an_aborted_turn_gives_back_what_it_has(engine: EngineUnderTest, old: Mo
     assert _off(old, prompt, done) < CLOSE
 
 
-def test_sleep_releases_the_memory_and_an_update_brings_the_engine_back(engine: EngineUnderTest, old: Model, new: Model) -> None:
+def test_sleep_releases_the_memory_and_an_update_brings_the_engine_back(
+    engine: EngineUnderTest, old: Model, new: Model
+) -> None:
     engine.idle()
     busy = torch.cuda.mem_get_info()[0]
     engine.send(Sleep())

@@ -1,4 +1,5 @@
-"""The Megatron worker process on a GPU: the CPU's steps, bfloat16 beside float32, and a standby that really gives the memory back."""
+"""The Megatron worker process on a GPU: the CPU's steps, bfloat16 beside float32, and a standby that really gives
+the memory back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.train.support import Replica, make_model, train_step
 
 MIB = 1 << 20
 WEIGHTS = 2e-4
-"""Tolerance on float32 weights after three steps of learning rate 1e-3: the sums of a GPU's kernels differ in order from the CPU's."""
+"""Tolerance on float32 weights after three steps of learning rate 1e-3: the sums of a GPU's kernels differ in order
+from the CPU's."""
 MOMENTS = 1e-5
 
 
@@ -33,7 +35,9 @@ def _steps(replica: Replica, count: int, minibatches: int = 1) -> list[StepDone]
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_gpu_takes_the_steps_of_a_cpu(minibatches: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_the_steps_of_a_cpu(
+    minibatches: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = Replica(tmp_path, "gpu", model_dir, device="cuda")
     on_gpu = _steps(gpu, 3, minibatches)
     got = gpu.tensors(3)
@@ -69,9 +73,17 @@ def _wide_model(folder: Path) -> int:
     import transformers
 
     config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128, intermediate_size=2816,
-        tie_word_embeddings=False, max_position_embeddings=256, dtype="float32",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=2816,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        dtype="float32",
+    )
     model: Any = transformers.Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())

@@ -23,7 +23,11 @@ devices_per_node = 8
 
 def test_the_a800_is_an_a100_with_two_thirds_of_its_links() -> None:
     a100, a800 = device("a100"), device("A800-SXM")
-    assert (a800.memory_bytes, a800.peak_flops, a800.hbm_bytes_s) == (a100.memory_bytes, a100.peak_flops, a100.hbm_bytes_s)
+    assert (a800.memory_bytes, a800.peak_flops, a800.hbm_bytes_s) == (
+        a100.memory_bytes,
+        a100.peak_flops,
+        a100.hbm_bytes_s,
+    )
     assert a800.intra_bytes_s / a100.intra_bytes_s == pytest.approx(400 / 600)
 
 
@@ -33,7 +37,10 @@ def test_every_builtin_device_is_there_under_its_name() -> None:
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"device = 'a80': unknown device; valid: a100, a800, h100, h200, h800 \(did you mean 'a800'\?\)"):
+    with pytest.raises(
+        UserError,
+        match=r"device = 'a80': unknown device; valid: a100, a800, h100, h200, h800 \(did you mean 'a800'\?\)",
+    ):
         device("a80")
 
 

@@ -1,6 +1,8 @@
-"""The operator tables against real steps: vLLM 0.32 serving Qwen3-8B in bfloat16 on one H200 (``h200_qwen3-8b.json``, medians of 4,982 steps).
+"""The operator tables against real steps: vLLM 0.32 serving Qwen3-8B in bfloat16 on one H200 (``h200_qwen3-8b.json``,
+medians of 4,982 steps).
 
-The engine there schedules synchronously (`libra_hpc.rollout.engine.settings`), so the host's work of a step comes on top of the device's.
+The engine there schedules synchronously (`libra_hpc.rollout.engine.settings`), so the host's work of a step comes on
+top of the device's.
 """
 
 from __future__ import annotations

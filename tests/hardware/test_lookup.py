@@ -18,8 +18,10 @@ from libra_hpc.hardware.tabulate import hf_config
 
 
 def test_tables_are_taken_where_they_exist_and_the_roofline_elsewhere(tmp_path: Path) -> None:
-    assert lookup("a800", "qwen3-14b", 2).source == (
-        "operator tables (aiconfigurator-core 0.12.0, a100_sxm, vllm 0.14.0) for qwen3-14b on 2 x a800, all-reduces rescaled to links of 200 GB/s"
+    assert (
+        lookup("a800", "qwen3-14b", 2).source
+        == "operator tables (aiconfigurator-core 0.12.0, a100_sxm, vllm 0.14.0) for qwen3-14b on 2 x a800, all-reduces"
+        " rescaled to links of 200 GB/s"
     )
     assert "rescaled" not in lookup("h200", "qwen3-14b", 2).source
     assert lookup("a800", "qwen3-14b", 2, source="roofline").source == "roofline of qwen3-14b on 2 x a800"
@@ -52,10 +54,14 @@ def test_memory_that_does_not_hold_the_weights_is_no_capacity() -> None:
 def test_a_users_device_falls_to_the_roofline(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
-        "[mine]\nmemory_bytes = 64e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 1e11\ninter_bytes_s = 1e10\ndevices_per_node = 8\n"
+        "[mine]\nmemory_bytes = 64e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 1e11\ninter_bytes_s ="
+        " 1e10\ndevices_per_node = 8\n"
     )
     assert lookup("mine", "qwen3-8b", 2, devices_file=path).source == "roofline of qwen3-8b on 2 x mine"
-    with pytest.raises(UserError, match=r"source = 'tables': there are no operator tables for qwen3-8b on mine; valid: .*qwen3-8b on a100"):
+    with pytest.raises(
+        UserError,
+        match=r"source = 'tables': there are no operator tables for qwen3-8b on mine; valid: .*qwen3-8b on a100",
+    ):
         lookup("mine", "qwen3-8b", 2, devices_file=path, source="tables")
 
 
@@ -69,10 +75,15 @@ def test_wrong_names_and_degrees_are_one_sentence() -> None:
     for source in ("auto", "tables", "roofline"):
         with pytest.raises(UserError, match="tp = 3"):
             lookup("a800", "qwen3-14b", 3, source=source)
-    with pytest.raises(UserError, match=r"tp = 16: the operator table of llama-3.1-70b on a100_sxm lacks it; valid: 1, 2, 4, 8"):
+    with pytest.raises(
+        UserError, match=r"tp = 16: the operator table of llama-3.1-70b on a100_sxm lacks it; valid: 1, 2, 4, 8"
+    ):
         lookup("a800", "llama-3.1-70b", 16, source="tables")
 
 
 def test_a_login_node_needs_no_numeric_package() -> None:
-    code = "import sys, libra_hpc.hardware.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\nprint(*{'numpy', 'pandas', 'torch', 'vllm'} & set(sys.modules))"
+    code = (
+        "import sys, libra_hpc.hardware.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\nprint(*{'numpy', 'pandas',"
+        " 'torch', 'vllm'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

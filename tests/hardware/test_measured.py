@@ -28,7 +28,9 @@ def stairs(decodes: int, kv_tokens: int, prefill: int, context: int) -> float:
     return line(0, kv_tokens, prefill, context) + 2e-3 * -(-decodes // 8)
 
 
-def points(model: Callable[[int, int, int, int], float], count: int = 600, noise: float = 0.02, slow: float = 0.0) -> list[StepPoint]:
+def points(
+    model: Callable[[int, int, int, int], float], count: int = 600, noise: float = 0.02, slow: float = 0.0
+) -> list[StepPoint]:
     """Steps of a busy engine; ``slow`` is the share of them that another process makes up to thirty times as long."""
     rng = random.Random(7)
     out = []
@@ -66,7 +68,14 @@ def test_noisy_steps_with_outliers_still_give_good_predictions() -> None:
 def test_the_fitted_total_is_the_measured_total_when_noise_is_skewed() -> None:
     rng = random.Random(3)
     steps = [
-        StepPoint(tp=1, decodes=p.decodes, kv_tokens=p.kv_tokens, prefill=p.prefill, context=p.context, seconds=p.seconds * (1 + rng.expovariate(3)))
+        StepPoint(
+            tp=1,
+            decodes=p.decodes,
+            kv_tokens=p.kv_tokens,
+            prefill=p.prefill,
+            context=p.context,
+            seconds=p.seconds * (1 + rng.expovariate(3)),
+        )
         for p in points(line, noise=0.0)
     ]
     assert fit_steps(steps).total == pytest.approx(1, abs=0.01)

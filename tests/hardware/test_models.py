@@ -92,7 +92,14 @@ def test_a_config_file_gives_the_builtin_shape(tmp_path: Path, config: dict[str,
 
 
 def test_mixtral_names_its_experts_in_its_own_way(tmp_path: Path) -> None:
-    config = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000, "sliding_window": None}
+    config = {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "sliding_window": None,
+    }
     assert model_shape(write(tmp_path / "mixtral-8x7b", config)) == model_shape("mixtral-8x7b")
 
 
@@ -117,7 +124,9 @@ def test_qwen2_has_biases_and_a_float32_model_twice_the_bytes(tmp_path: Path) ->
         ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "dense layers"),
     ],
 )
-def test_a_config_the_counts_would_be_wrong_for_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_config_the_counts_would_be_wrong_for_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         model_shape(write(tmp_path / "m", {**LLAMA, **change}))
 
@@ -136,5 +145,8 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 
 def test_degrees_that_shard_the_heads() -> None:
     assert [tp for tp in range(1, 33) if model_shape("qwen2.5-7b").divides(tp)] == [1, 2, 4, 28]
-    with pytest.raises(UserError, match=r"tp = 8: does not divide the 28 query heads and 4 KV heads of qwen2.5-7b; valid: one of 1, 2, 4, 28"):
+    with pytest.raises(
+        UserError,
+        match=r"tp = 8: does not divide the 28 query heads and 4 KV heads of qwen2.5-7b; valid: one of 1, 2, 4, 28",
+    ):
         model_shape("qwen2.5-7b").check_tp(8)

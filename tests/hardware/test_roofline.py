@@ -31,7 +31,9 @@ def test_tp_devices_are_at_most_tp_times_as_fast(step: tuple[int, int, int, int]
 
 
 @given(step=steps, more=steps, model=st.sampled_from(MODELS), tp=st.sampled_from(DEGREES))
-def test_more_work_never_takes_less_time(step: tuple[int, int, int, int], more: tuple[int, int, int, int], model: str, tp: int) -> None:
+def test_more_work_never_takes_less_time(
+    step: tuple[int, int, int, int], more: tuple[int, int, int, int], model: str, tp: int
+) -> None:
     step_s = times(model, tp).step_s
     larger = tuple(a + b for a, b in zip(step, more, strict=True))
     assert step_s(*larger) >= step_s(*step) * (1 - 1e-12)
@@ -80,7 +82,9 @@ def test_host_work_comes_on_top() -> None:
     shape = model_shape("qwen3-4b")
     slow = msgspec.structs.replace(device("h200"), host_s=0.1, host_sequence_s=0.001)
     for step in ((10, 0), (10, 5000), (10, 5000, 64, 8)):
-        assert Roofline(slow, shape, 1).step_s(*step) == pytest.approx(Roofline(bare("h200"), shape, 1).step_s(*step) + 0.11)
+        assert Roofline(slow, shape, 1).step_s(*step) == pytest.approx(
+            Roofline(bare("h200"), shape, 1).step_s(*step) + 0.11
+        )
 
 
 def test_capacity_is_what_weights_and_workspace_leave() -> None:

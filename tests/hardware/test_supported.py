@@ -14,10 +14,18 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.supported import FAMILIES, TRAINED, check_trained, refusals, rope_settings
 
 QWEN: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu", "sliding_window": 4096,
-    "use_sliding_window": False, "layer_types": ["full_attention"] * 2,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "hidden_act": "silu",
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "layer_types": ["full_attention"] * 2,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -81,11 +89,16 @@ def test_a_model_the_engines_have_not_is_refused_by_every_reader(case: str, tmp_
 @pytest.mark.parametrize(
     "change",
     [
-        {}, {"model_type": "qwen2"}, {"model_type": "llama", "sliding_window": None, "use_sliding_window": None},
-        {"rope_scaling": None}, {"rope_scaling": LLAMA3}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
-        {"rope_scaling": {"type": "default"}}, {"partial_rotary_factor": 1.0},
+        {},
+        {"model_type": "qwen2"},
+        {"model_type": "llama", "sliding_window": None, "use_sliding_window": None},
+        {"rope_scaling": None},
+        {"rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_scaling": {"type": "default"}},
+        {"partial_rotary_factor": 1.0},
     ],
-)  # fmt: skip
+)
 def test_a_model_the_engines_have_passes(change: dict[str, Any], tmp_path: Path) -> None:
     config = {**QWEN, **change}
     assert list(refusals(config)) == []

@@ -64,7 +64,9 @@ def node_rate(times: StepTimes, sequences: int, context: int) -> float:
 
 
 @pytest.mark.parametrize(("name", "model", "sequences", "context", "wanted"), DECODE)
-def test_decoding_on_a_node_matches_the_tool(name: str, model: str, sequences: int, context: int, wanted: tuple[float, ...]) -> None:
+def test_decoding_on_a_node_matches_the_tool(
+    name: str, model: str, sequences: int, context: int, wanted: tuple[float, ...]
+) -> None:
     rates = [node_rate(lookup(nominal(name), model, tp, source="tables"), sequences, context) for tp in DEGREES]
     assert rates == pytest.approx(wanted, rel=0.1)
 
@@ -129,7 +131,9 @@ def test_the_fit_of_decode_attention_stays_near_every_measured_step_that_fits(sy
 
 
 @given(step=steps, more=steps, tp=st.sampled_from(DEGREES))
-def test_more_tokens_never_take_less_time(step: tuple[int, int, int, int], more: tuple[int, int, int, int], tp: int) -> None:
+def test_more_tokens_never_take_less_time(
+    step: tuple[int, int, int, int], more: tuple[int, int, int, int], tp: int
+) -> None:
     step_s = lookup("a800", "qwen3-14b", tp).step_s
     (batch, kv, prefill, context), (_, kv_more, prefill_more, context_more) = step, more
     assert step_s(batch, kv + kv_more, prefill + prefill_more, context + context_more) >= step_s(*step) * (1 - 1e-12)
@@ -172,7 +176,11 @@ def test_the_roofline_of_a_dense_model_comes_near_its_table(system: str, model: 
     ratios = []
     for tp in load_table(available()[system, model]).degrees:
         table, roofline = lookup(system, model, tp), lookup(system, model, tp, source="roofline")
-        for step in [(b, b * 2048, 0, 0) for b in (1, 8, 64, 256)] + [(0, 0, n, 4096) for n in (512, 2048, 8192)] + [(64, 131072, 512, 4096)]:
+        for step in (
+            [(b, b * 2048, 0, 0) for b in (1, 8, 64, 256)]
+            + [(0, 0, n, 4096) for n in (512, 2048, 8192)]
+            + [(64, 131072, 512, 4096)]
+        ):
             ratios.append(roofline.step_s(*step) / table.step_s(*step))
     assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
     assert min(ratios) > 0.55

@@ -1,4 +1,5 @@
-"""Making operator tables: the tool's operators end in the right part of the file, and the file is one that `lookup`'s reader takes."""
+"""Making operator tables: the tool's operators end in the right part of the file, and the file is one that
+`lookup`'s reader takes."""
 
 from __future__ import annotations
 
@@ -33,10 +34,22 @@ class Engine:
         self.missing = sharding.get("moe_tp_size") == 8
 
     def _operators(self, kind: str, tokens: int, rows: int, attention: float) -> Operators:
-        times = {"qkv_gemm": 3 * tokens, "add_norm_1": 1.0, "attention": attention, "logits_gemm": 2 * rows, "ar_1": 5 * tokens, "ar_2": 7.0}
-        return [(f"{kind}_{name}", ms / self.tp, 0.0, "empirical" if name == "add_norm_1" else "silicon") for name, ms in times.items()]
+        times = {
+            "qkv_gemm": 3 * tokens,
+            "add_norm_1": 1.0,
+            "attention": attention,
+            "logits_gemm": 2 * rows,
+            "ar_1": 5 * tokens,
+            "ar_2": 7.0,
+        }
+        return [
+            (f"{kind}_{name}", ms / self.tp, 0.0, "empirical" if name == "add_norm_1" else "silicon")
+            for name, ms in times.items()
+        ]
 
-    def run_static_per_op(self, batch: int, beam: int, isl: int, osl: int, prefix: int, *_: float) -> tuple[Operators, Operators]:
+    def run_static_per_op(
+        self, batch: int, beam: int, isl: int, osl: int, prefix: int, *_: float
+    ) -> tuple[Operators, Operators]:
         return self._operators("context", isl - prefix, 1, 11.0 * (isl - prefix) + 0.001 * prefix), []
 
     def decode_step_per_op(self, batch: int, context: int, osl: int) -> Operators:
@@ -57,7 +70,9 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(json.loads(Path(folder, "config.json").read_text()))
         return sharding
 
-    tool, sdk, engine, errors = (ModuleType(f"aiconfigurator_core{name}") for name in ("", ".sdk", ".sdk.engine", ".sdk.errors"))
+    tool, sdk, engine, errors = (
+        ModuleType(f"aiconfigurator_core{name}") for name in ("", ".sdk", ".sdk.engine", ".sdk.errors")
+    )
     tool.AicEngine = type("AicEngine", (), {"from_spec": staticmethod(Engine)})  # type: ignore[attr-defined]
     engine.compile_engine = compile_engine  # type: ignore[attr-defined]
     errors.PerfDataNotAvailableError = Missing  # type: ignore[attr-defined]
@@ -91,7 +106,12 @@ def test_operators_are_sorted_into_parts_and_read_back(configs: list[dict[str, A
 
 def test_experts_are_split_where_that_was_measured_and_kept_whole_elsewhere(configs: list[dict[str, Any]]) -> None:
     table = module.tabulate("h200", model_shape("qwen3-30b-a3b"))
-    assert {tp: parts.experts for tp, parts in table.degrees.items()} == {1: "tensor", 2: "tensor", 4: "tensor", 8: "expert"}
+    assert {tp: parts.experts for tp, parts in table.degrees.items()} == {
+        1: "tensor",
+        2: "tensor",
+        4: "tensor",
+        8: "expert",
+    }
     assert configs[0]["num_experts"] == 128
 
 
@@ -100,7 +120,10 @@ def test_degrees_that_do_not_shard_the_model_are_left_out(configs: list[dict[str
 
 
 def test_an_unknown_system_is_named() -> None:
-    with pytest.raises(UserError, match=r"system = 'a10': the tool has no such system; valid: a100, h100, h200 \(did you mean 'a100'\?\)"):
+    with pytest.raises(
+        UserError,
+        match=r"system = 'a10': the tool has no such system; valid: a100, h100, h200 \(did you mean 'a100'\?\)",
+    ):
         module.tabulate("a10", model_shape("qwen3-8b"))
 
 
@@ -114,5 +137,9 @@ def test_tabulating_without_the_tool_says_what_to_install(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: operator tables are made with aiconfigurator-core, which is not installed; valid: pip install 'libra-hpc[tables]'.\n"
+    assert (
+        done.stderr
+        == "error: operator tables are made with aiconfigurator-core, which is not installed; valid: pip install"
+        " 'libra-hpc[tables]'.\n"
+    )
     assert list(tmp_path.iterdir()) == []

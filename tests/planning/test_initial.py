@@ -1,4 +1,5 @@
-"""The split of a run file that leaves it open: what it fills in runs as it says, is the best one can say, and every contradiction is a sentence."""
+"""The split of a run file that leaves it open: what it fills in runs as it says, is the best one can say, and every
+contradiction is a sentence."""
 
 from __future__ import annotations
 
@@ -68,13 +69,19 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
 def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
     made = planned(run_file(algorithm={"prompts_per_step": 64, "eta": eta}))
     asked, pool = made.asked, made.asked.pools[0]
-    classes = [Cost(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)]
+    classes = [
+        Cost(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)
+    ]
     train = {plan.nodes: plan.train.time.total for plan in made.result.plans}
     best = math.inf
     for nodes, seconds in train.items():
         for counts in itertools.product(range(pool.nodes - nodes + 1), repeat=4):
             if sum(counts) == pool.nodes - nodes:
-                layout = assign(classes, [n * 8 // c.tp for n, c in zip(counts, classes, strict=True)], len(asked.batch.lengths.bins))
+                layout = assign(
+                    classes,
+                    [n * 8 // c.tp for n, c in zip(counts, classes, strict=True)],
+                    len(asked.batch.lengths.bins),
+                )
                 if layout is not None:
                     best = min(best, max(seconds, layout.seconds) if eta else seconds + layout.seconds)
     assert sorted(train) == [1, 2, 3, 4, 5]
@@ -95,11 +102,19 @@ def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> N
 
 
 def test_a_scheduler_that_cannot_sort_by_length_gets_one_class() -> None:
-    assert isinstance(planned(run_file(rollout={"max_model_len": 32768, "policy": "least_loaded"})).config.rollout.tp, int)
+    assert isinstance(
+        planned(run_file(rollout={"max_model_len": 32768, "policy": "least_loaded"})).config.rollout.tp, int
+    )
 
 
 def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
-    line = {"prompt_id": "p", "sample": 0, "prompt_tokens": 500, "turns": [{"new_tokens": 0, "gen_tokens": 900, "tool": "", "tool_s": 0.5}], "reward": 1.0}
+    line = {
+        "prompt_id": "p",
+        "sample": 0,
+        "prompt_tokens": 500,
+        "turns": [{"new_tokens": 0, "gen_tokens": 900, "tool": "", "tool_s": 0.5}],
+        "reward": 1.0,
+    }
     (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps({**line, "sample": n}) + "\n" for n in range(40)))
     made = planned(run_file(planner={"trace": str(tmp_path)}))
     assert made.asked.batch.lengths.generated == pytest.approx(900)
@@ -119,15 +134,24 @@ def test_the_record_says_what_was_asked_chosen_and_predicted() -> None:
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "CPU nodes": ({"slurm": {"device": "cpu"}}, "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes"),
+    "CPU nodes": (
+        {"slurm": {"device": "cpu"}},
+        "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes",
+    ),
     "train.tp as well": ({"train": {"tp": 4}}, "train.tp = 4: components.split = 'auto' chooses it"),
     "rollout.tp as well": ({"rollout": {"tp": 1}}, "rollout.tp = 1: components.split = 'auto' chooses it"),
-    "hybrid_start as well": ({"planner": {"hybrid_start": "train"}}, "planner.hybrid_start = 'train': components.split = 'auto' chooses it"),
+    "hybrid_start as well": (
+        {"planner": {"hybrid_start": "train"}},
+        "planner.hybrid_start = 'train': components.split = 'auto' chooses it",
+    ),
     "unknown device": ({"planner": {"device": "a80"}}, "device = 'a80': unknown device"),
     "unknown model": ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
-    "model too large": ({"model": {"path": "llama-3.1-70b"}, "rollout": {"max_model_len": 131072}}, "No training layout fits"),
+    "model too large": (
+        {"model": {"path": "llama-3.1-70b"}, "rollout": {"max_model_len": 131072}},
+        "No training layout fits",
+    ),
     "no trace": ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,9 +171,15 @@ def test_hybrid_nodes_are_of_the_kind_that_trains() -> None:
 
 def test_nodes_without_gpus_are_planned_as_a_device_of_the_users_file(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(
-        "[cpunode]\nmemory_bytes = 256e9\npeak_flops = 4e12\nhbm_bytes_s = 200e9\nintra_bytes_s = 50e9\ninter_bytes_s = 12e9\ndevices_per_node = 1\n"
+        "[cpunode]\nmemory_bytes = 256e9\npeak_flops = 4e12\nhbm_bytes_s = 200e9\nintra_bytes_s = 50e9\ninter_bytes_s ="
+        " 12e9\ndevices_per_node = 1\n"
     )
-    data = run_file((2, 1, 3), slurm={"device": "cpu"}, model={"path": "qwen3-4b"}, planner={"device": "cpunode", "devices": str(tmp_path / "own.toml")})
+    data = run_file(
+        (2, 1, 3),
+        slurm={"device": "cpu"},
+        model={"path": "qwen3-4b"},
+        planner={"device": "cpunode", "devices": str(tmp_path / "own.toml")},
+    )
     for name, count in zip(("train", "hybrid", "rollout"), (2, 1, 3), strict=True):
         data["components"][name] = {"nodes": count}
     made = planned(data)

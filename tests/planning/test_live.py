@@ -44,12 +44,19 @@ def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> Non
 
 
 def test_what_a_repartition_proposes_is_a_run_file() -> None:
-    config = _config(planner={"hybrid_start": "train"}, model={"path": "qwen3-8b"}, rollout={"max_model_len": 32768}, train={"recompute": True})
+    config = _config(
+        planner={"hybrid_start": "train"},
+        model={"path": "qwen3-8b"},
+        rollout={"max_model_len": 32768},
+        train={"recompute": True},
+    )
     # As agents read it: every field counts as set.
     config = RunConfig.model_validate_json(config.model_dump_json())
     planner = live_planner(config)
     assert planner.repartition is not None
-    advice = planner.repartition.advise(snapshot(), measured(600.0, 60.0, Split(2, 4)), float("-inf"), 1e6, config.planner)
+    advice = planner.repartition.advise(
+        snapshot(), measured(600.0, 60.0, Split(2, 4)), float("-inf"), 1e6, config.planner
+    )
     assert advice is not None
     config = with_values(config, advice.changes)
     parts = config.components
@@ -78,9 +85,13 @@ def test_what_the_run_file_does_not_say_is_done_without(changes: dict[str, Any],
 def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
     bare = {"nodes": 2}
     dry_run = _planner(
-        run={"engine": "simulated"}, slurm={"device": "cpu"}, simulated={"device": "a800", "model": "qwen3-14b"},
-        components={"train": bare, "hybrid": bare, "rollout": bare}, train={"tp": 8}, rollout={"tp": 8},
-    )  # fmt: skip
+        run={"engine": "simulated"},
+        slurm={"device": "cpu"},
+        simulated={"device": "a800", "model": "qwen3-14b"},
+        components={"train": bare, "hybrid": bare, "rollout": bare},
+        train={"tp": 8},
+        rollout={"tp": 8},
+    )
     assert _knows(dry_run) == (True, True)
     slow = FakeSteps(2, capacity=77, fixed=1.0)
     fast = Faster(slow, 10.0)

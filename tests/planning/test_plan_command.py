@@ -52,7 +52,9 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-@pytest.mark.parametrize("more", [(), ("--explain",), ("--gpus", "16..64"), ("--layouts", "node"), ("--even",), ("-o", "algorithm.eta=0")])
+@pytest.mark.parametrize(
+    "more", [(), ("--explain",), ("--gpus", "16..64"), ("--layouts", "node"), ("--even",), ("-o", "algorithm.eta=0")]
+)
 def test_tables_fit_a_hundred_columns(call: Call, more: tuple[str, ...]) -> None:
     code, out, err = call(*more)
     assert (code, err) == (0, "")
@@ -73,9 +75,18 @@ def test_the_default_tells_split_limits_and_sources(call: Call) -> None:
 
 
 def test_small_figures_keep_two_digits_and_nothing_excluded_is_said(call: Call, tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    }
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": 32, "torch_dtype": "bfloat16", **shape}))
+    (tmp_path / "tiny" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "head_dim": 32, "torch_dtype": "bfloat16", **shape})
+    )
     _, out, _ = call("--model", "tiny", "--explain")
     assert re.search(r"forward and backward +\d[.\d]* ms +\d+%", out)
     assert re.search(r"weights +0\.000\d+ ", out)
@@ -101,7 +112,10 @@ def test_components_of_two_kinds_are_two_pools(call: Call) -> None:
     code, out, _ = call("-o", "components.rollout.gpu_type=h100", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["request"]["pools"] == [{"device": "a800", "nodes": 4, "node_devices": 8}, {"device": "h100", "nodes": 2, "node_devices": 8}]
+    assert found["request"]["pools"] == [
+        {"device": "a800", "nodes": 4, "node_devices": 8},
+        {"device": "h100", "nodes": 2, "node_devices": 8},
+    ]
     assert {s["pool"] for s in found["plans"][0]["rollout"]["segments"]} <= {0, 1}
     code, out, _ = call("-o", "components.rollout.gpu_type=h100")
     assert code == 0
@@ -122,7 +136,10 @@ def test_a_sweep_is_a_curve_with_its_knee(call: Call, tmp_path: Path) -> None:
 
 def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
     turn = {"new_tokens": 0, "gen_tokens": 500, "tool": None, "outcome": None, "tool_s": 0.0}
-    lines = [json.dumps({"prompt_id": f"p{i}", "sample": 0, "prompt_tokens": 100, "turns": [turn], "reward": None}) for i in range(20)]
+    lines = [
+        json.dumps({"prompt_id": f"p{i}", "sample": 0, "prompt_tokens": 100, "turns": [turn], "reward": None})
+        for i in range(20)
+    ]
     (tmp_path / "trace.jsonl").write_text("\n".join(lines))
     code, out, _ = call("--trace", "trace.jsonl")
     assert code == 0
@@ -132,7 +149,8 @@ def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
 
 def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     (tmp_path / "more.toml").write_text(
-        "[mi250x]\nmemory_bytes = 64e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 50e9\ninter_bytes_s = 25e9\ndevices_per_node = 8\n"
+        "[mi250x]\nmemory_bytes = 64e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 50e9\ninter_bytes_s"
+        " = 25e9\ndevices_per_node = 8\n"
     )
     code, out, _ = call("--devices", "more.toml", "--device", "mi250x", "--gpus", "32")
     assert code == 0
@@ -181,13 +199,25 @@ def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) 
 
 
 def test_a_model_that_cannot_be_trained_is_planned_for_study_and_never_split(call: Call) -> None:
-    note = "this version cannot train qwen3-30b-a3b (a mixture of experts, and this version trains dense models only); the plan is for study"
+    note = (
+        "this version cannot train qwen3-30b-a3b (a mixture of experts, and this version trains dense models only); the"
+        " plan is for study"
+    )
     code, out, _ = call("--model", "qwen3-30b-a3b")
     assert code == 0
     assert note in " ".join(out.split())
     assert note in json.loads(call("--model", "qwen3-30b-a3b", "--json")[1])["request"]["notes"]
     assert "cannot train" not in call()[1]
-    auto = ("-o", "components.split=auto", "-o", "slurm.device=cuda", "-o", "planner.model=qwen3-30b-a3b", "-o", "algorithm.prompts_per_step=8")
+    auto = (
+        "-o",
+        "components.split=auto",
+        "-o",
+        "slurm.device=cuda",
+        "-o",
+        "planner.model=qwen3-30b-a3b",
+        "-o",
+        "algorithm.prompts_per_step=8",
+    )
     code, _, err = call(*auto)
     assert code == 2
     assert "components.split = 'auto': this version cannot train qwen3-30b-a3b (a mixture of experts" in err
@@ -202,7 +232,10 @@ def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, libra_hpc_cli.plan; print([m for m in ('torch', 'numpy', 'pandas', 'matplotlib', 'vllm', 'mpi4py') if m in sys.modules])"
+    code = (
+        "import sys, libra_hpc_cli.plan; print([m for m in ('torch', 'numpy', 'pandas', 'matplotlib', 'vllm', 'mpi4py')"
+        " if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -220,7 +253,10 @@ def curve(*speeds: float) -> list[Point]:
     from tests.control.plant_costs import QWEN, agentic, fake
 
     made = plan(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake, keep=1).plans[0]
-    return [Point(8 * i, RunPlan(0, 1, made.train, Layout(made.rollout.segments), 1.0, speed)) for i, speed in enumerate(speeds, 1)]
+    return [
+        Point(8 * i, RunPlan(0, 1, made.train, Layout(made.rollout.segments), 1.0, speed))
+        for i, speed in enumerate(speeds, 1)
+    ]
 
 
 def test_knee() -> None:

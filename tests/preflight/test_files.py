@@ -41,10 +41,16 @@ def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     files.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
         files.check_task(f"{task}:Mien")
-    task.write_text("class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self, tokenizer, **options): pass\n")
+    task.write_text(
+        "class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self,"
+        " tokenizer, **options): pass\n"
+    )
     files.check_task(f"{task}:Mine", ["turns", "seed"])
     files.check_task(f"{task}:Any", ["whatever"])
-    with pytest.raises(UserError, match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"):
+    with pytest.raises(
+        UserError,
+        match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)",
+    ):
         files.check_task(f"{task}:Mine", ["trns"])
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
@@ -70,6 +76,10 @@ def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:
 
 
 def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
-    config = configured(run={"dir": str(tmp_path)}, rollout={"warm_start": str(tmp_path / "absent")}, model={"path": model_folder(tmp_path)})
+    config = configured(
+        run={"dir": str(tmp_path)},
+        rollout={"warm_start": str(tmp_path / "absent")},
+        model={"path": model_folder(tmp_path)},
+    )
     with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
         check_run(config)

@@ -27,10 +27,26 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def test_every_rank_gets_its_place_replica_and_engines(config: RunConfig) -> None:
-    changed = repartitioned(config, {"components.train.nodes": 2, "components.rollout.nodes": 1, "train.tp": 4, "train.pp": 2, "rollout.tp": [2, 4]})
-    assert [str(rank) for rank in ranks(changed)] == ["train TP4 PP2", "train TP4 PP2", "hybrid TP4 PP2 or 1xTP2", "rollout 1xTP4"]
+    changed = repartitioned(
+        config,
+        {
+            "components.train.nodes": 2,
+            "components.rollout.nodes": 1,
+            "train.tp": 4,
+            "train.pp": 2,
+            "rollout.tp": [2, 4],
+        },
+    )
+    assert [str(rank) for rank in ranks(changed)] == [
+        "train TP4 PP2",
+        "train TP4 PP2",
+        "hybrid TP4 PP2 or 1xTP2",
+        "rollout 1xTP4",
+    ]
     assert describe(changed) == "2 nodes train with TP4 PP2, 1 hybrid, 1 rolls out with 1xTP2, 1xTP4"
-    assert with_values(changed, {key: _value(config, key) for key in KEYS}) == with_values(config, {}), "nothing else has changed"
+    assert with_values(changed, {key: _value(config, key) for key in KEYS}) == with_values(config, {}), (
+        "nothing else has changed"
+    )
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -49,12 +65,18 @@ def _value(config: RunConfig, key: str) -> Any:
         ({"train.tp": "2"}, "train.tp = '2': wrong type; valid: an integer >= 1."),
         ({"train.tp": True}, "train.tp = True: wrong type"),
         ({"components.train.nodes": 2}, "components.*.nodes = '2 + 1 + 2': "),
-        ({"components.train.nodes": 0, "components.rollout.nodes": 3}, "components.train.nodes = 0: each stage keeps a core node"),
+        (
+            {"components.train.nodes": 0, "components.rollout.nodes": 3},
+            "components.train.nodes = 0: each stage keeps a core node",
+        ),
         ({"train.tp": 3}, "train.tp = 3: does not divide the model's num_attention_heads = 8"),
         ({"train.pp": 4}, "train.pp = 4: does not divide the model's num_hidden_layers = 6"),
         ({"train.tp": 8, "train.pp": 2}, "needs 16 GPUs and components.train has 8 per node"),
         ({"rollout.tp": [1, 2]}, "a list has one entry for each of the 1 hybrid and 2 rollout nodes"),
-        ({"planner.hybrid_start": "trian"}, "planner.hybrid_start = 'trian': unknown value; valid: rollout, train (did you mean 'train'?)."),
+        (
+            {"planner.hybrid_start": "trian"},
+            "planner.hybrid_start = 'trian': unknown value; valid: rollout, train (did you mean 'train'?).",
+        ),
     ],
 )
 def test_what_is_none_is_refused_in_words(config: RunConfig, values: dict[str, Any], sentence: str) -> None:
@@ -77,10 +99,15 @@ def test_without_hybrid_nodes_their_start_is_nobodys(config: RunConfig) -> None:
 
 def test_a_rank_that_changes_component_finds_there_what_it_has(config: RunConfig) -> None:
     config = with_values(config, {"components.rollout.mem": "8G"})
-    assert repartitioned(config, {"components.train.nodes": 2, "components.hybrid.nodes": 0}).components.train.nodes == 2, "both are alike"
+    assert (
+        repartitioned(config, {"components.train.nodes": 2, "components.hybrid.nodes": 0}).components.train.nodes == 2
+    ), "both are alike"
     with pytest.raises(UserError) as refused:
         repartitioned(config, {"components.train.nodes": 2, "components.rollout.nodes": 1})
-    assert "components.hybrid.nodes = 1: rank 3 would go from rollout to hybrid, but mem is '8G' there and '4G' here" in str(refused.value)
+    assert (
+        "components.hybrid.nodes = 1: rank 3 would go from rollout to hybrid, but mem is '8G' there and '4G' here"
+        in str(refused.value)
+    )
 
 
 def test_a_component_without_nodes_becomes_what_it_is_given(config: RunConfig) -> None:

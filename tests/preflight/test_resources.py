@@ -48,8 +48,10 @@ def checked(model: str, **sections: Any) -> list[str]:
         ("qwen3-14b", {"rollout": {"tp": [8, 1], "max_model_len": 400_000}}, "rollout.tp = 1: an engine of qwen3-14b"),
         ("qwen3-14b", {"planner": {"device": "a80"}}, "planner.device = 'a80': unknown device"),
     ],
-)  # fmt: skip
-def test_a_layout_out_of_memory_is_refused_with_figures_and_a_way_out(model: str, sections: dict[str, Any], sentence: str) -> None:
+)
+def test_a_layout_out_of_memory_is_refused_with_figures_and_a_way_out(
+    model: str, sections: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UserError) as caught:
         checked(model, **sections)
     assert sentence in str(caught.value)
@@ -70,18 +72,26 @@ def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_
 
 def test_recomputing_is_offered_where_nothing_else_fits() -> None:
     four = {name: {**NODE, "gpus": 4} for name in ("train", "hybrid", "rollout")}
-    with pytest.raises(UserError, match=r"valid: train\.tp = 4, train\.pp = 1 and train\.recompute = true \(the fewest GPUs\)\.$"):
+    with pytest.raises(
+        UserError, match=r"valid: train\.tp = 4, train\.pp = 1 and train\.recompute = true \(the fewest GPUs\)\.$"
+    ):
         checked("qwen3-14b", train={"tp": 4}, components=four)
-    assert checked("qwen3-14b", train={"tp": 4, "recompute": True}, components=four, rollout={"max_model_len": 8192}) == []
+    assert (
+        checked("qwen3-14b", train={"tp": 4, "recompute": True}, components=four, rollout={"max_model_len": 8192}) == []
+    )
 
 
 def test_one_long_trajectory_is_a_warning_because_shorter_ones_may_never_ask_for_it() -> None:
     (line,) = checked("qwen3-14b", train={"tp": 8}, rollout={"max_model_len": 131072})
-    assert line.startswith("training may run out of GPU memory: a pipeline full of micro-batches of 131,072 tokens needs ")
+    assert line.startswith(
+        "training may run out of GPU memory: a pipeline full of micro-batches of 131,072 tokens needs "
+    )
 
 
 def test_a_gpu_in_no_table_is_a_warning_and_nothing_is_checked_on_cpus() -> None:
-    odd = {name: {**NODE, "gpu_type": kind} for name, kind in (("train", "mi300"), ("hybrid", "mi300"), ("rollout", ""))}
+    odd = {
+        name: {**NODE, "gpu_type": kind} for name, kind in (("train", "mi300"), ("hybrid", "mi300"), ("rollout", ""))
+    }
     assert checked("qwen3-14b", components=odd, train={"tp": 1}) == [
         "GPUs of gpu_type = 'mi300' are in no table, so their memory was not checked (planner.device, planner.devices)",
         "without a gpu_type GPUs are in no table, so their memory was not checked (planner.device, planner.devices)",
@@ -101,7 +111,9 @@ def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "qwen3-14b"])
 @pytest.mark.parametrize("prompts", [1, 64])
 def test_a_split_chosen_by_the_planner_is_never_refused(model: str, prompts: int) -> None:
-    data = configured(components={"split": "auto"}, model={"path": model}, algorithm={"prompts_per_step": prompts}).model_dump(exclude_unset=True)
+    data = configured(
+        components={"split": "auto"}, model={"path": model}, algorithm={"prompts_per_step": prompts}
+    ).model_dump(exclude_unset=True)
     for section, keys in {"train": ("tp",), "rollout": ("tp",)}.items():
         for key in keys:
             del data[section][key]

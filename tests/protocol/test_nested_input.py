@@ -1,4 +1,5 @@
-"""Every reader of bytes that others wrote meets JSON nested deeper than a decoder can follow: a clean error, or one line passed over."""
+"""Every reader of bytes that others wrote meets JSON nested deeper than a decoder can follow: a clean error, or one
+line passed over."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("union", [mesh, to_engine])
-@pytest.mark.parametrize("frame", [b"\x91" * 100_000 + b"\xc0", b"\x82\xa4type\xa5Abort\xa1x" + b"\x91" * 100_000 + b"\xc0"])
+@pytest.mark.parametrize(
+    "frame", [b"\x91" * 100_000 + b"\xc0", b"\x82\xa4type\xa5Abort\xa1x" + b"\x91" * 100_000 + b"\xc0"]
+)
 def test_a_nested_frame_is_a_frame_error(union: object, frame: bytes) -> None:
     with pytest.raises(FrameError):
         union.decode(frame)  # type: ignore[attr-defined]

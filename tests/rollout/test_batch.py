@@ -23,7 +23,9 @@ def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
 
 
 def test_a_number_that_one_trajectory_lacks_counts_as_zero_there() -> None:
-    group = GroupState(0, 4, [finished(0, 0, {"solved": 1.0}), *(finished(0, sample, {"truncated": 1.0}) for sample in (1, 2, 3))])
+    group = GroupState(
+        0, 4, [finished(0, 0, {"solved": 1.0}), *(finished(0, sample, {"truncated": 1.0}) for sample in (1, 2, 3))]
+    )
     stats = batch_stats([group], 0)
     assert (stats["solved"], stats["truncated"]) == (0.25, 0.75)
 

@@ -50,7 +50,10 @@ def test_the_share_counts_trajectories_of_several_prompts_and_not_attempts() -> 
     book.failed((9, 1), why(), 0.0)
     decision = book.evaluate(1, 2, 0.0)
     assert decision is not None
-    assert decision.reason.startswith("3 of the last 11 trajectories failed ([task] max_failed_share = 0.2); the most frequent error (raised, 11 times): Key")
+    assert decision.reason.startswith(
+        "3 of the last 11 trajectories failed ([task] max_failed_share = 0.2); the most frequent error (raised, 11"
+        " times): Key"
+    )
 
 
 def test_one_prompt_alone_is_no_outage_and_leaves_the_window_when_given_up() -> None:
@@ -253,7 +256,9 @@ def test_no_history_breaks_the_book(history: list[tuple[bool, int, int]]) -> Non
 
 def test_probes_go_round_the_prompts_and_events_are_few() -> None:
     events: list[tuple[str, dict[str, object]]] = []
-    attempts = Attempts(FailureBook(0.2, 1e9), lambda kind, **fields: events.append((kind, fields)), lambda reason: None)
+    attempts = Attempts(
+        FailureBook(0.2, 1e9), lambda kind, **fields: events.append((kind, fields)), lambda reason: None
+    )
     for number in range(30):
         assert attempts.failed(Trajectory(number // 10, number % 10, 0), why("long" * 1000), 0.0)
     assert attempts.evaluate(0, 0.0) == 0

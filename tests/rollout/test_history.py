@@ -27,7 +27,9 @@ def played(turns: int) -> Trajectory:
     trajectory.add_environment(pack_i32([1] * 5))
     trajectory.prompt_tokens = 5
     for number in range(turns):
-        trajectory.add_generated(Generated("r", pack_i32([7, 8]), pack_f32([-1, -2]), "stop", ((number, 2),), 0, 0.0, 0.0), "e0")
+        trajectory.add_generated(
+            Generated("r", pack_i32([7, 8]), pack_f32([-1, -2]), "stop", ((number, 2),), 0, 0.0, 0.0), "e0"
+        )
         if number < turns - 1:
             trajectory.add_signal(Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2))
             trajectory.add_environment(pack_i32([9] * 3))
@@ -40,7 +42,9 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     LineLog(path).write_all(trace_line(TrajectoryEnd(trajectory, 100.0, 5.0)) for trajectory in originals)
     found = history(path, "", "code")
     for read, original in zip(found, originals, strict=True):
-        assert msgspec.structs.replace(read, trajectory="") == msgspec.structs.replace(original.finished("code"), trajectory="")
+        assert msgspec.structs.replace(read, trajectory="") == msgspec.structs.replace(
+            original.finished("code"), trajectory=""
+        )
     assert found[1].version == 2
 
 
@@ -61,7 +65,9 @@ def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) 
     other, own = tmp_path / "other", tmp_path / "trajectories.jsonl"
     other.mkdir()
     for folder, turns in ((other, 3), (tmp_path, 2)):
-        LineLog(folder / "trajectories.jsonl").write_all([{"foreign": 1}, trace_line(TrajectoryEnd(played(turns), 100.0, 5.0))])
+        LineLog(folder / "trajectories.jsonl").write_all(
+            [{"foreign": 1}, trace_line(TrajectoryEnd(played(turns), 100.0, 5.0))]
+        )
     for name in (str(other), str(other / "trajectories.jsonl")):
         assert [(record.turns, record.version) for record in history(own, name, "code")] == [(3, 0), (2, 1)]
     assert [record.turns for record in history(own, "", "code")] == [2]
@@ -70,17 +76,23 @@ def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) 
 def test_the_newest_lines_count(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     turns = [{"new_tokens": 0, "gen_tokens": 1}]
-    LineLog(path).write_all({"prompt_id": str(n), "sample": 0, "prompt_tokens": 1, "turns": turns} for n in range(MAX_RECORDS + 2))
+    LineLog(path).write_all(
+        {"prompt_id": str(n), "sample": 0, "prompt_tokens": 1, "turns": turns} for n in range(MAX_RECORDS + 2)
+    )
     found = [record.prompt_id for record in history(path, "", "code")]
     assert (len(found), found[0], found[-1]) == (MAX_RECORDS, "2", str(MAX_RECORDS + 1))
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
     assert history(tmp_path / "absent.jsonl", "", "code") == []
-    with pytest.raises(UserError, match=r"rollout\.warm_start = .*trajectories\.jsonl does not exist; valid: a run directory, or"):
+    with pytest.raises(
+        UserError, match=r"rollout\.warm_start = .*trajectories\.jsonl does not exist; valid: a run directory, or"
+    ):
         check_warm_start(str(tmp_path))
     (tmp_path / "notes.txt").write_text("nothing\n")
-    with pytest.raises(UserError, match=r"rollout\.warm_start = .*no line of .*notes\.txt is a trajectory with prompt_id"):
+    with pytest.raises(
+        UserError, match=r"rollout\.warm_start = .*no line of .*notes\.txt is a trajectory with prompt_id"
+    ):
         check_warm_start(str(tmp_path / "notes.txt"))
 
 
@@ -89,11 +101,24 @@ def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: P
         {"new_tokens": 0, "gen_tokens": 30, "tool": "run", "outcome": "error", "tool_s": 2.0, "exit_code": 1},
         {"new_tokens": 7, "gen_tokens": 20, "tool": None, "outcome": None, "tool_s": 0.0},
     ]
-    line = {"prompt_id": "p", "sample": 3, "prompt_tokens": 11, "turns": turns, "reward": 1.0, "versions": [[4, 30], [5, 20]]}
+    line = {
+        "prompt_id": "p",
+        "sample": 3,
+        "prompt_tokens": 11,
+        "turns": turns,
+        "reward": 1.0,
+        "versions": [[4, 30], [5, 20]],
+    }
     path = tmp_path / "trajectories.jsonl"
     path.write_bytes(b"\xff\xfe\n" + json.dumps(line).encode() + b"\n[1]\n{\n")
     (record,) = records(path, task="t")
-    assert (record.generated_tokens, record.turns, record.version, record.context_tokens, record.task) == (50, 2, 5, 68, "t")
+    assert (record.generated_tokens, record.turns, record.version, record.context_tokens, record.task) == (
+        50,
+        2,
+        5,
+        68,
+        "t",
+    )
     assert record.at_signal == (30,)
     assert (record.signals[0].outcome, record.signals[0].exit_code, record.signals[0].payload_tokens) == ("error", 1, 7)
     assert record.signals[0].seconds == pytest.approx(2.0)

@@ -1,4 +1,5 @@
-"""The rollout leader with scripted engines and environment: nothing lost, nothing twice, staleness kept, whatever dies."""
+"""The rollout leader with scripted engines and environment: nothing lost, nothing twice, staleness kept, whatever
+dies."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, HostReady, OpenEpisode, Signal, StepEpisode
+from libra_hpc.protocol.env import (
+    CloseEpisode,
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    HostReady,
+    OpenEpisode,
+    Signal,
+    StepEpisode,
+)
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from libra_hpc.rollout.recovered import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
@@ -45,7 +55,14 @@ class Emptiest:
         if not free:
             return Decision("", 0, 0, "all full", {})
         best = min(free, key=lambda engine: engine.inflight_tokens)
-        return Decision(best.engine, 3, best.level, "{tokens:.0f} tokens at {engine}", {"tokens": best.inflight_tokens, "engine": best.engine}, 1.5)
+        return Decision(
+            best.engine,
+            3,
+            best.level,
+            "{tokens:.0f} tokens at {engine}",
+            {"tokens": best.inflight_tokens, "engine": best.engine},
+            1.5,
+        )
 
     def finished(self, record: Finished, now: float) -> None:
         self.learned.append(record)
@@ -76,7 +93,8 @@ class Probing(Emptiest):
 
 
 class Moving(Emptiest):
-    """Everything starts at ``e0``; the first turn that is seen to have generated ``after`` tokens there goes on at ``e1``."""
+    """Everything starts at ``e0``; the first turn that is seen to have generated ``after`` tokens there goes on at
+    ``e1``."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
@@ -90,18 +108,24 @@ class Moving(Emptiest):
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
         far = [run for run in running if run.generated >= self.after and not self.moved]
         numbers = dict.fromkeys(("remaining", "generated", "context", "left_s", "saves_s"), 1.0)
-        self.moved += [Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "e1", numbers | {"source": "e0", "engine": "e1"}) for run in far[:1]]
+        self.moved += [
+            Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "e1", numbers | {"source": "e0", "engine": "e1"})
+            for run in far[:1]
+        ]
         return self.moved[-1:] if far else []
 
 
 def configured(**sections: dict[str, Any]) -> RunConfig:
     """Not validated: some plants are smaller than a run file may ask for."""
     config = RunConfig()
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()})
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
 
 
 class Plant:
-    """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even samples."""
+    """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even
+    samples."""
 
     def __init__(
         self,
@@ -143,13 +167,26 @@ class Plant:
             rollout={"max_model_len": max_model_len, "max_inflight": 4},
         )
         self.leader = RolloutLeader(
-            config, 5, policy or Emptiest(), self.send, TRAIN_LEADER, lambda _, m: self.host.append(m),
-            self.on_ended, lambda routed: self.decisions.append(decision_line(routed)),
-            lambda kind, **fields: self.events.append((kind, fields)), lambda: self.now,
-        )  # fmt: skip
+            config,
+            5,
+            policy or Emptiest(),
+            self.send,
+            TRAIN_LEADER,
+            lambda _, m: self.host.append(m),
+            self.on_ended,
+            lambda routed: self.decisions.append(decision_line(routed)),
+            lambda kind, **fields: self.events.append((kind, fields)),
+            lambda: self.now,
+        )
         self.start_engines = engines
 
-    def start(self, low: int = 0, extra: tuple[int, ...] = (), step: int = 0, kept: Mapping[int, list[Trajectory]] | None = None) -> None:
+    def start(
+        self,
+        low: int = 0,
+        extra: tuple[int, ...] = (),
+        step: int = 0,
+        kept: Mapping[int, list[Trajectory]] | None = None,
+    ) -> None:
         self.version = step
         self.leader.on_position(step, low, extra, kept)
         self.leader.on_host(0, HostReady("toy"))
@@ -282,8 +319,14 @@ def test_samples_carry_masks_logprobs_and_normalised_advantages() -> None:
         assert good.advantage == -bad.advantage > 0.99
         line = next(line for line in plant.lines if line["index"] == group.index and line["sample"] == 0)
         assert line["prompt_tokens"] == 3
-        assert [(t["new_tokens"], t["gen_tokens"], t["tool"], t["outcome"]) for t in line["turns"]] == [(0, 3, "tool", "ok"), (1, 3, "tool", "ok")]
-        assert [(t["exit_code"], t.get("passed", "absent"), "failed" in t) for t in line["turns"]] == [(1, 3, False), (1, "absent", False)]
+        assert [(t["new_tokens"], t["gen_tokens"], t["tool"], t["outcome"]) for t in line["turns"]] == [
+            (0, 3, "tool", "ok"),
+            (1, 3, "tool", "ok"),
+        ]
+        assert [(t["exit_code"], t.get("passed", "absent"), "failed" in t) for t in line["turns"]] == [
+            (1, 3, False),
+            (1, "absent", False),
+        ]
         assert line["started_at"] <= line["finished_at"]
 
     asyncio.run(main())
@@ -306,7 +349,9 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
                 trained += [group.index for group in batch.groups]
                 plant.commit(batch)
             assert sorted(trained) == list(range(16))
-            assert not in_order or [sorted(trained[i : i + 2]) for i in range(0, 16, 2)] == [[i, i + 1] for i in range(0, 16, 2)]
+            assert not in_order or [sorted(trained[i : i + 2]) for i in range(0, 16, 2)] == [
+                [i, i + 1] for i in range(0, 16, 2)
+            ]
 
     asyncio.run(main())
 
@@ -321,7 +366,9 @@ def test_a_killed_engine_loses_no_trajectory() -> None:
         plant.down("e0")
         await plant.run(lambda: plant.batches)
         assert plant.leader.resubmitted == len(held) == sum(kind == "resubmitted" for kind, _ in plant.events)
-        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "finished once each, from where they were"
+        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], (
+            "finished once each, from where they were"
+        )
 
     asyncio.run(main())
 
@@ -362,7 +409,8 @@ def test_what_a_dead_host_was_doing_is_played_again_in_the_next_one() -> None:
         plant.serve(3)
         await plant.settle()
         plant.serve(2)
-        # One runs its first turn, one its second, and two are at their environment; one more comes back while it is brought back.
+        # One runs its first turn, one its second, and two are at their environment; one more comes back while it is
+        # brought back.
         kill_host(plant)
         plant.serve(1)
         await plant.run(lambda: plant.batches)
@@ -390,7 +438,9 @@ def test_an_environment_that_answers_differently_has_its_trajectory_sampled_anew
         assert sorted(plant.finished) == ["0.0.1", "0.1.1", "1.0.1", "1.1.1"]
         contexts = [list(unpack_i32(sample.tokens)) for group in plant.batches[0].groups for sample in group.samples]
         assert all(5 not in context[3:] for context in contexts)
-        assert [fields["reason"] for kind, fields in plant.events] == ["its environment did not answer as it had when its turns were played again"] * 4
+        assert [fields["reason"] for kind, fields in plant.events] == [
+            "its environment did not answer as it had when its turns were played again"
+        ] * 4
 
     asyncio.run(main())
 
@@ -432,7 +482,11 @@ def test_a_host_that_dies_before_it_opened_anything_costs_nothing() -> None:
 
 def opening(index: int, *samples: int) -> Callable[[Any], str | None]:
     """Samples of a prompt that cannot be opened."""
-    return lambda message: "KeyError: 'x'" if isinstance(message, OpenEpisode) and message.index == index and message.sample in samples else None
+    return lambda message: (
+        "KeyError: 'x'"
+        if isinstance(message, OpenEpisode) and message.index == index and message.sample in samples
+        else None
+    )
 
 
 def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries_with_time_between_them() -> None:
@@ -444,8 +498,10 @@ def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries_wit
         await plant.pass_time(20, lambda: plant.batches)
         assert [len(g.samples) for g in plant.batches[0].groups] == [1, 2]
         assert [(e["trajectory"], e["given_up"], e["failure"]) for e in plant.kinds("trajectory_failed")] == [
-            ("0.1.0", False, "raised"), ("0.1.1", False, "raised"), ("0.1.2", True, "raised"),
-        ]  # fmt: skip
+            ("0.1.0", False, "raised"),
+            ("0.1.1", False, "raised"),
+            ("0.1.2", True, "raised"),
+        ]
         assert plant.now - began >= 3.0, "1 s, then 2 s"
         stats = plant.batches[0].stats
         assert (stats["failed"], stats["retried"], stats["trajectories"]) == (1.0, 2.0, 3.0)
@@ -494,7 +550,9 @@ def test_a_judge_that_is_down_for_15_s_costs_no_trajectory() -> None:
         plant.start()
         await plant.pass_time(60, lambda: plant.batches)
         down = plant.now
-        plant.broken = lambda m: "ConnectionError" if isinstance(m, StepEpisode) and down <= plant.now < down + 15.0 else None
+        plant.broken = lambda m: (
+            "ConnectionError" if isinstance(m, StepEpisode) and down <= plant.now < down + 15.0 else None
+        )
         for step in range(1, 21):
             await plant.pass_time(120, lambda step=step: len(plant.batches) >= step)
             plant.commit(plant.batches[step - 1])
@@ -576,7 +634,9 @@ def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
         plant.start()
         await plant.run(lambda: plant.inbox and not plant.host)
         engine, request = plant.inbox.pop(0)
-        plant.leader.on_turns_done(((engine, Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),))
+        plant.leader.on_turns_done(
+            ((engine, Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),)
+        )
         await asyncio.sleep(0)
         again = next(r for _, r in plant.inbox if r.rid.split(":")[0] == request.rid.split(":")[0])
         assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
@@ -600,9 +660,13 @@ def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
         assert engine == "e0"
         episode = policy.moved[0].trajectory
         assert request.rid.startswith(f"{episode}:")
-        assert [(kind, fields["engine"], fields["to"]) for kind, fields in plant.events] == [("turn_interrupted", "e0", "e1")]
+        assert [(kind, fields["engine"], fields["to"]) for kind, fields in plant.events] == [
+            ("turn_interrupted", "e0", "e1")
+        ]
         plant.inbox.remove(("e0", request))
-        plant.leader.on_turns_done((("e0", Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),))
+        plant.leader.on_turns_done(
+            (("e0", Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),)
+        )
         await plant.settle()
         ((_, again),) = [(e, r) for e, r in plant.inbox if e == "e1"]
         assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
@@ -619,7 +683,13 @@ def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
         line = next(line for line in plant.lines if (line["index"], line["sample"]) == (index, sample))
         assert (line["versions"], line["turns"][0]["gen_tokens"]) == ([(0, 2), (1, 1)], 3)
         first, second = [d for d in plant.decisions if d["trajectory"] == episode]
-        assert (first["engine"], second["engine"], second["from"], second["turn"], second["reason"]) == ("e0", "e1", "e0", 0, "moved")
+        assert (first["engine"], second["engine"], second["from"], second["turn"], second["reason"]) == (
+            "e0",
+            "e1",
+            "e0",
+            0,
+            "moved",
+        )
         assert plant.leader.resubmitted == 0, "nothing went wrong"
 
     asyncio.run(main())
@@ -667,8 +737,12 @@ def test_a_drained_node_whose_last_turns_are_dropped_is_reported_and_generates_f
         plant.tool = 6
         kill_host(plant)
         await plant.settle()
-        assert [m.rank for m in plant.sent if isinstance(m, TurnsDrained)] == [3], "replays failed, and nothing of the node counts"
-        assert {(engine, abort.rid) for engine, abort in plant.aborts} == {(engine, request.rid) for engine, request in plant.inbox}
+        assert [m.rank for m in plant.sent if isinstance(m, TurnsDrained)] == [3], (
+            "replays failed, and nothing of the node counts"
+        )
+        assert {(engine, abort.rid) for engine, abort in plant.aborts} == {
+            (engine, request.rid) for engine, request in plant.inbox
+        }
         plant.serve()
         assert len([m for m in plant.sent if isinstance(m, TurnsDrained)]) == 1
 
@@ -699,7 +773,12 @@ def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() 
         plant.leader.on_host(0, EpisodeStepped(step.episode, pack_i32([5] * 1_600_000), None, False, 0.0, {}))
         await plant.run(lambda: plant.batches)
         (line,) = [line for line in plant.lines if line["clipped"]]
-        assert (line["clipped"], line["info"], line["reward"], line["turns"][-1]["new_tokens"]) == (1_600_000 - 34, {"truncated": 1.0}, 0.0, 34)
+        assert (line["clipped"], line["info"], line["reward"], line["turns"][-1]["new_tokens"]) == (
+            1_600_000 - 34,
+            {"truncated": 1.0},
+            0.0,
+            34,
+        )
         assert plant.batches[0].stats["truncated"] == 0.25
         assert max(len(s.tokens) for g in plant.batches[0].groups for s in g.samples) == 4 * 40
 
@@ -718,8 +797,15 @@ def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answer
                 pending, plant.host = plant.host, []
                 for message in pending:
                     if isinstance(message, OpenEpisode):
-                        prompt = [1] * pick.choice((1, 2, longest - 1, longest, longest + 9) if message.sample else (1, 2))
-                        plant.leader.on_host(0, EpisodeOpened(message.episode, f"p{message.index}", pack_i32(prompt), pick.randrange(1, 9), (STOP,)))
+                        prompt = [1] * pick.choice(
+                            (1, 2, longest - 1, longest, longest + 9) if message.sample else (1, 2)
+                        )
+                        plant.leader.on_host(
+                            0,
+                            EpisodeOpened(
+                                message.episode, f"p{message.index}", pack_i32(prompt), pick.randrange(1, 9), (STOP,)
+                            ),
+                        )
                     elif isinstance(message, StepEpisode):
                         answer, done = [5] * pick.choice((0, 1, 3, longest, 1000)), pick.random() < 0.2
                         plant.leader.on_host(0, EpisodeStepped(message.episode, pack_i32(answer), None, done, 1.0, {}))
@@ -730,11 +816,22 @@ def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answer
                     assert 0 < request.max_tokens <= longest - context
                     tokens = pick.randrange(1, request.max_tokens + 1)
                     finish = pick.choice(("stop", "length", "abort"))
-                    answered = Generated(request.rid, pack_i32([7] * tokens), pack_f32([-1.0] * tokens), finish, ((0, tokens),), 0, 0.0, 0.0)
+                    answered = Generated(
+                        request.rid,
+                        pack_i32([7] * tokens),
+                        pack_f32([-1.0] * tokens),
+                        finish,
+                        ((0, tokens),),
+                        0,
+                        0.0,
+                        0.0,
+                    )
                     plant.leader.on_turns_done(((engine, answered),))
                 plant.now += 1.0
                 plant.leader.report()
-                assert all(len(t.context) <= longest for t in (*plant.leader._environments.episodes.values(), *plant.ended))
+                assert all(
+                    len(t.context) <= longest for t in (*plant.leader._environments.episodes.values(), *plant.ended)
+                )
             assert plant.batches
             clipped += sum(line["clipped"] > 0 for line in plant.lines)
             assert {e["failure"] for e in plant.kinds("trajectory_failed")} <= {"answer"}
@@ -756,7 +853,8 @@ def test_a_resumed_run_skips_what_is_trained() -> None:
 
 
 def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> None:
-    """The ranks start anew again and again, from the last step or the one before; kept trajectories go through their records, as through the spool."""
+    """The ranks start anew again and again, from the last step or the one before; kept trajectories go through their
+    records, as through the spool."""
 
     async def main() -> None:
         total = Counter[str]()
@@ -772,7 +870,9 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                 position = TrainedPrompts(step, trained.low, frozenset(trained.extra))
                 number = len(starts) - 1
                 kept = gather((record, verdict(record, start, starts, position, eta)) for start, record in found)
-                begun_before = {t: t.context.tobytes() for members in kept.groups.values() for t in members if t.place != "done"}
+                begun_before = {
+                    t: t.context.tobytes() for members in kept.groups.values() for t in members if t.place != "done"
+                }
                 plant = Plant(eta=eta, steps=steps, in_order=in_order)
                 plant.start(trained.low, tuple(trained.extra), step, kept.groups)
                 begun, last = step, min(steps, step + pick.randrange(1, 4))
@@ -862,11 +962,24 @@ def test_every_turn_sent_is_a_decision_with_reason_and_numbers() -> None:
         first = plant.inbox[0][1]
         assert (first.priority, first.keep_s) == (3, 1.5)
         await plant.run(lambda: plant.batches)
-        assert [(d["trajectory"], d["turn"]) for d in plant.decisions[:4]] == [("0.0.0", 0), ("0.1.0", 0), ("1.0.0", 0), ("1.1.0", 0)]
+        assert [(d["trajectory"], d["turn"]) for d in plant.decisions[:4]] == [
+            ("0.0.0", 0),
+            ("0.1.0", 0),
+            ("1.0.0", 0),
+            ("1.1.0", 0),
+        ]
         second = plant.decisions[1]
-        assert (second["engine"], second["level"], second["priority"], second["keep_s"], second["from"]) == ("e0", 0, 3, 1.5, "")
+        assert (second["engine"], second["level"], second["priority"], second["keep_s"], second["from"]) == (
+            "e0",
+            0,
+            3,
+            1.5,
+            "",
+        )
         assert (second["reason"], second["numbers"]) == ("3 tokens at e0", {"tokens": 3, "engine": "e0"})
-        assert sorted((d["trajectory"], d["turn"]) for d in plant.decisions) == [(f"{i}.{s}.0", t) for i in (0, 1) for s in (0, 1) for t in (0, 1)]
+        assert sorted((d["trajectory"], d["turn"]) for d in plant.decisions) == [
+            (f"{i}.{s}.0", t) for i in (0, 1) for s in (0, 1) for t in (0, 1)
+        ]
         assert all(d["from"] == "e0" and d["context_tokens"] == 7 for d in plant.decisions if d["turn"] == 1)
 
     asyncio.run(main())
@@ -882,7 +995,9 @@ def test_the_board_counts_what_is_in_flight_and_only_that() -> None:
         assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.0))
         plant.leader.on_engine_load("high", EngineStats(0, 4, 0, 0.25, 0, 0, 0, 0, 1, 0.1))
         plant.leader.on_host_down(0, "killed")
-        assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.25)), "turns go on while environments are brought back"
+        assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.25)), (
+            "turns go on while environments are brought back"
+        )
         plant.serve()
         plant.leader.on_host(0, HostReady("toy"))
         await plant.run(lambda: len(plant.inbox) == 8)
@@ -948,7 +1063,12 @@ def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> No
         assert policy.given_up == ["0.0.0", "0.0.1", "0.0.2"]
         assert sorted(record.trajectory for record in policy.learned) == ["0.1.0", "1.0.0", "1.1.0"]
         learned = next(record for record in policy.learned if record.trajectory == "1.1.0")
-        assert (learned.generated_tokens, learned.turns, learned.at_signal, learned.context_tokens) == (6, 2, (3, 6), 10)
+        assert (learned.generated_tokens, learned.turns, learned.at_signal, learned.context_tokens) == (
+            6,
+            2,
+            (3, 6),
+            10,
+        )
 
     asyncio.run(main())
 
@@ -957,8 +1077,11 @@ def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch() -> None:
     async def main() -> None:
         nan, inf = float("nan"), float("inf")
         ends: list[tuple[float, dict[str, float], str]] = [
-            (nan, {}, "The reward is nan."), (-inf, {}, "The reward is -inf."), (0.0, {"a": inf}, "info['a'] is inf."), (1e300, {}, ""),
-        ]  # fmt: skip
+            (nan, {}, "The reward is nan."),
+            (-inf, {}, "The reward is -inf."),
+            (0.0, {"a": inf}, "info['a'] is inf."),
+            (1e300, {}, ""),
+        ]
         for reward, info, error in ends:
             plant = Plant(eta=0, turns=1)
             plant.start()
@@ -981,16 +1104,27 @@ def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch() -> None:
 
 def test_log_probabilities_that_are_not_finite_or_missing_and_empty_trajectories_are_failed_attempts() -> None:
     async def main() -> None:
-        for tokens, logprobs, kind in (([7, STOP], [-1.0, float("nan")], "logprobs"), ([7, STOP], [-1.0], "logprobs"), ([STOP], [float("-inf")], "logprobs")):
+        for tokens, logprobs, kind in (
+            ([7, STOP], [-1.0, float("nan")], "logprobs"),
+            ([7, STOP], [-1.0], "logprobs"),
+            ([STOP], [float("-inf")], "logprobs"),
+        ):
             plant = Plant(eta=0)
             plant.start()
             await plant.run(lambda plant=plant: plant.inbox)
             engine, request = plant.inbox.pop(0)
-            answer = Generated(request.rid, pack_i32(tokens), pack_f32(logprobs), "stop", ((0, len(tokens)),), 0, 0.0, 0.0)
+            answer = Generated(
+                request.rid, pack_i32(tokens), pack_f32(logprobs), "stop", ((0, len(tokens)),), 0, 0.0, 0.0
+            )
             plant.leader.on_turns_done(((engine, answer),))
             await plant.pass_time(10, lambda plant=plant: plant.batches)
             assert [(e["failure"], e["prompt"]) for e in plant.kinds("trajectory_failed")] == [(kind, "p0")]
-            assert all(-9.0 < value <= 0.0 for group in plant.batches[0].groups for s in group.samples for value in array("f", s.logprobs))
+            assert all(
+                -9.0 < value <= 0.0
+                for group in plant.batches[0].groups
+                for s in group.samples
+                for value in array("f", s.logprobs)
+            )
         plant = Plant(eta=0, turns=1)
         plant.start()
         await plant.run(lambda: plant.inbox)
@@ -1025,7 +1159,10 @@ def test_a_step_that_never_ends_is_a_failed_attempt_and_its_episode_is_closed() 
         plant.now += 2.0
         plant.leader.watch()
         (failed,) = plant.kinds("trajectory_failed")
-        assert (failed["failure"], failed["error"]) == ("timeout", "The environment has not answered for 41 s (limit 40 s).")
+        assert (failed["failure"], failed["error"]) == (
+            "timeout",
+            "The environment has not answered for 41 s (limit 40 s).",
+        )
         assert [m.episode for m in plant.host if isinstance(m, CloseEpisode)] == [step.episode]
         plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, 1.0, {}))
         await plant.pass_time(10, lambda: plant.batches)
@@ -1095,10 +1232,21 @@ def test_a_turn_that_its_engine_never_ends_is_sent_again_with_what_it_has() -> N
             assert not plant.aborts
             plant.now += 842.0
             plant.leader.watch()
-            assert [(engine, abort.rid) for engine, abort in plant.aborts] == [(engine, request.rid) for engine, request in stuck]
+            assert [(engine, abort.rid) for engine, abort in plant.aborts] == [
+                (engine, request.rid) for engine, request in stuck
+            ]
             for engine, request in stuck if partial is not None else ():
                 versions = ((0, 1),) if partial else ()
-                answer = Generated(request.rid, pack_i32(partial or []), pack_f32([-1.0 for _ in partial or []]), "abort", versions, 0, 0.0, 0.0)
+                answer = Generated(
+                    request.rid,
+                    pack_i32(partial or []),
+                    pack_f32([-1.0 for _ in partial or []]),
+                    "abort",
+                    versions,
+                    0,
+                    0.0,
+                    0.0,
+                )
                 plant.leader.on_turns_done(((engine, answer),))
             plant.leader.on_engine_load("e0", EngineStats(0, 4, 0, 0.25, 8, 12, 0, 0, 2, 0.1))
             plant.now += 61.0
@@ -1143,7 +1291,12 @@ def test_a_turn_that_is_overdue_three_times_with_nothing_generated_is_a_failed_a
 
 def faults(plant: Plant, pick: random.Random) -> Callable[[Any], str | None]:
     """A share of all steps, one prompt always, and everything for some seconds."""
-    share, bad, since, seconds = pick.choice((0.0, 0.05, 0.1)), pick.randrange(20), plant.now + pick.randrange(30), pick.randrange(20)
+    share, bad, since, seconds = (
+        pick.choice((0.0, 0.05, 0.1)),
+        pick.randrange(20),
+        plant.now + pick.randrange(30),
+        pick.randrange(20),
+    )
 
     def broken(message: Any) -> str | None:
         if isinstance(message, CloseEpisode):

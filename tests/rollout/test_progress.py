@@ -14,7 +14,12 @@ def _trajectory(index: int, sample: int, prompt: int = 50) -> Trajectory:
 
 
 def test_groups_count_who_waits_who_runs_and_tokens_so_far() -> None:
-    tool, engine, waiting, unknown = _trajectory(4, 0), _trajectory(4, 1), _trajectory(4, 2), _trajectory(7, 0, prompt=0)
+    tool, engine, waiting, unknown = (
+        _trajectory(4, 0),
+        _trajectory(4, 1),
+        _trajectory(4, 2),
+        _trajectory(7, 0, prompt=0),
+    )
     tool.sent_at, tool.attained = 5.0, 30
     engine.sent_at, engine.attained, engine.place = 8.0, 10, "engine"
     assert open_groups([waiting, unknown, engine, tool], 10.0, 0.1) == (OpenGroup(4, 50, 1, 2, 30 + 10 + 20),)

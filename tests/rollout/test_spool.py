@@ -1,4 +1,5 @@
-"""Finished trajectories outlive their start: what is read back, what a kill or garbage costs, what counts, and what is removed when."""
+"""Finished trajectories outlive their start: what is read back, what a kill or garbage costs, what counts, and what
+is removed when."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def played(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Traje
     for turn, version in enumerate(versions):
         if turn:
             trajectory.add_environment(pack_i32([9] * 3))
-        trajectory.add_generated(Generated("r", pack_i32([7, turn]), pack_f32([-1.5, -2.0]), "stop", ((version, 2),), 0, 0.0, 0.0), "e0")
+        trajectory.add_generated(
+            Generated("r", pack_i32([7, turn]), pack_f32([-1.5, -2.0]), "stop", ((version, 2),), 0, 0.0, 0.0), "e0"
+        )
     trajectory.reward, trajectory.info, trajectory.place = float(sample), {"solved": float(sample)}, "done"
     return trajectory
 
@@ -91,8 +94,15 @@ def test_a_kept_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
     assert batch_stats([after], 3) == batch_stats([before], 3)
     assert after.missing == ()
     assert kept.event(2) == {
-        "trajectories": 2, "groups": 1, "whole_groups": 1, "tokens": 25, "generated_tokens": 10, "unfinished": 0, "unfinished_tokens": 0, "dropped": {},
-    }  # fmt: skip
+        "trajectories": 2,
+        "groups": 1,
+        "whole_groups": 1,
+        "tokens": 25,
+        "generated_tokens": 10,
+        "unfinished": 0,
+        "unfinished_tokens": 0,
+        "dropped": {},
+    }
 
 
 @pytest.mark.parametrize("place", ["waiting", "engine", "tool"])
@@ -112,7 +122,18 @@ def test_a_trajectory_in_mid_course_comes_back_as_it_was(place: Place, run: Run)
     back = group.begun[1]
     assert back.place == ("tool" if place == "tool" else "before")
     assert back.turn == ([7, 1] if place == "tool" else [])
-    for name in ("context", "mask", "logprobs", "turns", "versions", "first_version", "attained", "prompt_tokens", "prompt_id", "episode"):
+    for name in (
+        "context",
+        "mask",
+        "logprobs",
+        "turns",
+        "versions",
+        "first_version",
+        "attained",
+        "prompt_tokens",
+        "prompt_id",
+        "episode",
+    ):
         assert getattr(back, name) == getattr(original, name), name
     if place != "tool":
         assert (back.signals, back.at_signal) == (original.signals, original.at_signal)
@@ -161,7 +182,13 @@ def test_weights_of_a_step_that_was_gone_back_on_never_count_again(run: Run) -> 
 def test_dropped_records_are_counted_and_their_files_removed(run: Run, segment_bytes: int) -> None:
     run.segment_bytes = segment_bytes
     run.start()
-    run.add(played(0, versions=(2,)), played(1, versions=(2, 4)), played(2, versions=(0, 1)), played(3, 0, (2,)), played(3, 1, (1,)))
+    run.add(
+        played(0, versions=(2,)),
+        played(1, versions=(2, 4)),
+        played(2, versions=(0, 1)),
+        played(3, 0, (2,)),
+        played(3, 1, (1,)),
+    )
     kept = run.start(at(3, 1))
     assert (kept_of(kept), kept.dropped) == ([(3, 0), (3, 1)], {"weights": 1, "staleness": 1})
     assert len(run.segments) == (2 if segment_bytes == 1 else 1)
@@ -178,7 +205,10 @@ def test_a_torn_frame_costs_itself_and_a_damaged_one_what_follows_it(run: Run) -
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         found, good = read_segment(path)
-        assert ([record.index for record in found], good) == (list(range(4 * cut // len(whole))), cut % (len(whole) // 4) == 0)
+        assert ([record.index for record in found], good) == (
+            list(range(4 * cut // len(whole))),
+            cut % (len(whole) // 4) == 0,
+        )
     damaged = bytearray(whole)
     damaged[len(whole) // 2 + 30] ^= 1
     path.write_bytes(damaged)
@@ -187,7 +217,9 @@ def test_a_torn_frame_costs_itself_and_a_damaged_one_what_follows_it(run: Run) -
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_garbage_is_never_raised_or_taken(tmp_path_factory: pytest.TempPathFactory, garbage: bytes, framed: bool) -> None:
+def test_garbage_is_never_raised_or_taken(
+    tmp_path_factory: pytest.TempPathFactory, garbage: bytes, framed: bool
+) -> None:
     run = Run(tmp_path_factory.mktemp("garbage") / "experience")
     run.start()
     body = struct.pack("<II", len(garbage), zlib.crc32(garbage)) + garbage if framed else garbage
@@ -211,11 +243,20 @@ def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
     record = FinishedTrajectory.of(played(0))
     turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
-    not_finite = ({"reward": float("nan")}, {"info": {"a": float("inf")}}, {"logprobs": pack_f32([0.0, 0.0, 0.0, -1.0, float("nan")])})
+    not_finite = (
+        {"reward": float("nan")},
+        {"info": {"a": float("inf")}},
+        {"logprobs": pack_f32([0.0, 0.0, 0.0, -1.0, float("nan")])},
+    )
     wrongs = (
-        *not_finite, {"mask": b"\1"}, {"logprobs": b""}, {"versions": ()}, {"versions": ((0, 1),)}, {"prompt_tokens": 2},
+        *not_finite,
+        {"mask": b"\1"},
+        {"logprobs": b""},
+        {"versions": ()},
+        {"versions": ((0, 1),)},
+        {"prompt_tokens": 2},
         *({"turns": wrong} for wrong in turns),
-    )  # fmt: skip
+    )
     for wrong in wrongs:
         (run.folder / "00000-000001.frames").write_bytes(spools.frame(msgspec.structs.replace(record, **wrong)))
         assert read_segment(run.folder / "00000-000001.frames") == ([], False)
@@ -225,7 +266,9 @@ def test_a_segment_goes_when_a_checkpoint_has_its_groups_or_no_start_can_need_it
     run.start()
     run.add(played(0, versions=(0,)), played(1, versions=(0, 1)), played(2, versions=(1,)), played(3, versions=(1,)))
     run.add(Committed(1, (0,)), Committed(2, (1, 2)))
-    assert run.held() == [0, 3], "a crash goes back to the beginning, whose weights only 0 was sampled under; 3 is untrained"
+    assert run.held() == [0, 3], (
+        "a crash goes back to the beginning, whose weights only 0 was sampled under; 3 is untrained"
+    )
     run.saved = at(1, 1)
     run.add(Committed(3, (9,)))
     assert run.held() == [3]
@@ -270,7 +313,9 @@ def test_a_checkpoint_that_cannot_be_read_costs_nothing_of_what_is_kept(run: Run
     assert sorted(run.start().groups) == [0, 1, 2]
 
 
-def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.start()
     run.add(played(0))
     real = spools.frame
@@ -291,7 +336,15 @@ def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(run: Ru
 @pytest.mark.parametrize(
     ("change", "same"),
     [
-        ({"rollout": {"tp": 2, "policy": "autellix"}, "components": {"train": {"nodes": 3}}, "algorithm": {"eta": 3}, "optimizer": {"lr": 1e-3}}, True),
+        (
+            {
+                "rollout": {"tp": 2, "policy": "autellix"},
+                "components": {"train": {"nodes": 3}},
+                "algorithm": {"eta": 3},
+                "optimizer": {"lr": 1e-3},
+            },
+            True,
+        ),
         ({"deadlines": {"first_s": 60.0}}, True),
         ({"run": {"seed": 1}}, False),
         ({"run": {"steps": 7}}, False),

@@ -27,7 +27,9 @@ def save(run: RunDir, step: int, reports: tuple[folders.StepRecord, ...] = ()) -
     (partial / folders.OPTIMIZER_FILE).write_bytes(b"moments")
     (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
     folders.publish(partial, folder)
-    (folder / folders.POSITION_FILE).write_bytes(msgspec.json.encode(folders.DataPosition(step, 8 * step, (8 * step + 3,), reports)))
+    (folder / folders.POSITION_FILE).write_bytes(
+        msgspec.json.encode(folders.DataPosition(step, 8 * step, (8 * step + 3,), reports))
+    )
     return folder
 
 
@@ -44,10 +46,17 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     welcome, damaged = whole_start_state(run)
     assert welcome == Welcome(20, str(folder[20]), 160, (163,))
     assert [step for step, _ in damaged] == [50, 40, 30]
-    assert [word in sentence for (_, sentence), word in zip(damaged, ("torn", "step 39", "optimizer.safetensors"), strict=True)] == [True] * 3
+    assert [
+        word in sentence
+        for (_, sentence), word in zip(damaged, ("torn", "step 39", "optimizer.safetensors"), strict=True)
+    ] == [True] * 3
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
-        "step-000010", "step-000020", "step-000030.damaged", "step-000040.damaged", "step-000050.damaged",
-    ]  # fmt: skip
+        "step-000010",
+        "step-000020",
+        "step-000030.damaged",
+        "step-000040.damaged",
+        "step-000050.damaged",
+    ]
     assert run.latest_checkpoint() == (20, folder[20])
     assert whole_start_state(run) == (welcome, [])
 
@@ -82,7 +91,9 @@ def test_metrics_that_were_never_written_come_from_the_checkpoint(tmp_path: Path
     assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]
 
 
-def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     folder = {step: save(run, step) for step in (10, 20, 30)}
     (folder[20] / folders.POSITION_FILE).unlink()

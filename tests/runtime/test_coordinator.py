@@ -54,9 +54,16 @@ class Scene:
         self.sent: list[tuple[int, Any]] = []
         layout = RankLayout(("planner", "train", "hybrid", "rollout"))
         self.context = AgentContext(
-            0, layout, config or RunConfig(), self.run, 1, lambda rank, message, blob=b"": self.sent.append((rank, message)), Welcome(step, "", 0, ()),
-            tmp_path, tmp_path,
-        )  # fmt: skip
+            0,
+            layout,
+            config or RunConfig(),
+            self.run,
+            1,
+            lambda rank, message, blob=b"": self.sent.append((rank, message)),
+            Welcome(step, "", 0, ()),
+            tmp_path,
+            tmp_path,
+        )
         self.coordinator = Coordinator(self.context)
 
     def tell(self, *messages: tuple[int, Any]) -> None:
@@ -90,7 +97,13 @@ def run_until_over(scene: Scene) -> None:
 def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
     scene.hello()
-    scene.tell((1, StepReport(1, {"reward": 0.5, "trained_tokens": 10.0, "loss_tokens": 5.0, "replicas": 1.0, "train_s": 0.1})), (1, TrainingFinished(1)))
+    scene.tell(
+        (
+            1,
+            StepReport(1, {"reward": 0.5, "trained_tokens": 10.0, "loss_tokens": 5.0, "replicas": 1.0, "train_s": 0.1}),
+        ),
+        (1, TrainingFinished(1)),
+    )
     run_until_over(scene)
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
@@ -106,13 +119,22 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
     scene.tell((1, TrainingFinished(7)))
     run_until_over(scene)
-    assert scene.run.read_json(scene.run.result) | {"t": 0} == {"state": "cancelled", "step": 7, "attempt": 1, "t": 0, "message": "step 7 is saved"}
+    assert scene.run.read_json(scene.run.result) | {"t": 0} == {
+        "state": "cancelled",
+        "step": 7,
+        "attempt": 1,
+        "t": 0,
+        "message": "step 7 is saved",
+    }
 
 
-DRY_RUN = RunConfig.model_validate({
-    "run": {"engine": "simulated"}, "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
-    "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
-})  # fmt: skip
+DRY_RUN = RunConfig.model_validate(
+    {
+        "run": {"engine": "simulated"},
+        "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+        "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
+    }
+)
 CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 1, "rollout.tp": 2}
 
 
@@ -147,7 +169,9 @@ def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config:
     return scene
 
 
-def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert not scene.run.result.exists(), "the run is not over"
@@ -158,7 +182,10 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(tmp_path
     events = list(read_lines(scene.run.events))
     assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("repartitioned", CHANGES, 3)
     status = decode_status(scene.run.status.read_bytes())
-    assert (status.state, status.repartitioned) == ("restarting", "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2")
+    assert (status.state, status.repartitioned) == (
+        "restarting",
+        "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2",
+    )
 
 
 def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +194,12 @@ def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: py
     assert not scene.run.again(1).exists()
 
 
-def test_advice_is_only_written_down_where_the_run_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = after_a_repartition(tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3)
+def test_advice_is_only_written_down_where_the_run_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = after_a_repartition(
+        tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3
+    )
     assert not scene.orders(StopTraining)
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
@@ -189,7 +220,11 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
 
     async def play() -> None:
         task = asyncio.create_task(scene.coordinator.run())
-        scene.tell((1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
+        scene.tell(
+            (1, EngineIsReady(1, "train", 1.0)),
+            (1, MemberJoined(1, 1, 0, 0, 0.1)),
+            (3, EngineIsReady(3, "rollout", 1.0)),
+        )
         scene.tell((1, StepReport(1, {"step_s": 1.0})))
         await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
         assert not scene.orders(StopTraining)
@@ -240,7 +275,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(tmp_path: Path, now: list[float]) -> None:
+def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(
+    tmp_path: Path, now: list[float]
+) -> None:
     scene = Scene(tmp_path)
     scene.hello()
     silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
@@ -280,7 +317,9 @@ def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_
         assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
         silence(scene, leader, now, LEADER_LOST_S)
         if used == 0 and leader == 3:
-            assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], "no step is lost where training can save"
+            assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
+                "no step is lost where training can save"
+            )
             scene.tell((1, TrainingFinished(7)))
         run_until_over(scene)
         if used:
@@ -289,7 +328,11 @@ def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_
             assert f"node {leader}, which leads {stage}, was lost" in result["message"]
             assert "all 3 restarts of slurm.restarts are used" in result["message"]
         else:
-            assert scene.run.again(1).read_text().startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
+            assert (
+                scene.run.again(1)
+                .read_text()
+                .startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
+            )
             assert not scene.run.result.exists()
 
 
@@ -342,7 +385,9 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
     for step, complete in ((10, True), (20, True), (30, False)):
         run.checkpoint(step).mkdir(parents=True)
         if complete:
-            run.write_json(run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]})
+            run.write_json(
+                run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]}
+            )
     assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
 
 
@@ -350,9 +395,11 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
     scene.hello()
     scene.tell(
-        (1, EngineIsReady(1, "train", 1.0)), (1, MemberJoined(1, 1, 0, 0, 0.1)), (2, EngineIsReady(2, "rollout", 1.0)),
+        (1, EngineIsReady(1, "train", 1.0)),
+        (1, MemberJoined(1, 1, 0, 0, 0.1)),
+        (2, EngineIsReady(2, "rollout", 1.0)),
         (3, EngineIsReady(3, "rollout", 1.0)),
-    )  # fmt: skip
+    )
     # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
     for step in range(1, 7):
         split = Split(1, 2) if step < 5 else Split(2, 1)
@@ -388,7 +435,9 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     assert (status.state, status.message) == ("failed", "node 3: gone")
 
 
-def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[int] = []
     monkeypatch.setattr(records_module.os, "write", lambda number, data: written.append(number))
     monkeypatch.delenv("LIBRA_HPC_OUTPUT_FD", raising=False)

@@ -16,7 +16,13 @@ from libra_hpc.telemetry.status import status_dict
 from tests.telemetry import synthetic
 
 MOVE = PlanDecision(
-    "to_train", 4, "to_train: moving node 4", {"batch_s": 2.0, "after_s": 1.5}, (4, 5), (Candidate(3, 1, 1.5, 1.2, 1.5, 90.0, 20.0),), ("imbalance",)
+    "to_train",
+    4,
+    "to_train: moving node 4",
+    {"batch_s": 2.0, "after_s": 1.5},
+    (4, 5),
+    (Candidate(3, 1, 1.5, 1.2, 1.5, 90.0, 20.0),),
+    ("imbalance",),
 )
 
 
@@ -51,7 +57,12 @@ def test_a_move_carries_inputs_candidates_and_predicted_gain() -> None:
     scene = Scene()
     scene.log.look(MOVE, 7.0)
     (event,) = scene.events
-    assert (event["action"], event["nodes"], event["triggers"], event["predicted_gain_s"]) == ("to_train", [4, 5], ["imbalance"], 0.5)
+    assert (event["action"], event["nodes"], event["triggers"], event["predicted_gain_s"]) == (
+        "to_train",
+        [4, 5],
+        ["imbalance"],
+        0.5,
+    )
     assert event["numbers"] == {"batch_s": 2.0, "after_s": 1.5}
     assert event["candidates"][0]["gain_s"] == 90.0
     scene.log.look(MOVE, 9.0)
@@ -65,7 +76,9 @@ def test_what_a_move_brought_follows_once() -> None:
     scene.hold("hold: fine", 31.0)
     scene.hold("hold: fine", 32.0)
     judged = [event for event in scene.events if event["kind"] == "move_judged"]
-    assert [(e["rank"], e["to"], e["predicted_gain_s"], e["realised_gain_s"], e["nodes"]) for e in judged] == [(4, "train", 0.5, 0.3, 2)]
+    assert [(e["rank"], e["to"], e["predicted_gain_s"], e["realised_gain_s"], e["nodes"]) for e in judged] == [
+        (4, "train", 0.5, 0.3, 2)
+    ]
 
 
 def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path) -> None:

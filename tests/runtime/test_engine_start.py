@@ -16,7 +16,9 @@ def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tm
     run = RunDir(tmp_path)
     config = RunConfig.model_validate({"model": {"path": "/models/policy"}})
     start = Welcome(10, str(run.checkpoint(10)), 80, ())
-    context = AgentContext(2, RankLayout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path)
+    context = AgentContext(
+        2, RankLayout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path
+    )
     run.checkpoint(10).mkdir(parents=True)
     found = engine_config(context, "r2.0", 1, None)
     assert (found.model, found.version) == (str(run.checkpoint(10) / "policy"), 10)

@@ -20,7 +20,9 @@ from libra_hpc.telemetry.rundir import RunDir
 
 
 class FakeChild:
-    def __init__(self, name: str, path: Path, out: Any, back: Any, message: Callable[..., None], exited: Callable[..., None]) -> None:
+    def __init__(
+        self, name: str, path: Path, out: Any, back: Any, message: Callable[..., None], exited: Callable[..., None]
+    ) -> None:
         self.name, self.message, self.exited = name, message, exited
         self.ends = 0
         self.got: list[Any] = []
@@ -61,10 +63,24 @@ class Scene:
         self.downs: list[str] = []
         self.failed: list[str] = []
         layout = RankLayout(("planner", "train", "rollout"))
-        context = AgentContext(2, layout, config, RunDir(folder), 1, lambda rank, m, blob=b"": self.sent.append(m), Welcome(0, "", 0, ()), folder, folder)
+        context = AgentContext(
+            2,
+            layout,
+            config,
+            RunDir(folder),
+            1,
+            lambda rank, m, blob=b"": self.sent.append(m),
+            Welcome(0, "", 0, ()),
+            folder,
+            folder,
+        )
         self.hosts = Hosts(
-            context, lambda host, m: self.seen.append(m), lambda host, reason: self.downs.append(reason), self.failed.append, lambda: self.now
-        )  # fmt: skip
+            context,
+            lambda host, m: self.seen.append(m),
+            lambda host, reason: self.downs.append(reason),
+            self.failed.append,
+            lambda: self.now,
+        )
 
     @property
     def child(self) -> Any:
@@ -84,7 +100,9 @@ class Scene:
         return [m.fields for m in self.sent if isinstance(m, Log) and m.kind == kind]
 
 
-def test_a_host_without_a_sign_of_life_is_said_to_be_slow_then_ended_and_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_sign_of_life_is_said_to_be_slow_then_ended_and_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
@@ -112,7 +130,9 @@ def test_a_host_without_a_sign_of_life_is_said_to_be_slow_then_ended_and_followe
     asyncio.run(main())
 
 
-def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
@@ -130,7 +150,9 @@ def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(
     asyncio.run(main())
 
 
-def test_a_late_load_of_data_before_the_first_step_has_the_longer_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_load_of_data_before_the_first_step_has_the_longer_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
@@ -146,7 +168,9 @@ def test_a_late_load_of_data_before_the_first_step_has_the_longer_deadline(tmp_p
     asyncio.run(main())
 
 
-def test_a_step_may_hold_up_the_host_for_as_long_as_the_task_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_may_hold_up_the_host_for_as_long_as_the_task_declares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
@@ -161,7 +185,9 @@ def test_a_step_may_hold_up_the_host_for_as_long_as_the_task_declares(tmp_path: 
     asyncio.run(main())
 
 
-def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
@@ -204,7 +230,9 @@ def test_a_host_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatc
         monkeypatch.setattr(FakeChild, "refused", 2)
         await scene.hosts.start()
         await asyncio.sleep(0.01)
-        assert [event["reason"] for event in scene.events("host_lost")] == ["environment host cannot be started: No space left on device"] * 2
+        assert [event["reason"] for event in scene.events("host_lost")] == [
+            "environment host cannot be started: No space left on device"
+        ] * 2
         assert len(scene.downs) == 1, "once one is there"
         scene.say(HostReady("toy"), 1.0)
         assert scene.seen == [HostReady("toy")]
@@ -212,7 +240,9 @@ def test_a_host_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatc
     asyncio.run(main())
 
 
-def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()

@@ -33,7 +33,9 @@ def play(script: Callable[[list[World], list[tuple[int, bytes, bytes]]], Awaitab
 
     async def main() -> None:
         ranks, received = worlds(), list[tuple[int, bytes, bytes]]()
-        serving = asyncio.create_task(accept(ranks[1], lambda rank, frame, blob: received.append((rank, frame, bytes(blob)))))
+        serving = asyncio.create_task(
+            accept(ranks[1], lambda rank, frame, blob: received.append((rank, frame, bytes(blob))))
+        )
         await asyncio.wait_for(script(ranks, received), 30.0)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -49,7 +51,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def test_frames_and_blobs_of_every_size_arrive_in_order() -> None:
-    sent = [(bytes([i]) * size, bytes([i]) * blob) for i, (size, blob) in enumerate([(1, 0), (70_000, 0), (3, 5), (0, 9_000_000), (200, 0), (65_536, 65_536)])]
+    sent = [
+        (bytes([i]) * size, bytes([i]) * blob)
+        for i, (size, blob) in enumerate([(1, 0), (70_000, 0), (3, 5), (0, 9_000_000), (200, 0), (65_536, 65_536)])
+    ]
 
     async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
         link, taken = Outgoing(ranks[0], 1, lambda rank: None), list[bool]()
@@ -105,7 +110,9 @@ def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_said_once_and_a_new_o
         received: list[bytes] = []
         listener = socket.create_server(("127.0.0.1", port))
         listener.setblocking(False)
-        serving = asyncio.create_task(accept(World(1, ranks[1].endpoints, SECRET, listener), lambda rank, frame, blob: received.append(frame)))
+        serving = asyncio.create_task(
+            accept(World(1, ranks[1].endpoints, SECRET, listener), lambda rank, frame, blob: received.append(frame))
+        )
         link.reopen()
         link.put(b"4", memoryview(b""), taken.append)
         await until(lambda: received)
@@ -135,7 +142,9 @@ def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened()
     play(script)
 
 
-def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mesh_module, "SETTLE_S", 0.0)
 
     async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:

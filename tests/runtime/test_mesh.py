@@ -53,7 +53,19 @@ def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
     """Run ``script`` on ``size`` ranks; returns what each surviving rank found."""
     program = tmp_path / "program.py"
     program.write_text(PRELUDE + script + "\nfinish()\n")
-    command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(size), "--logs", str(tmp_path), "--", sys.executable, str(program), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.slurm.ranks",
+        "--size",
+        str(size),
+        "--logs",
+        str(tmp_path),
+        "--",
+        sys.executable,
+        str(program),
+        str(tmp_path),
+    ]
     subprocess.run(command, check=False, timeout=120, stdout=subprocess.DEVNULL)
     found = {rank: tmp_path / f"{rank}.json" for rank in range(size)}
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
@@ -70,7 +82,8 @@ async def script(mesh):
     for i in range(40):
         for dest in range(mesh.size):
             if i % 10 == 0:
-                mesh.send(dest, wire.WeightsChunk(i, 0, 0, 0, ()), memoryview(bytes([mesh.rank]) * (1 + 300_000 * (i % 3))))
+                body = bytes([mesh.rank]) * (1 + 300_000 * (i % 3))
+                mesh.send(dest, wire.WeightsChunk(i, 0, 0, 0, ()), memoryview(body))
             else:
                 mesh.send(dest, wire.RankLost(i))
     await until(lambda: len(got) == 40 * mesh.size)
@@ -159,7 +172,8 @@ async def script(mesh):
     for i in (5, 6, 7):
         mesh.send(1, chunk(i), blob(i), lambda ok, i=i: taken.__setitem__(i, ok))
     await until(lambda: len(taken) == 7 and got)
-    return {"before": before, "stopped": stopped, "taken": taken, "after": mesh.pending(1), "got": [m.rank for _, m, _ in got]}
+    ranks = [m.rank for _, m, _ in got]
+    return {"before": before, "stopped": stopped, "taken": taken, "after": mesh.pending(1), "got": ranks}
 """,
     )
     assert facts[0]["before"] > 9_000_000
@@ -194,7 +208,8 @@ async def script(mesh):
         await until(lambda: len(got) == 2)
         return {"held": held, "after": [mesh.pending(1), mesh.pending(2)]}
     done = []
-    receiver = Receiver(folder, mesh.send, complete=done.append, request=done.append, log=lambda kind, **fields: done.append(kind))
+    log = lambda kind, **fields: done.append(kind)  # noqa: E731
+    receiver = Receiver(folder, mesh.send, complete=done.append, request=done.append, log=log)
     seen = 0
     while not done:
         await until(lambda: len(got) > seen)
@@ -273,14 +288,28 @@ async def script(mesh):
     return {"share": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 4.0}
 """,
     )
-    assert sum(fact["share"] for fact in facts.values()) < 0.06, "the agents' own polling, together, as a share of one core"
+    assert sum(fact["share"] for fact in facts.values()) < 0.06, (
+        "the agents' own polling, together, as a share of one core"
+    )
 
 
 def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os\nfrom libra_hpc.runtime import world\nworld.MEET_S = 3\nif os.environ['PMI_RANK'] == '1':\n    os._exit(15)\nworld.meet()\nos._exit(0)\n"
+        "import os\nfrom libra_hpc.runtime import world\nworld.MEET_S = 3\nif os.environ['PMI_RANK'] == '1':\n   "
+        " os._exit(15)\nworld.meet()\nos._exit(0)\n"
     )
-    command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "3", "--logs", str(tmp_path), "--", sys.executable, str(program)]
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.slurm.ranks",
+        "--size",
+        "3",
+        "--logs",
+        str(tmp_path),
+        "--",
+        sys.executable,
+        str(program),
+    ]
     told = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
     assert told.stdout == "exit codes by rank: -14 15 -14\n"

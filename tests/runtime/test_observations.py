@@ -26,7 +26,11 @@ def test_the_busy_share_is_that_of_all_engines_of_all_nodes() -> None:
 
 def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     seen = Observations()
-    seen.on_rollout(replace(report(0.0, 0), lengths=((90, 140, 2, 0.5, 7, 50),), open_groups=(OpenGroup(8, 60, 1, 3, 200),)), (3,), 10.0)
+    seen.on_rollout(
+        replace(report(0.0, 0), lengths=((90, 140, 2, 0.5, 7, 50),), open_groups=(OpenGroup(8, 60, 1, 3, 200),)),
+        (3,),
+        10.0,
+    )
     snapshot = seen.snapshot((), 4, 4, 1, 100)
     (trajectory,) = snapshot.trajectories
     assert (trajectory.generated, trajectory.context, trajectory.group, trajectory.prompt) == (90, 140, 7, 50)

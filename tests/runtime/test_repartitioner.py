@@ -21,10 +21,13 @@ from libra_hpc.runtime.repartitioner import Repartitioner
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
-CONFIG = RunConfig.model_validate({
-    "run": {"engine": "simulated"}, "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
-    "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
-})  # fmt: skip
+CONFIG = RunConfig.model_validate(
+    {
+        "run": {"engine": "simulated"},
+        "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+        "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
+    }
+)
 
 
 class Job:
@@ -40,7 +43,17 @@ class Job:
         self.run.again(attempt).unlink(missing_ok=True)
         config = CONFIG.model_copy(update={"simulated": CONFIG.simulated.model_copy(update={"speedup": speedup})})
         here = RankLayout.of(self.config())
-        context = AgentContext(0, here, config, self.run, attempt, lambda *a, **k: None, Welcome(step, "", 0, ()), self.run.path, self.run.path)
+        context = AgentContext(
+            0,
+            here,
+            config,
+            self.run,
+            attempt,
+            lambda *a, **k: None,
+            Welcome(step, "", 0, ()),
+            self.run.path,
+            self.run.path,
+        )
         log = LineLog(self.run.events)
 
         def event(kind: str, **fields: Any) -> None:
@@ -82,7 +95,10 @@ def test_nothing_is_touched_before_it_is_carried_out(job: Job) -> None:
     assert (job.config().train.tp, job.config().rollout.tp) == (2, [1, 2])
     assert job.run.again(2).exists()
     assert job.told() == [("repartitioned", "planner", "")]
-    assert repartitioner.last == "after step 7 by the planner: 1 node trains with TP2, 1 hybrid, 1 rolls out with 1xTP1, 1xTP2"
+    assert (
+        repartitioner.last
+        == "after step 7 by the planner: 1 node trains with TP2, 1 hybrid, 1 rolls out with 1xTP1, 1xTP2"
+    )
 
 
 def test_a_proposal_that_is_none_is_refused_in_words(job: Job) -> None:
@@ -90,7 +106,10 @@ def test_a_proposal_that_is_none_is_refused_in_words(job: Job) -> None:
     assert not repartitioner.propose(proposal({"components.rollout.nodes": 0, "components.train.nodes": 2}))
     assert not repartitioner.propose(proposal({"rollout.tp": [1, 2, 4]}))
     assert not repartitioner.ordered
-    assert [next(word for word in reason.split() if "." in word) for reason in job.reasons()] == ["components.rollout.nodes", "rollout.tp"]
+    assert [next(word for word in reason.split() if "." in word) for reason in job.reasons()] == [
+        "components.rollout.nodes",
+        "rollout.tp",
+    ]
 
 
 def test_at_most_one_in_an_hour_of_the_run_whoever_did_the_last(job: Job) -> None:
@@ -135,8 +154,14 @@ def test_an_order_waits_while_nodes_are_away_and_is_carried_out_once(job: Job) -
         (b'{"id": "000000000000", "attempt": "2", "t": 1.0, "values": {"train.tp": 2}}', "at `$.attempt`"),
         (b'{"id": "000000000000", "attempt": 2, "t": 1.0, "values": {"train.tp": {"a": 1}}}', "at `$.values[...]`"),
         (b'{"id": "000000000000", "attempt": 2, "t": 1.0, "values": {"train.tp": "2"}}', "train.tp = '2': wrong type"),
-        (b'{"id": "000000000000", "attempt": 2, "t": 1.0, "values": {"run.dir": "/"}}', "KEY = 'run.dir': not part of a layout"),
-        (b'{"id": "000000000000", "attempt": 2, "t": 1.0, "values": {"train.tp": 1}}', "the run has this layout already"),
+        (
+            b'{"id": "000000000000", "attempt": 2, "t": 1.0, "values": {"run.dir": "/"}}',
+            "KEY = 'run.dir': not part of a layout",
+        ),
+        (
+            b'{"id": "000000000000", "attempt": 2, "t": 1.0, "values": {"train.tp": 1}}',
+            "the run has this layout already",
+        ),
         (b'{"id": "000000000000", "attempt": 9, "t": 1.0, "values": {"train.tp": 2}}', "it is an order for attempt 9"),
     ],
 )
@@ -183,7 +208,9 @@ def killed_before(job: Job, monkeypatch: pytest.MonkeyPatch, owner: Any, name: s
             repartitioner.carry_out(step)
 
 
-def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_next_attempt(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_next_attempt(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = job.order(train__tp=2)
     killed_before(job, monkeypatch, RunDir, "write_json")
     assert not job.rank_0(attempt=3).poll("")
@@ -197,7 +224,7 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
     "before the launcher is asked": (RunDir, "again", 3),
     "before the event": (orders.Orders, "answer", 2),
     "before the file goes": (orders.Orders, "_remove", 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -234,9 +261,15 @@ def test_a_configuration_that_is_not_the_one_that_runs_is_not_built_on(job: Job)
     repartitioner = job.rank_0()
     other = CONFIG.model_dump()
     other["components"]["hybrid"]["nodes"] = 0
-    damages: list[Callable[[], object]] = [lambda: job.run.config.write_text("{"), lambda: job.run.write_json(job.run.config, other)]
+    damages: list[Callable[[], object]] = [
+        lambda: job.run.config.write_text("{"),
+        lambda: job.run.write_json(job.run.config, other),
+    ]
     for damage in damages:
         damage()
         job.order(train__tp=2)
         assert not repartitioner.poll("")
-    assert ["cannot be read" in job.reasons()[0], "another layout than the ranks that run" in job.reasons()[1]] == [True, True]
+    assert ["cannot be read" in job.reasons()[0], "another layout than the ranks that run" in job.reasons()[1]] == [
+        True,
+        True,
+    ]

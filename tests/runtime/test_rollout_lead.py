@@ -53,14 +53,24 @@ def test_a_full_disk_costs_decisions_and_is_told_once(tmp_path: Path, monkeypatc
     assert [line["n"] for line in read_lines(tmp_path / "t.jsonl")] == [0, 1, 2, 3, 4, 5]
     assert [line["n"] for line in read_lines(tmp_path / "d.jsonl")] == [4, 5]
     assert [(kind, fields.get("part")) for kind, fields in events] == [
-        ("decisions_dropped", None), ("storage_fault", "trajectories.jsonl"), ("storage_ok", "trajectories.jsonl"),
-    ]  # fmt: skip
+        ("decisions_dropped", None),
+        ("storage_fault", "trajectories.jsonl"),
+        ("storage_ok", "trajectories.jsonl"),
+    ]
     assert events[1][1]["reason"] == "trajectories.jsonl cannot be written: No space left on device"
 
 
 def trace(index: int, sample: int, reward: float = 0.0) -> dict[str, Any]:
     turns = [{"new_tokens": 0, "gen_tokens": 5}]
-    return {"prompt_id": f"p{index}", "sample": sample, "prompt_tokens": 1, "turns": turns, "index": index, "reward": reward, "finished_at": 1.0}
+    return {
+        "prompt_id": f"p{index}",
+        "sample": sample,
+        "prompt_tokens": 1,
+        "turns": turns,
+        "index": index,
+        "reward": reward,
+        "finished_at": 1.0,
+    }
 
 
 def kept(*done: tuple[int, int]) -> Recovered:
@@ -74,7 +84,9 @@ def kept(*done: tuple[int, int]) -> Recovered:
 def lead(folder: Path, start: Welcome) -> tuple[RolloutLead, list[Any]]:
     sent: list[Any] = []
     layout = RankLayout(("planner", "train", "rollout"))
-    context = AgentContext(2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder)
+    context = AgentContext(
+        2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder
+    )
     return RolloutLead(context), sent
 
 
@@ -98,6 +110,11 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     log.write_all([trace(4, 0, 0.9)])
     live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
     assert [(line["index"], line["sample"], line["reward"]) for line in series.trajectories(run)] == live
-    assert [(int(one.prompt_id[1:]), one.sample, one.reward) for one in read_trace(run.trajectories, skip_bad=True).trajectories] == live
-    assert [(int(one.prompt_id[1:]), one.sample) for one in history(run.trajectories, "", "toy")] == [(index, sample) for index, sample, _ in live]
+    assert [
+        (int(one.prompt_id[1:]), one.sample, one.reward)
+        for one in read_trace(run.trajectories, skip_bad=True).trajectories
+    ] == live
+    assert [(int(one.prompt_id[1:]), one.sample) for one in history(run.trajectories, "", "toy")] == [
+        (index, sample) for index, sample, _ in live
+    ]
     assert sum("restart" in line for line in read_lines(run.trajectories)) == 2

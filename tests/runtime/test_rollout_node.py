@@ -1,4 +1,5 @@
-"""The rollout half of a node around processes of simulated engines: hung ones are ended, those that keep ending end the run, a reset leaves nothing."""
+"""The rollout half of a node around processes of simulated engines: hung ones are ended, those that keep ending end
+the run, a reset leaves nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Scene:
         self.sent: list[Any] = []
         self.newest = 0
         layout = RankLayout(("planner", "train", "rollout"))
-        self.context = AgentContext(NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders)
+        self.context = AgentContext(
+            NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
+        )
         self.node = RolloutNode(self.context)
 
     def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
@@ -150,7 +153,9 @@ def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_le
     run(work())
 
 
-def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rollout_node, "ENDS_S", 0.2)
     monkeypatch.setattr(rollout_node, "AGAIN_S", 0.2)
     kill = Child.kill
@@ -219,7 +224,9 @@ def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(tmp_path: Path) -> None:
+def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         async with scene(tmp_path, deadlines={"restarts": 1}) as made:
             for count in (1, 2):
@@ -229,7 +236,10 @@ def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_wi
             await made.until(lambda: made.of(wire.Fatal), "the budget is spent")
             assert len(made.of(wire.EngineDied)) == 1
             log = made.context.logs / "r2.0.log"
-            expected = f"engine r2.0 ended 2 times in 300 s, the last time because engine process was killed by signal 9; see {log}"
+            expected = (
+                "engine r2.0 ended 2 times in 300 s, the last time because engine process was killed by signal 9; see"
+                f" {log}"
+            )
             assert made.of(wire.Fatal)[0].reason == expected
 
     run(work())

@@ -40,7 +40,11 @@ class Scene:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.leader = Part("leader", self.calls)
-        node, train, lead = cast(RolloutNode, self.part("node")), cast(TrainNode, self.part("train")), cast(RolloutLead, self.part("lead"))
+        node, train, lead = (
+            cast(RolloutNode, self.part("node")),
+            cast(TrainNode, self.part("train")),
+            cast(RolloutLead, self.part("lead")),
+        )
         self.routes = Routes()
         add_engines(self.routes, node, train, self.spawn)
         add_train_leader(self.routes, cast(TrainLeader, self.leader), train, RANK, self.send)
@@ -108,7 +112,16 @@ def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
     agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.StopAgent}
     engines = {wire.EngineIsReady, wire.EngineDied, wire.TurnsDrained, wire.MemberJoined}
-    coordinators = {wire.Hello, wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport, wire.TrainingFinished, *engines}
+    coordinators = {
+        wire.Hello,
+        wire.Heartbeat,
+        wire.Log,
+        wire.Fatal,
+        wire.StepReport,
+        wire.RolloutReport,
+        wire.TrainingFinished,
+        *engines,
+    }
     rows = set(Scene().routes._rows)
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

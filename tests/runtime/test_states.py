@@ -164,10 +164,19 @@ def test_a_standby_that_dies_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        MoveOrdered(1, "rollout"), MoveOrdered(2, "train"), MoveOrdered(3, "rollout"), MoveOrdered(9, "train"), Drained(3), EngineAnswers(3, "rollout"),
-        EngineAnswers(3, "train"), StateArrived(3), StateArrived(2), MemberOf(1, 7), Returned(3),
+        MoveOrdered(1, "rollout"),
+        MoveOrdered(2, "train"),
+        MoveOrdered(3, "rollout"),
+        MoveOrdered(9, "train"),
+        Drained(3),
+        EngineAnswers(3, "rollout"),
+        EngineAnswers(3, "train"),
+        StateArrived(3),
+        StateArrived(2),
+        MemberOf(1, 7),
+        Returned(3),
     ],
-)  # fmt: skip
+)
 def test_impossible_events_raise(event: Event) -> None:
     with pytest.raises(IllegalTransition):
         advance(running(), event)
@@ -185,9 +194,15 @@ def test_the_last_node_of_a_stage_may_not_leave() -> None:
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
 events = st.one_of(
-    st.builds(MoveOrdered, ranks, kinds), st.builds(Drained, ranks), st.builds(EngineAnswers, ranks, kinds), st.builds(StateArrived, ranks),
-    st.builds(MemberOf, ranks, st.integers(0, 12)), st.builds(EngineEnded, ranks, kinds), st.builds(HeartbeatLost, ranks), st.builds(Returned, ranks),
-)  # fmt: skip
+    st.builds(MoveOrdered, ranks, kinds),
+    st.builds(Drained, ranks),
+    st.builds(EngineAnswers, ranks, kinds),
+    st.builds(StateArrived, ranks),
+    st.builds(MemberOf, ranks, st.integers(0, 12)),
+    st.builds(EngineEnded, ranks, kinds),
+    st.builds(HeartbeatLost, ranks),
+    st.builds(Returned, ranks),
+)
 COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
 
 
@@ -198,7 +213,9 @@ def silenced(message: Event, event: Event) -> bool:
     if isinstance(event, HeartbeatLost):
         return not isinstance(message, Returned)
     if isinstance(event, EngineEnded):
-        return (isinstance(message, EngineAnswers) and message.kind == event.kind) or isinstance(message, Drained if event.kind == "rollout" else StateArrived)
+        return (isinstance(message, EngineAnswers) and message.kind == event.kind) or isinstance(
+            message, Drained if event.kind == "rollout" else StateArrived
+        )
     return False
 
 
@@ -226,7 +243,9 @@ def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
     if pool.membership != before.membership:
         assert pool.membership.generation > before.membership.generation
     # Whoever can train is a member, or will be once what is forming is complete.
-    core_at_work = {n.rank for n in pool.nodes.values() if n.component == "train" and n.state is NodeState.TRAIN and n.engine_ready}
+    core_at_work = {
+        n.rank for n in pool.nodes.values() if n.component == "train" and n.state is NodeState.TRAIN and n.engine_ready
+    }
     assert core_at_work <= set(pool.membership.ranks)
     if pool.forming is not None:
         assert core_at_work <= set(pool.forming.ranks)
@@ -247,7 +266,8 @@ def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(sequence
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_node_at_work(data: st.DataObject) -> None:
-    """Drive the machine by its own effects, with moves, crashes and losses thrown in; afterwards let the cluster finish what was asked."""
+    """Drive the machine by its own effects, with moves, crashes and losses thrown in; afterwards let the cluster
+    finish what was asked."""
     pool, first = start(COMPONENTS.items(), data.draw(kinds))  # type: ignore[arg-type]
     inbox: list[Event] = []
 
@@ -281,7 +301,13 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
             picked = data.draw(st.integers(0, len(inbox) - 1))
             apply(inbox.pop(picked))
             continue
-        event = data.draw(st.one_of(st.builds(MoveOrdered, ranks, kinds), st.builds(EngineEnded, ranks, kinds), st.builds(HeartbeatLost, ranks)))
+        event = data.draw(
+            st.one_of(
+                st.builds(MoveOrdered, ranks, kinds),
+                st.builds(EngineEnded, ranks, kinds),
+                st.builds(HeartbeatLost, ranks),
+            )
+        )
         inbox[:] = [e for e in inbox if not silenced(e, event)]
         apply(event)
         if isinstance(event, HeartbeatLost) and pool.nodes[event.rank].state is NodeState.LOST:
@@ -294,4 +320,8 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
     for node in pool.nodes.values():
         assert node.state is (NodeState.TRAIN if node.role == "train" else NodeState.ROLLOUT)
         assert node.engine_ready
-    assert set(trainers(pool)) == {rank for rank, node in pool.nodes.items() if node.role == "train"} == set(pool.membership.ranks)
+    assert (
+        set(trainers(pool))
+        == {rank for rank, node in pool.nodes.items() if node.role == "train"}
+        == set(pool.membership.ranks)
+    )

@@ -32,19 +32,36 @@ class Scene:
     """Node 1 of a dry run: a replica of one process, or two."""
 
     def __init__(self, folder: Path, tp: int = 1) -> None:
-        config = RunConfig.model_validate({
-            "run": {"engine": "simulated"}, "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 1000.0, "start_s": 0.0},
-            "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
-            "train": {"tp": tp}, "deadlines": {"floor_s": 2.0, "first_s": 60.0},
-        })  # fmt: skip
+        config = RunConfig.model_validate(
+            {
+                "run": {"engine": "simulated"},
+                "simulated": {
+                    "model": "qwen3-8b",
+                    "device": "a800",
+                    "presets": ["math"],
+                    "speedup": 1000.0,
+                    "start_s": 0.0,
+                },
+                "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
+                "train": {"tp": tp},
+                "deadlines": {"floor_s": 2.0, "first_s": 60.0},
+            }
+        )
         self.sent: list[Any] = []
         self.shm = folder / "shm"
         self.shm.mkdir()
         self.run = RunDir(folder / "run")
         context = AgentContext(
-            1, RankLayout(("planner", "train", "hybrid", "rollout")), config, self.run, 1, lambda rank, message, blob=b"": self.sent.append(message),
-            Welcome(0, "", 0, ()), folder, self.shm,
-        )  # fmt: skip
+            1,
+            RankLayout(("planner", "train", "hybrid", "rollout")),
+            config,
+            self.run,
+            1,
+            lambda rank, message, blob=b"": self.sent.append(message),
+            Welcome(0, "", 0, ()),
+            folder,
+            self.shm,
+        )
         self.node = TrainNode(context)
 
     def of(self, kind: type) -> list[Any]:
@@ -100,11 +117,15 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
     scene.play(script)
     (hung,) = [log for log in scene.of(Log) if log.kind == "hung"]
     assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
-    assert hung.fields["reason"].startswith("process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers")
+    assert hung.fields["reason"].startswith(
+        "process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers"
+    )
     assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
 
 
-def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "KILL_S", 0.1)
     monkeypatch.setattr(module, "REPEAT_S", 0.2)
     scene = Scene(here)
@@ -141,7 +162,9 @@ def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path)
             await scene.until(lambda ended=ended: scene.of(ended))
 
     scene.play(script)
-    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, "one end for each of two parties"
+    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, (
+        "one end for each of two parties"
+    )
     reason = scene.of(Fatal)[0].reason
     assert "the replica ended 2 times within 300 s" in reason
     assert reason.endswith("t1.0.log")
@@ -197,7 +220,9 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
     assert [alive.phase for alive in scene.answers(Alive)] == ["snapshot", "checkpoint"], "once for the replica"
 
 
-def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deadlines, "GIVE_UP", 1)
     scene = Scene(here)
 

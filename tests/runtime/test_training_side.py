@@ -1,4 +1,5 @@
-"""The training side as a whole, without a cluster: train leader, nodes and simulated trainer processes that are killed."""
+"""The training side as a whole, without a cluster: train leader, nodes and simulated trainer processes that are
+killed."""
 
 from __future__ import annotations
 
@@ -29,15 +30,28 @@ RANKS = (1, 2, 3)
 
 
 class Side:
-    """Three training nodes, the leader, and what a coordinator does about deaths: the ready ones are the next generation."""
+    """Three training nodes, the leader, and what a coordinator does about deaths: the ready ones are the next
+    generation."""
 
     def __init__(self, folder: Path, engine: str) -> None:
-        config = RunConfig.model_validate({
-            "run": {"engine": engine, "steps": STEPS}, "train": {"snapshot_every": 1}, "checkpoint": {"every": 0},
-            "algorithm": {"skip_zero_advantage": False}, "model": {"path": str(folder / "model")},
-            "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"], "speedup": 100.0, "start_s": 0.0, "step_s": 20.0},
-            "components": {"train": {"nodes": 3, "gpus": 8}, "hybrid": {"nodes": 0}, "rollout": {"gpus": 8}},
-        })  # fmt: skip
+        config = RunConfig.model_validate(
+            {
+                "run": {"engine": engine, "steps": STEPS},
+                "train": {"snapshot_every": 1},
+                "checkpoint": {"every": 0},
+                "algorithm": {"skip_zero_advantage": False},
+                "model": {"path": str(folder / "model")},
+                "simulated": {
+                    "model": "qwen3-8b",
+                    "device": "a800",
+                    "presets": ["math"],
+                    "speedup": 100.0,
+                    "start_s": 0.0,
+                    "step_s": 20.0,
+                },
+                "components": {"train": {"nodes": 3, "gpus": 8}, "hybrid": {"nodes": 0}, "rollout": {"gpus": 8}},
+            }
+        )
         self.committed: list[wire.Committed] = []
         self.events: list[Any] = []
         self.ready: set[int] = set()
@@ -49,11 +63,21 @@ class Side:
             private, shm = folder / f"p{rank}", folder / f"s{rank}"
             private.mkdir(), shm.mkdir()
             start = wire.Welcome(0, "", 0, ())
-            self.nodes[rank] = TrainNode(AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm))
+            self.nodes[rank] = TrainNode(
+                AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm)
+            )
         self.leader = TrainLeader(
-            config, 1, 0, DataOrder(), self.send, 4, lambda: (), self.saved,
-            rendezvous=folder, checkpoints=folder / "checkpoints",
-        )  # fmt: skip
+            config,
+            1,
+            0,
+            DataOrder(),
+            self.send,
+            4,
+            lambda: (),
+            self.saved,
+            rendezvous=folder,
+            checkpoints=folder / "checkpoints",
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def saved(self, step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
@@ -124,8 +148,12 @@ class Side:
         self.leader.on_batch(wire.Batch(step, (wire.Group(step - 1, (sample,)),), {"reward": 0.5}))
 
 
-@pytest.mark.parametrize(("engine", "second"), [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=pytest.mark.engine)])
-def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, second: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "second"), [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=pytest.mark.engine)]
+)
+def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, second: int
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     if engine == "real":
         from tests.train.support import make_model

@@ -24,12 +24,14 @@ from libra_hpc.runtime import world
 out, interface, problem = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 def listening():
     own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
     return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 rank = int(os.environ["PMI_RANK"])
 try:
     met = world.meet(interface, problem if rank == 1 else "")
-    facts = {"rank": met.rank, "addresses": [e.addresses for e in met.endpoints], "secret": met.secret.hex(), "listening": listening()}
+    facts = {"rank": met.rank, "addresses": [e.addresses for e in met.endpoints], "secret": met.secret.hex()}
+    facts["listening"] = listening()
     facts["port"] = met.endpoints[rank].port
 except world.NoWorld as error:
     facts = {"rank": error.rank, "problem": str(error)}
@@ -42,7 +44,11 @@ def meet(tmp_path: Path, interface: str = "", problem: str = "") -> list[dict[st
     """What two ranks saw."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "2", "--logs", str(tmp_path), "--"]
-    subprocess.run([*command, sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem], check=True, timeout=120)
+    subprocess.run(
+        [*command, sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem],
+        check=True,
+        timeout=120,
+    )
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -63,7 +69,9 @@ def test_an_interface_that_is_not_there_is_said_by_every_rank(tmp_path: Path) ->
 
 
 def test_a_problem_of_one_rank_is_the_answer_of_all(tmp_path: Path) -> None:
-    assert [facts["problem"] for facts in meet(tmp_path, problem="the configuration is torn")] == ["the configuration is torn"] * 2
+    assert [facts["problem"] for facts in meet(tmp_path, problem="the configuration is torn")] == [
+        "the configuration is torn"
+    ] * 2
 
 
 def test_the_named_interface_alone_is_listened_on(tmp_path: Path) -> None:
@@ -75,9 +83,13 @@ def test_a_planner_out_of_reach_is_named_with_what_was_tried() -> None:
         port = server.getsockname()[1]
         own = Endpoint("node-3", ("127.0.0.1",), 1)
         assert _reach(Endpoint("node-0", ("127.0.0.1",), port), own) == ""
-        assert "node-3 has no network address" in _reach(Endpoint("node-0", ("127.0.0.1",), port), Endpoint("node-3", (), 1))
-    assert _reach(Endpoint("node-0", ("127.0.0.1",), port), own) == (
-        f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): set slurm.interface to a network that all nodes share"
+        assert "node-3 has no network address" in _reach(
+            Endpoint("node-0", ("127.0.0.1",), port), Endpoint("node-3", (), 1)
+        )
+    assert (
+        _reach(Endpoint("node-0", ("127.0.0.1",), port), own)
+        == f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): set slurm.interface to a network"
+        " that all nodes share"
     )
 
 

@@ -21,27 +21,44 @@ def board_of(*engines: tuple[str, int], cap: int = 4, kv: int = 100_000) -> Boar
 
 
 def turn_of(
-    name: str, prompt: str = "p", *, at: str = "", turns: int = 0, context: int = 500, attained: int = 0, ready: float = 0.0, signals: tuple[Signal, ...] = ()
+    name: str,
+    prompt: str = "p",
+    *,
+    at: str = "",
+    turns: int = 0,
+    context: int = 500,
+    attained: int = 0,
+    ready: float = 0.0,
+    signals: tuple[Signal, ...] = (),
 ) -> TurnView:
     """A turn of trajectory ``name``."""
     return TurnView(name, prompt, 0, "task", context, attained, turns, ready, at, signals)
 
 
-def ended(name: str, prompt: str, total: int, *, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), version: int = 0) -> Finished:
+def ended(
+    name: str, prompt: str, total: int, *, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), version: int = 0
+) -> Finished:
     """A completed trajectory."""
     return Finished(name, prompt, 0, "task", total, len(signals) + 1, at, signals, version)
 
 
 def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
     """Generated tokens per turn of each trajectory; the name is ``prompt/sample``."""
-    return {f"g{g}/{s}": [rng.randint(1, 3000) for _ in range(rng.randint(1, 5))] for g in range(groups) for s in range(samples)}
+    return {
+        f"g{g}/{s}": [rng.randint(1, 3000) for _ in range(rng.randint(1, 5))]
+        for g in range(groups)
+        for s in range(samples)
+    }
 
 
-def drive(policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, arrivals_s: float = 50.0) -> list[str]:
-    """Serve every trajectory: they arrive at random, turns end in random order, tools take a moment, engines close, open and change cap meanwhile.
+def drive(
+    policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, arrivals_s: float = 50.0
+) -> list[str]:
+    """Serve every trajectory: they arrive at random, turns end in random order, tools take a moment, engines close,
+    open and change cap meanwhile.
 
-    Asserts at each decision what every policy owes: an open engine with a free slot, a level that is the engine's, and a reason.  Returns the order of
-    ends.
+    Asserts at each decision what every policy owes: an open engine with a free slot, a level that is the engine's, and
+    a reason.  Returns the order of ends.
     """
     dispatcher = Dispatcher(policy, board)
     arrivals = sorted((rng.uniform(0.0, arrivals_s), name) for name in lengths)
@@ -84,7 +101,16 @@ def drive(policy: Policy, board: Board, lengths: dict[str, list[int]], rng: rand
             else:
                 signals[name] += (rng.choice((OK, ERROR)),)
                 context = 500 + attained + 50 * done[name]
-                turn = turn_of(name, prompt, at=engine, turns=done[name], context=context, attained=attained, ready=now, signals=signals[name])
+                turn = turn_of(
+                    name,
+                    prompt,
+                    at=engine,
+                    turns=done[name],
+                    context=context,
+                    attained=attained,
+                    ready=now,
+                    signals=signals[name],
+                )
                 dispatcher.ready(turn, now)
     assert board.free == sum(e.free for e in board.engines.values())
     assert len(dispatcher) == 0
@@ -93,6 +119,16 @@ def drive(policy: Policy, board: Board, lengths: dict[str, list[int]], rng: rand
 
 def assert_nothing_is_kept(policy: Policy) -> None:
     """Every trajectory ended: the policy holds nothing of any."""
-    per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_homes"]
+    per_trajectory = [
+        "_prompt",
+        "_level",
+        "_scouts",
+        "_probes",
+        "_programs",
+        "_deferred",
+        "_placed",
+        "_waits",
+        "_homes",
+    ]
     held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in held.values()), held

@@ -47,7 +47,9 @@ def test_too_small_engines_are_not_eligible_unless_all_are() -> None:
     assert [e.engine for e in eligible(turn_of("t", context=150_000), board)] == ["large"]
     board.sent("large", 10)
     assert eligible(turn_of("t", context=150_000), board) == [], "it waits for the one that can hold it"
-    assert [e.engine for e in eligible(turn_of("t", context=300_000), board)] == ["a"], "nobody can: the engine refuses it"
+    assert [e.engine for e in eligible(turn_of("t", context=300_000), board)] == ["a"], (
+        "nobody can: the engine refuses it"
+    )
 
 
 def test_round_robin_goes_around_and_skips_the_full() -> None:
@@ -59,7 +61,11 @@ def test_round_robin_goes_around_and_skips_the_full() -> None:
     assert policy.route(turn_of("t"), board, 0.0).engine == "a"
     board.set_open("a", False)
     decision = policy.route(turn_of("t"), board, 0.0)
-    assert (decision.engine, decision.wait, decision.reason) == ("", "slot", "wait: none of 2 engines has a free slot that fits")
+    assert (decision.engine, decision.wait, decision.reason) == (
+        "",
+        "slot",
+        "wait: none of 2 engines has a free slot that fits",
+    )
 
 
 def test_least_loaded_counts_tokens_and_least_requests_turns() -> None:
@@ -99,7 +105,9 @@ def test_length_aware_maps_the_prompt_to_a_tp_degree(prompt: int, engine: str) -
 
 def test_length_aware_takes_the_next_degree_and_counts_live_trajectories() -> None:
     policy, board = LengthAware(), board_of(("a1", 1), ("b1", 1), ("two", 2), ("four", 4), cap=1)
-    assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(2)] == ["a1", "b1"], "one live trajectory each, tool time included"
+    assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(2)] == ["a1", "b1"], (
+        "one live trajectory each, tool time included"
+    )
     board.sent("a1", 1)
     board.sent("b1", 1)
     assert policy.route(turn_of("u"), board, 0.0).engine == "two"
@@ -112,9 +120,15 @@ def test_autellix_serves_the_least_served_program_first_until_the_other_has_wait
     policy.route(turn_of("old"), board, 0.0)
     tokens = int(100.0 / DECODE_S)
     old = turn_of("old", attained=tokens, turns=1, ready=10.0)
-    assert policy.key(old, 10.0) == pytest.approx(10.0 + BETA * lower_bound_s(6)), "100 s of service: queue 6, from 64 s on"
+    assert policy.key(old, 10.0) == pytest.approx(10.0 + BETA * lower_bound_s(6)), (
+        "100 s of service: queue 6, from 64 s on"
+    )
     assert policy.route(old, board, 10.0).priority == 6
-    assert policy.key(turn_of("new", ready=70.0), 70.0) < policy.key(old, 70.0) < policy.key(turn_of("newer", ready=80.0), 80.0)
+    assert (
+        policy.key(turn_of("new", ready=70.0), 70.0)
+        < policy.key(old, 70.0)
+        < policy.key(turn_of("newer", ready=80.0), 80.0)
+    )
     assert policy.route(old, board, 80.0).priority == 0, "it has waited as long as it was served"
     served = turn_of("old", attained=tokens, turns=2, ready=90.0)
     assert policy.key(served, 90.0) == 90.0, "what it waited counts from then on"
@@ -125,7 +139,9 @@ def test_autellix_sends_long_contexts_to_their_programs_engine() -> None:
     assert policy.route(turn_of("t", context=3_000), board, 0.0).engine == "a"
     board.sent("a", 3_000)
     assert policy.route(turn_of("t", context=4_000, at="a", turns=1), board, 1.0).engine == "a"
-    assert policy.route(turn_of("s", context=2_048, at="a", turns=1), board, 1.0).engine == "b", "short ones go where there is least to do"
+    assert policy.route(turn_of("s", context=2_048, at="a", turns=1), board, 1.0).engine == "b", (
+        "short ones go where there is least to do"
+    )
     board.sent("a", 3_000)
     assert policy.route(turn_of("t", context=5_000, at="a", turns=2), board, 2.0).engine == "b"
     board.answered("a", 3_000)
@@ -149,7 +165,18 @@ def test_names_and_mistakes() -> None:
     assert not set(SIMULATOR_ONLY) & set(policy_names())
     for name in ALL:
         assert make_policy(name).name == name
-    with pytest.raises(UserError, match=r"^rollout\.policy = 'least_load': unknown policy; valid: .*least_loaded.* \(did you mean 'least_loaded'\?\)\.$"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^rollout\.policy = 'least_load': unknown policy; valid: .*least_loaded.* \(did you mean"
+            r" 'least_loaded'\?\)\.$"
+        ),
+    ):
         make_policy("least_load")
-    with pytest.raises(UserError, match=r"^rollout\.policy = 'oracle': this policy runs in the simulator only: it knows the future; valid: autellix"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^rollout\.policy = 'oracle': this policy runs in the simulator only: it knows the future; valid: autellix"
+        ),
+    ):
         check_policy("oracle")

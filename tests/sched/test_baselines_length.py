@@ -34,7 +34,12 @@ def test_buckets_fill_their_class_then_the_others_then_ignore_the_limit() -> Non
 
 
 def test_symbols_carry_tool_size_and_status() -> None:
-    assert [symbol(Signal("t", o, 1, 0.0))[2] for o in ("ok", "error", "timeout", "miss")] == ["success", "failure", "timeout", "success"]
+    assert [symbol(Signal("t", o, 1, 0.0))[2] for o in ("ok", "error", "timeout", "miss")] == [
+        "success",
+        "failure",
+        "timeout",
+        "success",
+    ]
     assert [symbol(Signal("t", "ok", n, 0.0))[1] for n in (500, 501, 5_000, 5_001)] == [0, 1, 1, 2]
 
 
@@ -138,7 +143,9 @@ def test_la_mlfq_patience_and_lost_scouts() -> None:
     assert dispatcher.dispatch(FOLLOW_S - 1.0) == []
     dispatcher.forget("t0", "p", 5.0)
     assert [turn.trajectory for turn, _ in dispatcher.dispatch(5.0)] == ["t1"], "a new scout"
-    assert [(turn.trajectory, d.level) for turn, d in dispatcher.dispatch(FOLLOW_S)] == [("t2", 0)], "a minute is enough"
+    assert [(turn.trajectory, d.level) for turn, d in dispatcher.dispatch(FOLLOW_S)] == [("t2", 0)], (
+        "a minute is enough"
+    )
 
 
 def test_la_mlfq_climbs_by_attained_service_and_forgets_old_history() -> None:
@@ -165,8 +172,12 @@ def test_seer_probes_first_then_longest_groups_first() -> None:
         order.append(turn.trajectory)
         board.answered("a", 500)
         if turn.trajectory in ("short/0", "long/0"):
-            dispatcher.finished(ended(turn.trajectory, turn.prompt_id, {"short/0": 100, "long/0": 9_000}[turn.trajectory]), 1.0)
-    assert order == ["short/0", "long/0", "new/0", "new/1", "long/1", "short/1"], "probes; the unknown group; the long one; the short one"
+            dispatcher.finished(
+                ended(turn.trajectory, turn.prompt_id, {"short/0": 100, "long/0": 9_000}[turn.trajectory]), 1.0
+            )
+    assert order == ["short/0", "long/0", "new/0", "new/1", "long/1", "short/1"], (
+        "probes; the unknown group; the long one; the short one"
+    )
     assert decision.reason == "group of 100 tokens: a has the fewest KV tokens in flight"
 
 

@@ -15,7 +15,10 @@ from tests.sched.views import board, stats
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 VERBS = ("up", "down", "sent", "answered", "open", "close", "cap")
-operations = st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from(NAMES), st.integers(1, 900), st.sampled_from((1, 2, 4))), max_size=120)
+operations = st.lists(
+    st.tuples(st.sampled_from(VERBS), st.sampled_from(NAMES), st.integers(1, 900), st.sampled_from((1, 2, 4))),
+    max_size=120,
+)
 
 
 def check(made: Board) -> None:
@@ -84,8 +87,12 @@ def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> No
 def test_a_warm_up_profile_prices_a_class_before_its_first_turn() -> None:
     made = Board(64)
     # 16 steps of 4 ms, then a step that reads 256 tokens in 20 ms; a device more makes it slower here.
-    made.up("large", 2, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256)))
-    made.up("small", 1, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256)))
+    made.up(
+        "large", 2, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256))
+    )
+    made.up(
+        "small", 1, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256))
+    )
     small, large = made.classes
     assert (small.base_s, large.base_s) == pytest.approx((0.002, 0.004), rel=0.1)
     assert small.prefill_s < large.prefill_s

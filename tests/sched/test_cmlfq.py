@@ -115,7 +115,10 @@ def test_new_weights_empty_the_cache_so_nothing_is_waited_for() -> None:
     policy, made = knowing(p=500), board(("a", 1), ("b", 1), cap=1)
     first = send(policy, made, "t", "p", context=60_000)
     made.applied(first, 1)
-    assert send(policy, made, "t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,)) not in ("", first)
+    assert send(policy, made, "t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,)) not in (
+        "",
+        first,
+    )
 
 
 def test_a_context_goes_where_it_fits_and_to_anybody_when_it_fits_nowhere() -> None:
@@ -137,13 +140,24 @@ def test_all_full_waits_for_any_slot() -> None:
 
 def test_the_probe_goes_first_then_the_longest() -> None:
     policy = knowing(long=20_000, short=100)
-    keys = {name: policy.key(turn(name, prompt, sample=sample), 0.0) for name, prompt, sample in (("l", "long", 1), ("s", "short", 1), ("probe", "new", 0))}
+    keys = {
+        name: policy.key(turn(name, prompt, sample=sample), 0.0)
+        for name, prompt, sample in (("l", "long", 1), ("s", "short", 1), ("probe", "new", 0))
+    }
     assert keys["probe"] < keys["l"] < keys["s"]
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0.0, 900.0), st.sampled_from(("a", "b", "new")), st.integers(0, 3), st.integers(0, 9000)), min_size=2, max_size=30))
-def test_nobody_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(turns: list[tuple[float, str, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 900.0), st.sampled_from(("a", "b", "new")), st.integers(0, 3), st.integers(0, 9000)),
+        min_size=2,
+        max_size=30,
+    )
+)
+def test_nobody_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
+    turns: list[tuple[float, str, int, int]],
+) -> None:
     policy, made = knowing(a=100, b=9000), board(("e", 1), cap=1)
     queue = Dispatcher(policy, made)
     for i, (ready, prompt, done, attained) in enumerate(turns):
@@ -159,7 +173,9 @@ def test_nobody_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(tu
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 60_000), st.booleans(), st.sampled_from("abcd")), max_size=60))
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 60_000), st.booleans(), st.sampled_from("abcd")), max_size=60)
+)
 def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int, int, bool, str]]) -> None:
     policy, made = knowing(p0=500, p1=9000), board(("a", 1), ("b", 1), ("c", 2), cap=2)
     flying: dict[str, tuple[str, int]] = {}
@@ -177,7 +193,15 @@ def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int,
                 done.pop(name, None)
         else:
             turns = done.get(name, 0)
-            view = turn(name, f"p{i % 3}", at=engine if turns else "", turns=turns, context=context, attained=100 * turns, signals=(MISS,) * turns)
+            view = turn(
+                name,
+                f"p{i % 3}",
+                at=engine if turns else "",
+                turns=turns,
+                context=context,
+                attained=100 * turns,
+                signals=(MISS,) * turns,
+            )
             policy.key(view, 0.0)
             decision = policy.route(view, made, 0.0)
             if decision.engine:

@@ -33,12 +33,15 @@ for i, tp in enumerate((1, 1, 1, 2, 2, 4)):
 for round in range(6):
     at, now = {}, 100.0 * round
     for i in range(6):
-        board.report(f"e{i}", EngineStats(0, rng.randrange(9), 0, rng.random(), 5000 * round + i, 20_000 * round + 7 * i, 0, 0, 50 * round, 0.5 * round + 0.1))
+        waiting, share = rng.randrange(9), rng.random()
+        tokens = (5000 * round + i, 20_000 * round + 7 * i)
+        board.report(f"e{i}", EngineStats(0, waiting, 0, share, *tokens, 0, 0, 50 * round, 0.5 * round + 0.1))
     made = views(rng, 100, at)
     for turn in made:
         key = policy.key(turn, now)
         decision = policy.route(turn, board, now)
-        seen.update(json.dumps([key, decision.engine, decision.priority, decision.keep_s, decision.wait, decision.reason, dict(decision.numbers)]).encode())
+        words = [decision.engine, decision.priority, decision.keep_s, decision.wait, decision.reason]
+        seen.update(json.dumps([key, *words, dict(decision.numbers)]).encode())
         if decision.engine:
             board.sent(decision.engine, turn.context_tokens)
             at[turn.trajectory] = decision.engine
@@ -47,15 +50,19 @@ for round in range(6):
             board.answered(at[turn.trajectory], turn.context_tokens)
         done = record(rng, turn.trajectory, turn.prompt_id)
         task = ("one", "two")[round % 2]
-        policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, done.generated_tokens, 20, done.at_signal, done.signals, round), now)
-print(json.dumps([libra_hpc.sched.tree.__file__.endswith(".so"), policy.tree.learned, len(policy.tree), seen.hexdigest()]))
+        left = (done.generated_tokens, 20, done.at_signal, done.signals, round)
+        policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, *left), now)
+compiled = libra_hpc.sched.tree.__file__.endswith(".so")
+print(json.dumps([compiled, policy.tree.learned, len(policy.tree), seen.hexdigest()]))
 """
 
 
 def played(**environment: str) -> list[object]:
     """Whether machine code ran, and a digest of some hundred decisions, of two tasks."""
     env = {name: value for name, value in os.environ.items() if name != compiled.INTERPRETED} | environment
-    done = subprocess.run([sys.executable, "-c", PLAY], capture_output=True, text=True, check=True, env=env, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", PLAY], capture_output=True, text=True, check=True, env=env, cwd=Path(__file__).parents[2]
+    )
     made: list[object] = json.loads(done.stdout)
     return made
 
@@ -134,7 +141,16 @@ def test_a_copy_knows_the_same_and_goes_its_own_way() -> None:
     def teach(start: int) -> None:
         for i in range(start, start + 60):
             signals: tuple[Signal, ...] = (OK, MISS, OK)[: i % 4]
-            tree.insert(finished(100 + 37 * i, f"p{i // 4}", f"t{i}", version=i // 20, signals=signals, at=tuple(20 * (k + 1) for k in range(len(signals)))))
+            tree.insert(
+                finished(
+                    100 + 37 * i,
+                    f"p{i // 4}",
+                    f"t{i}",
+                    version=i // 20,
+                    signals=signals,
+                    at=tuple(20 * (k + 1) for k in range(len(signals))),
+                )
+            )
 
     teach(0)
     copy = tree.everything.copied()

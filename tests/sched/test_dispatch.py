@@ -55,7 +55,11 @@ def only(name: str) -> Callable[[Board], Decision]:
         view = board.engines.get(name)
         if view is None:
             return anywhere(board)
-        return Decision(name, 0, 0, "", {}) if view.inflight < view.cap else Decision("", 0, 0, "", {}, wait="engine", wanted=name)
+        return (
+            Decision(name, 0, 0, "", {})
+            if view.inflight < view.cap
+            else Decision("", 0, 0, "", {}, wait="engine", wanted=name)
+        )
 
     return route
 
@@ -160,7 +164,12 @@ def test_withdrawn_and_replaced_turns_do_not_come() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, anywhere, only("a"), only("b")))), max_size=60),
+    st.lists(
+        st.tuples(
+            st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, anywhere, only("a"), only("b")))
+        ),
+        max_size=60,
+    )
 )
 def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Board], Decision]]]) -> None:
     policy, made = Scripted(), board(("a", 1), ("b", 2), cap=2)

@@ -1,7 +1,7 @@
 """Which running turns are interrupted, and where they go on.
 
-Costs are those of a board that has no reports yet: at TP 1 a step takes 0.02 s, twice that with 100,000 tokens of context (a full cache), and a prefilled
-token 1e-4 s.
+Costs are those of a board that has no reports yet: at TP 1 a step takes 0.02 s, twice that with 100,000 tokens of
+context (a full cache), and a prefilled token 1e-4 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ EARNED = int(RENT * 4.0 / 0.008) + 1
 """Tokens after which 40,000 of context are worth prefilling again (4 s) for steps of 0.028 instead of 0.036 s."""
 
 
-def runner(name: str, at: str = "a", left: float = 20_000.0, context: float = 40_000.0, generated: float = EARNED) -> Runner:
+def runner(
+    name: str, at: str = "a", left: float = 20_000.0, context: float = 40_000.0, generated: float = EARNED
+) -> Runner:
     return Runner(name, 0, at, left, context, generated)
 
 
@@ -60,7 +62,10 @@ def test_a_slow_engine_is_left_for_an_idle_fast_one_and_never_the_other_way() ->
     ids=["the batch waits for another", "each has its own", "no other engine is much lighter"],
 )
 def test_a_turn_stays_that_would_gain_too_little(others: list[Runner]) -> None:
-    assert not moves(board(("a", 1), ("b", 1), ("c", 1)) if others[-1].trajectory == "last" else board(("a", 1), ("b", 1)), [runner("x"), *others])
+    assert not moves(
+        board(("a", 1), ("b", 1), ("c", 1)) if others[-1].trajectory == "last" else board(("a", 1), ("b", 1)),
+        [runner("x"), *others],
+    )
 
 
 def test_a_move_must_have_been_earned_first() -> None:
@@ -120,7 +125,9 @@ def test_an_interrupted_turn_goes_on_where_it_was_meant_to() -> None:
     ((view, decision),) = tail.dispatcher.dispatch(21.0)
     assert (view.trajectory, decision.engine) == ("x", "b")
     assert decision.reason == move.reason
-    assert not tail.dispatcher.rebalance([Running(turn("x", "x", at="b"), 0), *tail.running(30_100)[1:]], 30.0), "each has its own engine now"
+    assert not tail.dispatcher.rebalance([Running(turn("x", "x", at="b"), 0), *tail.running(30_100)[1:]], 30.0), (
+        "each has its own engine now"
+    )
 
 
 def test_a_turn_that_ended_before_it_was_interrupted_is_routed_as_any_other() -> None:

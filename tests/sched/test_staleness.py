@@ -13,11 +13,17 @@ from libra_hpc.sched.staleness import StalenessGate
 class GateMachine(RuleBasedStateMachine):
     """Drives the gate and keeps books of its own: admission version of every group, and the trainer's.
 
-    A group is named by its place in the data order.  `restart` is a new start of all ranks from any version that could have been saved: what is untrained
-    there is admitted in the data's order, part of it as kept from before.
+    A group is named by its place in the data order.  `restart` is a new start of all ranks from any version that could
+    have been saved: what is untrained there is admitted in the data's order, part of it as kept from before.
     """
 
-    @initialize(eta=st.integers(0, 3), size=st.integers(1, 4), max_open=st.integers(1, 20), version=st.integers(0, 5), in_order=st.booleans())
+    @initialize(
+        eta=st.integers(0, 3),
+        size=st.integers(1, 4),
+        max_open=st.integers(1, 20),
+        version=st.integers(0, 5),
+        in_order=st.booleans(),
+    )
     def begin(self, eta: int, size: int, max_open: int, version: int, in_order: bool) -> None:
         self.eta, self.size, self.max_open, self.in_order = eta, size, max_open, in_order
         self.first = version
@@ -26,7 +32,8 @@ class GateMachine(RuleBasedStateMachine):
         self.given_up: list[tuple[int, str]] = []
         """(batch with which it counts as trained, group)"""
         self.again = False
-        """Whether a start has sampled a prompt once more that an earlier one gave up: then not all that is there finds its place again."""
+        """Whether a start has sampled a prompt once more that an earlier one gave up: then not all that is there
+        finds its place again."""
         self.start(version, {})
 
     def start(self, version: int, kept: dict[str, int]) -> None:
@@ -48,7 +55,9 @@ class GateMachine(RuleBasedStateMachine):
         self.count += 1
         version = self.kept.pop(name, self.version)
         if not self.gate.fits(version):
-            assert self.again or self.max_open < (self.eta + 1) * self.size, "all that is kept is taken in, unless it could not be at once"
+            assert self.again or self.max_open < (self.eta + 1) * self.size, (
+                "all that is kept is taken in, unless it could not be at once"
+            )
             version = self.version
         assert self.gate.admit(name, version) == version
         self.admitted[name] = self.sampled[name] = version
@@ -140,7 +149,8 @@ TestGate = GateMachine.TestCase
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_a_consumed_batch_is_credited_once(eta: int) -> None:
-    """A rollout that always fills its capacity holds (eta + 1) B groups after any number of steps, where a double credit would let it grow by B a step."""
+    """A rollout that always fills its capacity holds (eta + 1) B groups after any number of steps, where a double
+    credit would let it grow by B a step."""
     gate, count = StalenessGate(eta, 32, max_open=10_000), 0
     for step in range(41):
         while gate.capacity:
@@ -180,7 +190,9 @@ def test_a_slow_group_is_overtaken_until_its_last_step_and_then_waited_for() -> 
     for name in ("d", "e"):
         gate.admit(name)
         gate.finish(name)
-    assert gate.batch() == (), "c and d are finished, but without slow now it would be trained at version 2, two versions late"
+    assert gate.batch() == (), (
+        "c and d are finished, but without slow now it would be trained at version 2, two versions late"
+    )
     gate.finish("slow")
     assert set(gate.batch()) == {"slow", "c"}
 
@@ -189,7 +201,9 @@ def test_a_slow_group_is_overtaken_until_its_last_step_and_then_waited_for() -> 
 def test_what_is_taken_in_keeps_its_deadline_or_is_refused(in_order: bool) -> None:
     gate = StalenessGate(2, 1, max_open=8, version=4, in_order=in_order)
     assert gate.admit("a", 2) == 2
-    assert [gate.fits(version) for version in (1, 2, 3, 4, 5)] == [False, False, True, True, False], "a is what version 4 trains on"
+    assert [gate.fits(version) for version in (1, 2, 3, 4, 5)] == [False, False, True, True, False], (
+        "a is what version 4 trains on"
+    )
     with pytest.raises(ValueError, match="of version 2, it would be consumed more than 2 versions later"):
         gate.admit("b", 2)
     gate.admit("b", 3)
@@ -223,9 +237,15 @@ def test_breaking_the_protocol_is_refused() -> None:
     gate = StalenessGate(1, 1, max_open=1)
     gate.admit("a")
     for wrong in (
-        lambda: gate.admit("a"), lambda: gate.admit("b"), lambda: gate.finish("x"), lambda: gate.consume(("a",)), lambda: gate.consume(()),
-        lambda: gate.publish(1), lambda: StalenessGate(-1, 1, 1), lambda: StalenessGate(0, 0, 1),
-    ):  # fmt: skip
+        lambda: gate.admit("a"),
+        lambda: gate.admit("b"),
+        lambda: gate.finish("x"),
+        lambda: gate.consume(("a",)),
+        lambda: gate.consume(()),
+        lambda: gate.publish(1),
+        lambda: StalenessGate(-1, 1, 1),
+        lambda: StalenessGate(0, 0, 1),
+    ):
         with pytest.raises(ValueError, match=r"."):
             wrong()
     assert gate.outstanding == 1

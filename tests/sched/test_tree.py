@@ -198,7 +198,9 @@ def outcomes(informative: bool, seed: int = 3) -> CausalTree:
         long = rng.random() < 0.5
         said = long if informative else rng.random() < 0.5
         total = 200 + int((5000 if long else 200) * rng.lognormvariate(0.0, 0.3))
-        tree.insert(finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if said else "ok", 5, 0.1),), at=(200,)))
+        tree.insert(
+            finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if said else "ok", 5, 0.1),), at=(200,))
+        )
     return tree
 
 

@@ -19,20 +19,38 @@ def board(*engines: tuple[str, int], cap: int = 64, kv: int = 100_000) -> Board:
 
 
 def turn(
-    name: str = "t", prompt: str = "p", *, sample: int = 1, at: str = "", turns: int = 0, context: int = 500, attained: int = 0, ready: float = 0.0,
-    signals: tuple[Signal, ...] = (), limit: int = 0,
-) -> TurnView:  # fmt: skip
+    name: str = "t",
+    prompt: str = "p",
+    *,
+    sample: int = 1,
+    at: str = "",
+    turns: int = 0,
+    context: int = 500,
+    attained: int = 0,
+    ready: float = 0.0,
+    signals: tuple[Signal, ...] = (),
+    limit: int = 0,
+) -> TurnView:
     """A turn of trajectory ``name``."""
     return TurnView(name, prompt, sample, "task", context, attained, turns, ready, at, signals, limit)
 
 
 def finished(
-    total: int, prompt: str = "p", name: str = "done", *, version: int = 0, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), task: str = "task"
+    total: int,
+    prompt: str = "p",
+    name: str = "done",
+    *,
+    version: int = 0,
+    signals: tuple[Signal, ...] = (),
+    at: tuple[int, ...] = (),
+    task: str = "task",
 ) -> Finished:
     """A completed trajectory."""
     return Finished(name, prompt, 0, task, total, len(signals) + 1, at, signals, version)
 
 
-def stats(steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 0, waiting: int = 0, preemptions: int = 0) -> EngineStats:
+def stats(
+    steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 0, waiting: int = 0, preemptions: int = 0
+) -> EngineStats:
     """Counters of an engine."""
     return EngineStats(0, 1, waiting, kv, steps, prefill, 0, preemptions, steps, busy)

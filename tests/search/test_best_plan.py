@@ -1,4 +1,5 @@
-"""The search finds what brute force finds, for one pool and several, in either objective, and never proposes what does not fit."""
+"""The search finds what brute force finds, for one pool and several, in either objective, and never proposes what
+does not fit."""
 
 from __future__ import annotations
 
@@ -46,11 +47,17 @@ def brute(classes: Sequence[Cost], devices: Sequence[int], bins: int) -> float:
 
 def cuts(classes: Sequence[Cost], chosen: Sequence[int], bins: int) -> float:
     """Least seconds over every way to cut the lengths, longest to the fastest class."""
-    able = sorted((i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp))
+    able = sorted(
+        (i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp)
+    )
     best = math.inf
     for inner in itertools.combinations_with_replacement(range(bins + 1), len(able) - 1):
         edges = [bins, *reversed(inner), 0]
-        parts = [classes[i].replica.time(low, high - 1, chosen[i]) for i, high, low in zip(able, edges, edges[1:], strict=False) if high > low]
+        parts = [
+            classes[i].replica.time(low, high - 1, chosen[i])
+            for i, high, low in zip(able, edges, edges[1:], strict=False)
+            if high > low
+        ]
         best = min(best, max(parts))
     return best
 
@@ -66,7 +73,9 @@ def made(batch: BatchWork, term: tuple[float, float, float, float], tps: Sequenc
 
 @settings(max_examples=40)
 @given(generated, st.integers(0, 2), terms, st.integers(0, 12), st.sampled_from([5_000, 21_000, 10**7]))
-def test_rollout_layouts_equal_brute_force(lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int, capacity: int) -> None:
+def test_rollout_layouts_equal_brute_force(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int, capacity: int
+) -> None:
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4), capacity)
@@ -84,11 +93,18 @@ def test_rollout_layouts_equal_brute_force(lengths: list[int], eta: int, term: t
 @settings(max_examples=20)
 @given(generated, st.integers(0, 1), terms, terms, st.integers(1, 4), st.integers(1, 4))
 def test_two_pools_equal_brute_force(
-    lengths: list[int], eta: int, one: tuple[float, float, float, float], other: tuple[float, float, float, float], first: int, second: int
+    lengths: list[int],
+    eta: int,
+    one: tuple[float, float, float, float],
+    other: tuple[float, float, float, float],
+    first: int,
+    second: int,
 ) -> None:
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
-    classes = made(batch, one, (1, 2), 10**7) + [msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2), 10**7)]
+    classes = made(batch, one, (1, 2), 10**7) + [
+        msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2), 10**7)
+    ]
     found = Layouts(classes, bins).best([first, second])
     assert found is not None
     assert found.seconds == pytest.approx(brute(classes, [first, second], bins), rel=1e-6)
@@ -96,7 +112,9 @@ def test_two_pools_equal_brute_force(
 
 @settings(max_examples=40)
 @given(generated, st.integers(0, 1), terms, st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)))
-def test_given_counts_are_cut_in_the_best_places(lengths: list[int], eta: int, term: tuple[float, float, float, float], chosen: tuple[int, int, int]) -> None:
+def test_given_counts_are_cut_in_the_best_places(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], chosen: tuple[int, int, int]
+) -> None:
     batch = batch_of(*lengths, eta=eta)
     classes = made(batch, term, (1, 2, 4), 10**7)
     found = assign(classes, chosen, len(batch.lengths.bins))
@@ -109,7 +127,9 @@ def test_given_counts_are_cut_in_the_best_places(lengths: list[int], eta: int, t
 
 @settings(max_examples=30)
 @given(generated, st.integers(0, 1), terms, st.integers(1, 24))
-def test_more_devices_never_roll_out_slower(lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int) -> None:
+def test_more_devices_never_roll_out_slower(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+) -> None:
     batch = batch_of(*lengths, eta=eta)
     layouts = Layouts(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
     few, more = layouts.best([devices]), layouts.best([devices + 1])
@@ -120,7 +140,9 @@ def test_more_devices_never_roll_out_slower(lengths: list[int], eta: int, term: 
 
 @settings(max_examples=30)
 @given(generated, st.integers(0, 2), terms, st.integers(1, 24))
-def test_no_layout_beats_the_straggler(lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int) -> None:
+def test_no_layout_beats_the_straggler(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+) -> None:
     batch = batch_of(*lengths, eta=eta)
     layouts = Layouts(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
     best = layouts.best([devices])
@@ -129,7 +151,8 @@ def test_no_layout_beats_the_straggler(lengths: list[int], eta: int, term: tuple
 
 
 def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
-    """Short trajectories beside the longest make the mean context of its steps shorter: with many nodes that once was faster than the bound."""
+    """Short trajectories beside the longest make the mean context of its steps shorter: with many nodes that once
+    was faster than the bound."""
     batch = batch_of(*([2_000] * 63), 20_000, eta=1)
     layouts = Layouts(costs(batch, FakeSteps(1, 10**9, 0.01, 0.0, 1e-5)), len(batch.lengths.bins))
     best = layouts.best([10_000])
@@ -139,7 +162,9 @@ def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
 
 def test_long_trajectories_go_to_large_tp() -> None:
     batch = agentic(512)
-    found = Layouts([Cost(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)).best([32])
+    found = Layouts(
+        [Cost(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
+    ).best([32])
     assert found is not None
     degrees = [s.tp for s in found.segments]
     assert len(degrees) > 1
@@ -148,7 +173,9 @@ def test_long_trajectories_go_to_large_tp() -> None:
 
 
 @given(generated, st.integers(0, 1), terms, st.integers(8, 16))
-def test_without_foresight_one_class_is_best(lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int) -> None:
+def test_without_foresight_one_class_is_best(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+) -> None:
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4, 8), 10**7)
@@ -178,14 +205,20 @@ def whole(batch: BatchWork, pools: Sequence[DevicePool], keep: int = 1) -> searc
 def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
     """Least seconds over every number of training nodes, with both stages searched to the end."""
     bins = len(batch.lengths.bins)
-    classes = [Cost(i, ReplicaCost(fake(p.device, QWEN, tp), batch)) for i, p in enumerate(pools) for tp in (1, 2, 4, 8)]
+    classes = [
+        Cost(i, ReplicaCost(fake(p.device, QWEN, tp), batch)) for i, p in enumerate(pools) for tp in (1, 2, 4, 8)
+    ]
     best = math.inf
     for i, pool in enumerate(pools):
         trainer = TrainCost(QWEN, pool.device, pool.node_devices, batch)
         search = TrainSearch(trainer, pool.node_devices, SMALL)
         for n in range(1, pool.nodes + 1):
             rest = [(p.nodes - (n if k == i else 0)) * p.node_devices for k, p in enumerate(pools)]
-            able = [trainer.time(one).total for one in search.candidates(n * pool.node_devices) if trainer.limit(one) is None]
+            able = [
+                trainer.time(one).total
+                for one in search.candidates(n * pool.node_devices)
+                if trainer.limit(one) is None
+            ]
             layout = Layouts(classes, bins).best(rest)
             if able and layout is not None:
                 best = min(best, max(min(able), layout.seconds) if batch.eta else min(able) + layout.seconds)
@@ -246,10 +279,17 @@ def test_one_search_serves_several_sizes() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(UserError, match=r"No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, .* GB over"):
+    with pytest.raises(
+        UserError,
+        match=r"No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, .* GB over",
+    ):
         plan(model_shape("llama-3.1-70b"), [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=fake)
     with pytest.raises(
-        UserError, match=r"No rollout layout holds trajectories of 32,76\d tokens; nearest: rollout TP8 on a800, its KV cache holds 8,000 tokens"
+        UserError,
+        match=(
+            r"No rollout layout holds trajectories of 32,76\d tokens; nearest: rollout TP8 on a800, its KV cache holds"
+            r" 8,000 tokens"
+        ),
     ):
         plan(QWEN, [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=lambda d, s, tp: FakeSteps(tp, 1000 * tp))
     with pytest.raises(UserError, match="at least 2 nodes"):

@@ -21,7 +21,16 @@ T = TypeVar("T")
 
 def pace(**fields: Any) -> Pace:
     """An A800 and a 14B model, ten thousand times as fast, ready at once."""
-    values = {"device": "a800", "model": "qwen3-14b", "speedup": 10_000.0, "mfu": 0.4, "step_s": 1.0, "start_s": 0.0, "wake_s": 0.0, "sync_s": 0.0}
+    values = {
+        "device": "a800",
+        "model": "qwen3-14b",
+        "speedup": 10_000.0,
+        "mfu": 0.4,
+        "step_s": 1.0,
+        "start_s": 0.0,
+        "wake_s": 0.0,
+        "sync_s": 0.0,
+    }
     return Pace(**{**values, **fields})
 
 
@@ -41,7 +50,14 @@ class Link:
         self._listener.listen(1)
         self._listener.settimeout(PATIENCE_S)
         command = [sys.executable, "-m", module, *arguments, "--socket", "s"]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here})
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": here},
+        )
         self._frames, self._pending = FrameBuffer(), list[bytes]()
 
     def __enter__(self) -> Link:
@@ -49,7 +65,9 @@ class Link:
         self._link.settimeout(PATIENCE_S)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._link.close()
         self._listener.close()
         try:

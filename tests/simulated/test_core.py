@@ -9,7 +9,16 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.rollout import Abort, EngineError, EngineStats, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.rollout import (
+    Abort,
+    EngineError,
+    EngineStats,
+    FromEngine,
+    Generate,
+    Generated,
+    UpdateWeights,
+    WeightsApplied,
+)
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.sched.board import Board
 from libra_hpc.simulated import tokens
@@ -27,7 +36,9 @@ def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> S
     return SimulatedEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
 
 
-def turn(rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: int = 999, keep_s: float = 0.0) -> Generate:
+def turn(
+    rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: int = 999, keep_s: float = 0.0
+) -> Generate:
     return Generate(rid, pack_i32(tokens.prompt(7, sample, size, count)), max_tokens, keep_s=keep_s)
 
 
@@ -96,7 +107,11 @@ def test_the_end_by_length_and_by_abort(tmp_path: Path) -> None:
     simulated.abort(Abort("gone"), 8.5)
     simulated.abort(Abort("unknown"), 8.5)
     found |= answers(simulated.run_until(LATE))
-    assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in found.items()} == {"limit": ("length", 20), "room": ("length", 14), "gone": ("abort", 9)}
+    assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in found.items()} == {
+        "limit": ("length", 20),
+        "room": ("length", 14),
+        "gone": ("abort", 9),
+    }
     assert tokens.STOP not in unpack_i32(found["limit"].tokens)
     rest = [*tokens.prompt(7, 2, 16, 30), *unpack_i32(found["gone"].tokens)]
     simulated.submit(Generate("again", pack_i32(rest), 99), LATE)
@@ -117,7 +132,9 @@ def test_weights_change_between_two_steps(tmp_path: Path) -> None:
     assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
     bad = UpdateWeights(str(tmp_path / "6.safetensors"), 7, 1)
     assert [type(message) for message in simulated.update(bad, LATE)] == [EngineError]
-    assert [type(message) for message in simulated.update(UpdateWeights(str(tmp_path / "none"), 7, 1), LATE)] == [EngineError]
+    assert [type(message) for message in simulated.update(UpdateWeights(str(tmp_path / "none"), 7, 1), LATE)] == [
+        EngineError
+    ]
 
 
 def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
@@ -126,7 +143,10 @@ def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
         simulated.submit(turn(rid, 10, sample=ord(rid[0])), 0.0)
     simulated.run_until(2.5)
     aborted = answers(simulated.sleep(2.5))
-    assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in aborted.items()} == {**dict.fromkeys("abcd", ("abort", 3)), "waits": ("abort", 0)}
+    assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in aborted.items()} == {
+        **dict.fromkeys("abcd", ("abort", 3)),
+        "waits": ("abort", 0),
+    }
     assert answers(simulated.submit(turn("e", 1), 10.0))["e"].finish == "error"
     assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [EngineError]
     simulated.wake()

@@ -12,15 +12,25 @@ from libra_hpc.simulated import tokens
 COUNT = st.integers(1, 300)
 
 
-@given(number=st.integers(0, 2**31 - 1), sample=st.integers(0, 64), size=COUNT, turns=st.lists(st.tuples(COUNT, COUNT), min_size=1, max_size=4), data=st.data())
-def test_a_context_tells_what_is_left_of_its_turn(number: int, sample: int, size: int, turns: list[tuple[int, int]], data: st.DataObject) -> None:
+@given(
+    number=st.integers(0, 2**31 - 1),
+    sample=st.integers(0, 64),
+    size=COUNT,
+    turns=st.lists(st.tuples(COUNT, COUNT), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_a_context_tells_what_is_left_of_its_turn(
+    number: int, sample: int, size: int, turns: list[tuple[int, int]], data: st.DataObject
+) -> None:
     context = tokens.prompt(number, sample, size, turns[0][0])
     shared = len(context)
     assert shared == max(size, tokens.LEAST_PROMPT)
     for place, (turn, new) in enumerate(turns):
         for done in {0, data.draw(st.integers(0, turn - 1))}:
             partial = [*context, *unpack_i32(tokens.generated(done, complete=False))]
-            assert tokens.read(pack_i32(partial)) == tokens.SimulatedContext(number, shared, sample, len(partial), turn - done)
+            assert tokens.read(pack_i32(partial)) == tokens.SimulatedContext(
+                number, shared, sample, len(partial), turn - done
+            )
         context += unpack_i32(tokens.generated(turn, complete=True))
         if place + 1 < len(turns):
             context += tokens.answer(new, turns[place + 1][0])

@@ -30,7 +30,9 @@ def test_two_sequences_share_every_step() -> None:
 def test_chunks_fill_what_decodes_leave_of_the_budget() -> None:
     steps = Linear(400)
     e = engine(steps, max_num_batched_tokens=8, max_num_seqs=8)
-    done = play(e, (0.0, lambda now: e.submit(request("a", 4, 10), now)), (0.5, lambda now: e.submit(request("b", 20, 1), now)))
+    done = play(
+        e, (0.0, lambda now: e.submit(request("a", 4, 10), now)), (0.5, lambda now: e.submit(request("b", 20, 1), now))
+    )
     # b gets 7, 7 and 6 tokens beside a's decodes, and its only token with the last of them.
     assert done == [(4.0, "b"), (10.0, "a")]
     assert steps.calls[1:4] == [(1, 5, 7, 0), (1, 6, 7, 7), (1, 7, 6, 14)]
@@ -52,14 +54,18 @@ def test_chunks_of_several_prompts_keep_the_number_of_attended_pairs() -> None:
 @pytest.mark.parametrize(("at", "joins"), [(10.5, 11.0), (10.0, 10.0), (10.0009765625, 11.0)])
 def test_an_arrival_cuts_a_stretch_at_the_next_boundary(at: float, joins: float) -> None:
     e = engine(Linear(4000))
-    done = play(e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (at, lambda now: e.submit(request("b", 4, 1), now)))
+    done = play(
+        e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (at, lambda now: e.submit(request("b", 4, 1), now))
+    )
     assert done == [(joins + 1.0, "b"), (300.0, "a")]
 
 
 def test_a_growing_step_is_cut_exactly_too() -> None:
     e = engine(Linear(4000, base=1.0, kv=0.25))
     # The prefill ends at 1; steps then attend to 5, 6, 7 ... tokens: boundaries at 3.25, 5.75, 8.5.
-    done = play(e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (6.0, lambda now: e.submit(request("b", 4, 1), now)))
+    done = play(
+        e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (6.0, lambda now: e.submit(request("b", 4, 1), now))
+    )
     # The step from 8.5 on decodes with 8 tokens and prefills b: 1 + 2.
     assert done[0] == (11.5, "b")
 
@@ -71,8 +77,8 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_computed_again() -> 
         e.submit(request("a", 8, 8), now)
         e.submit(request("b", 8, 8), now)
 
-    # 6 blocks.  With 12 tokens computed each holds 3; a's 13th needs a fourth, which b loses at t = 5.  b then lacks room until a ends at 8, computes 13 - 8
-    # tokens (its prompt is still cached) and has three tokens to go.
+    # 6 blocks.  With 12 tokens computed each holds 3; a's 13th needs a fourth, which b loses at t = 5.  b then lacks
+    # room until a ends at 8, computes 13 - 8 tokens (its prompt is still cached) and has three tokens to go.
     assert play(e, (0.0, both)) == [(8.0, "a"), (11.0, "b")]
     assert (e.counters.preemptions, e.counters.prefilled, e.counters.cached) == (1, 8 + 8 + 5, 8)
     assert e.counters.again == {"preemption": 4}
@@ -86,7 +92,8 @@ def test_a_step_that_preempts_admits_nothing_and_the_next_one_may() -> None:
         e.submit(request("a", 8, 8), now)
         e.submit(request("b", 8, 8, priority=1), now)
 
-    # As above, in 64ths of a second; c needs 2 blocks, finds none before b loses its three at 5, one of which goes to a, and starts at 6.
+    # As above, in 64ths of a second; c needs 2 blocks, finds none before b loses its three at 5, one of which goes to
+    # a, and starts at 6.
     done = play(e, (0.0, both), (3 / 64, lambda now: e.submit(request("c", 5, 1), now)))
     assert [(now * 64, name) for now, name in done] == [(7.0, "c"), (8.0, "a"), (11.0, "b")]
 
@@ -94,9 +101,12 @@ def test_a_step_that_preempts_admits_nothing_and_the_next_one_may() -> None:
 def test_one_that_preempts_itself_stops_nobody() -> None:
     e = engine(Linear(24))
     done = play(
-        e, (0.0, lambda now: e.submit(request("a", 8, 8, priority=1), now)), (1.0, lambda now: e.submit(request("b", 8, 8), now))
-    )  # fmt: skip
-    # a, served first, lacks a block at 5 and is itself the one to go; the step is b's alone.  a goes on at 9 and has three tokens left.
+        e,
+        (0.0, lambda now: e.submit(request("a", 8, 8, priority=1), now)),
+        (1.0, lambda now: e.submit(request("b", 8, 8), now)),
+    )
+    # a, served first, lacks a block at 5 and is itself the one to go; the step is b's alone.  a goes on at 9 and has
+    # three tokens left.
     assert done == [(9.0, "b"), (12.0, "a")]
     assert (e.counters.steps, e.counters.preemptions) == (12, 1)
 
@@ -105,7 +115,7 @@ def test_priority_decides_who_waits() -> None:
     e = engine(Linear(400), max_num_seqs=1)
     order = play(
         e, *((0.25 * i, lambda now, i=i: e.submit(request(f"r{i}", 4, 2, priority=-i), now)) for i in range(4))
-    )  # fmt: skip
+    )
     assert [name for _, name in order] == ["r0", "r3", "r2", "r1"]
 
 
@@ -132,7 +142,11 @@ def test_siblings_share_the_blocks_of_their_prompt() -> None:
 
 def test_a_prompt_that_is_cached_whole_computes_its_last_block() -> None:
     e = engine(Linear(400))
-    play(e, (0.0, lambda now: e.submit(request("s0", 8, 1, prompt="p"), now)), (5.0, lambda now: e.submit(request("s1", 8, 1, prompt="p"), now)))
+    play(
+        e,
+        (0.0, lambda now: e.submit(request("s0", 8, 1, prompt="p"), now)),
+        (5.0, lambda now: e.submit(request("s1", 8, 1, prompt="p"), now)),
+    )
     assert (e.counters.prefilled, e.counters.cached) == (8 + 4, 4)
 
 
@@ -149,9 +163,15 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
 
 
 @pytest.mark.parametrize(("keep_s", "again_at", "cached"), [(100.0, 50.0, 12), (0.0, 50.0, 4), (15.0, 50.0, 4)])
-def test_a_kept_prefix_outlives_younger_ones_until_its_time_is_over(keep_s: float, again_at: float, cached: int) -> None:
+def test_a_kept_prefix_outlives_younger_ones_until_its_time_is_over(
+    keep_s: float, again_at: float, cached: int
+) -> None:
     e = engine(Linear(40))
-    play(e, (0.0, lambda now: e.submit(request("a", 13, 1, keep_s=keep_s), now)), (30.0, lambda now: e.submit(request("b", 13, 1), now)))
+    play(
+        e,
+        (0.0, lambda now: e.submit(request("a", 13, 1, keep_s=keep_s), now)),
+        (30.0, lambda now: e.submit(request("b", 13, 1), now)),
+    )
     play(e, (40.0, lambda now: e.submit(request("c", 21, 1), now)))
     play(e, (again_at, lambda now: e.submit(request("a", 14, 1, prompt_tokens=13), now)))
     assert e.counters.cached == cached
@@ -159,15 +179,19 @@ def test_a_kept_prefix_outlives_younger_ones_until_its_time_is_over(keep_s: floa
 
 def test_a_kept_prefix_makes_no_request_wait() -> None:
     e = engine(Linear(40))
-    done = play(e, (0.0, lambda now: e.submit(request("a", 13, 1, keep_s=1000.0), now)), (5.0, lambda now: e.submit(request("c", 38, 1), now)))
+    done = play(
+        e,
+        (0.0, lambda now: e.submit(request("a", 13, 1, keep_s=1000.0), now)),
+        (5.0, lambda now: e.submit(request("c", 38, 1), now)),
+    )
     assert done == [(1.0, "a"), (6.0, "c")]
 
 
 def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     e = engine(Linear(400, base=1.0, prefill=0.25))
     play(e, (0.0, lambda now: e.submit(request("old", 8, 1), now)))
-    # a: prefill from 4 to 8 (1 + 8 / 4 = 3, boundary 7), tokens at 7, 8, 9.  The update asked for at 8.5 begins at 9 and ends at 11; 8 + 3 tokens are computed
-    # again in 1 + 11 / 4 seconds, which gives the fourth of six.
+    # a: prefill from 4 to 8 (1 + 8 / 4 = 3, boundary 7), tokens at 7, 8, 9.  The update asked for at 8.5 begins at 9
+    # and ends at 11; 8 + 3 tokens are computed again in 1 + 11 / 4 seconds, which gives the fourth of six.
     done = play(e, (4.0, lambda now: e.submit(request("a", 8, 6), now)), (8.5, lambda now: e.swap(7, 2.0, now)))
     assert done == [(11.0 + 3.75 + 2.0, "a")]
     assert e.version == 7

@@ -30,7 +30,11 @@ def test_the_future_of_each_turn() -> None:
 @pytest.mark.parametrize("preset", ["search", "math"])
 def test_no_baseline_ends_sooner_than_the_oracle(preset: str) -> None:
     work = generate(preset, Dials(trajectories=64, group=8, seed=3, max_context=60_000))
-    engines = [EngineSpec(f"{tp}-{i}", tp, Linear(tp, 400_000 * tp)) for tp, count in ((1, 4), (2, 2), (4, 1)) for i in range(count)]
+    engines = [
+        EngineSpec(f"{tp}-{i}", tp, Linear(tp, 400_000 * tp))
+        for tp, count in ((1, 4), (2, 2), (4, 1))
+        for i in range(count)
+    ]
     settings = SimSettings(max_num_seqs=16, max_inflight=24)
     told = foresight_of(work, engines, settings)
     ends = {}

@@ -31,7 +31,9 @@ def test_an_engine_drains_in_stages() -> None:
     both = 100 * steps.step_s(2, 0) + 200 * steps.step_s(1, 0)
     assert drain_s([load(100), load(300)], steps, 8) == pytest.approx(both)
     assert drain_s([load(100, prefill=3.0), load(300, tools=5.0)], steps, 8) > both + 7.0
-    assert drain_s([load(100), load(100)], steps, 1) == pytest.approx(2 * 100 * steps.step_s(1, 0)), "one slot: one after the other"
+    assert drain_s([load(100), load(100)], steps, 1) == pytest.approx(2 * 100 * steps.step_s(1, 0)), (
+        "one slot: one after the other"
+    )
     crowd = [load(100, context=60_000) for _ in range(2)]
     assert drain_s(crowd, steps, 8) > 100 * steps.step_s(2, 120_000), "more KV than fits: they take turns"
     assert prefill_s(steps, 0, 500) == 0.0
@@ -94,7 +96,11 @@ def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]
         ends = []
         for engine, tp in tps.items():
             steps = Linear(tp)
-            mine = sorted(load(n, str(i), prefill_s(steps, 100, 0), 0.0, 100 + n // 2) for i, n in enumerate(lengths) if assigned[i] == engine)
+            mine = sorted(
+                load(n, str(i), prefill_s(steps, 100, 0), 0.0, 100 + n // 2)
+                for i, n in enumerate(lengths)
+                if assigned[i] == engine
+            )
             ends.append(drain_s(mine, steps, 8))
         return max(ends)
 
@@ -110,7 +116,9 @@ def test_the_oracle_moves_when_it_pays_and_else_keeps_its_prefix() -> None:
     board.up("fast", 4, 100_000, 0)
     truth.left["t1"] = OracleWork(50, 10, 0, 0.0)
     stays = policy.route(turn_of("t1", context=5_000, at="slow", turns=1), board, 1.0)
-    assert (stays.engine, stays.reason.split(",")[0]) == ("slow", "stays on slow"), "the other one decides when slow ends"
+    assert (stays.engine, stays.reason.split(",")[0]) == ("slow", "stays on slow"), (
+        "the other one decides when slow ends"
+    )
     truth.left["t0"] = OracleWork(3_900, 10, 0, 0.0)
     moves = policy.route(turn_of("t0", context=5_000, at="slow", turns=1), board, 1.0)
     assert moves.engine == "fast"
@@ -144,7 +152,9 @@ def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
     for name in ("t1", "t2"):
         dispatcher.ready(turn_of(name, context=100), 1.0)
     sent = dispatcher.dispatch(1.0)
-    assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t2", "slow")], "100 tokens at fast are sooner over than 8,000 at slow"
+    assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t2", "slow")], (
+        "100 tokens at fast are sooner over than 8,000 at slow"
+    )
     waiting = policy.route(turn_of("t1", context=100), board, 1.5)
     assert (waiting.engine, waiting.wait, waiting.reason) == ("", "slot", "wait: fast is full and still the best")
     board.answered("fast", 100)

@@ -1,4 +1,5 @@
-"""The policies of a simulation: every name makes its policy; those of the simulator alone keep the policies' promises."""
+"""The policies of a simulation: every name makes its policy; those of the simulator alone keep the policies'
+promises."""
 
 from __future__ import annotations
 
@@ -59,5 +60,7 @@ def test_names_and_mistakes() -> None:
     for name in simulated_policy_names():
         assert make_simulated_policy(name, foresight({})).name == name
     assert parse_policies("oracle, cmlfq,oracle") == ["oracle", "cmlfq"]
-    with pytest.raises(UserError, match=r"^--policy = 'tail-batching': unknown policy; .*\(did you mean 'tail_batching'\?\)\.$"):
+    with pytest.raises(
+        UserError, match=r"^--policy = 'tail-batching': unknown policy; .*\(did you mean 'tail_batching'\?\)\.$"
+    ):
         parse_policies("tail-batching")

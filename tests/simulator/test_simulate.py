@@ -70,7 +70,11 @@ def test_tools_and_hops_add_up() -> None:
 
 
 def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
-    turns = (TurnRecord(0, 3, "test", "error", 2.0, exit_code=1, passed=4, failed=2), TurnRecord(7, 2, "edit", None, 0.0), TurnRecord(5, 4))
+    turns = (
+        TurnRecord(0, 3, "test", "error", 2.0, exit_code=1, passed=4, failed=2),
+        TurnRecord(7, 2, "edit", None, 0.0),
+        TurnRecord(5, 4),
+    )
     policy = Spread()
     simulate([TrajectoryRecord("p", 6, 10, turns)], [spec("e", Linear(400))], policy, NOW)
     first, second, third = policy.turns
@@ -112,7 +116,8 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
     assert simulate(work, engines, Spread(), NOW).makespan_s == 30.0
     policy = Once()
     result = simulate(work, engines, policy, with_(report_s=0.25))
-    # Five tokens at 1 s, interrupted at a boundary, then 25 at 0.5 s, the first of which also prefills everything but its last token once more.
+    # Five tokens at 1 s, interrupted at a boundary, then 25 at 0.5 s, the first of which also prefills everything but
+    # its last token once more.
     assert result.makespan_s == 5.0 + 12.5
     assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
     assert (result.generated_tokens, result.discarded_tokens) == (30, 0)
@@ -128,14 +133,18 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
 def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
     fleet = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
     work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]
-    moved, stayed = (simulate(work, fleet, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False))
+    moved, stayed = (
+        simulate(work, fleet, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False)
+    )
     assert (moved.midturn_moves, stayed.midturn_moves) == (1, 0)
     assert moved.makespan_s < 0.95 * stayed.makespan_s
     assert moved.generated_tokens == stayed.generated_tokens
 
 
 def test_a_full_engine_lets_turns_wait_in_order() -> None:
-    result = simulate([single(f"p{i}", 4, 10) for i in range(3)], [spec("e", Linear(400))], Spread(), with_(max_inflight=1))
+    result = simulate(
+        [single(f"p{i}", 4, 10) for i in range(3)], [spec("e", Linear(400))], Spread(), with_(max_inflight=1)
+    )
     assert result.finish_s == [10.0, 20.0, 30.0]
     assert result.queue_wait.p99 == 20.0
 
@@ -146,10 +155,10 @@ def test_synchronous_steps_follow_the_gate() -> None:
     # Two groups, the longer of 11 tokens; 5 s of training; 2 s of update; then the same with 13 tokens and 5 s.
     assert result.finish_s == [10.0, 11.0, 30.0, 31.0]
     assert result.makespan_s == 36.0
-    assert [(step.step, step.groups, step.tokens, step.staleness, step.batch_at, step.start_at, step.end_at) for step in result.steps] == [
-        (1, 2, 8 + 21, 0, 11.0, 11.0, 16.0),
-        (2, 2, 8 + 25, 0, 31.0, 31.0, 36.0),
-    ]
+    assert [
+        (step.step, step.groups, step.tokens, step.staleness, step.batch_at, step.start_at, step.end_at)
+        for step in result.steps
+    ] == [(1, 2, 8 + 21, 0, 11.0, 11.0, 16.0), (2, 2, 8 + 25, 0, 31.0, 31.0, 36.0)]
 
 
 def test_asynchronous_steps_overlap_and_keep_the_bound() -> None:
@@ -158,8 +167,8 @@ def test_asynchronous_steps_overlap_and_keep_the_bound() -> None:
     result = simulate(work, [spec("e", Linear(400))], Spread(), settings)
     assert max(step.staleness for step in result.steps) <= 1
     assert len(result.steps) == 6
-    # A group starts the moment the one before ends; its update comes at the boundary 4 s later, costs 0.5 s and the prefill is repeated by the step that gives
-    # the next token anyway.
+    # A group starts the moment the one before ends; its update comes at the boundary 4 s later, costs 0.5 s and the
+    # prefill is repeated by the step that gives the next token anyway.
     assert result.finish_s == [8.0, 16.5, 25.0, 33.5, 42.0, 50.5]
     assert result.recomputed == 5
 
@@ -179,7 +188,13 @@ def test_a_training_function_is_told_the_batch_and_the_nodes() -> None:
         asked.append((tokens, nodes))
         return 1.0
 
-    simulate([single("p", 4, 3), single("q", 4, 5)], [spec("e", Linear(400))], Spread(), with_(batch_groups=1, eta=1, train_nodes=3), training)
+    simulate(
+        [single("p", 4, 3), single("q", 4, 5)],
+        [spec("e", Linear(400))],
+        Spread(),
+        with_(batch_groups=1, eta=1, train_nodes=3),
+        training,
+    )
     assert asked == [(7, 3), (9, 3)]
 
 
@@ -188,7 +203,8 @@ def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
     exchange = Exchange("a", spec("c", Linear(400, tp=2)), delay_s=15.0)
     engines = [spec("a", Linear(400)), spec("b", Linear(400))]
     result = Simulation(work, engines, Spread(), with_(max_inflight=1), controller=exchange, controller_s=5.0).run()
-    # a ends its turn at 10 and leaves.  b goes on with its own until 20; the other one waits for it: c would come at 25.
+    # a ends its turn at 10 and leaves.  b goes on with its own until 20; the other one waits for it: c would come at
+    # 25.
     assert result.finish_s == [20.0, 30.0]
     there = {engine.engine: engine.up_s for engine in result.engines}
     assert there == {"a": 10.0, "b": 30.0, "c": 5.0}
@@ -203,7 +219,9 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
             sim.join(spec("b", Linear(400)))
 
     work = [single(f"p{i}", 4, 10) for i in range(2)]
-    result = Simulation(work, [spec("a", Linear(400))], Spread(), with_(max_inflight=1), controller=controller, controller_s=4.0).run()
+    result = Simulation(
+        work, [spec("a", Linear(400))], Spread(), with_(max_inflight=1), controller=controller, controller_s=4.0
+    ).run()
     assert seen == [(4.0, 1, 1, 2), (8.0, 2, 0, 2), (12.0, 1, 0, 1)]
     assert result.makespan_s == 14.0
 
@@ -223,7 +241,8 @@ class Tail(Spread):
 def test_a_turn_that_is_abandoned_on_its_way_is_never_run() -> None:
     work = [single("short", 4, 5), TrajectoryRecord("long", 0, 4, (turn(4, tool_s=0.875), turn(36, tool=None)))]
     result = simulate(work, [spec("e", Linear(400))], Tail(), with_(send_s=0.25, answer_s=0.25))
-    # short ends at 5.5, when long's second turn, ready at 5.375, is under way; long starts anew at once, nothing else being open.
+    # short ends at 5.5, when long's second turn, ready at 5.375, is under way; long starts anew at once, nothing else
+    # being open.
     assert result.finish_s == [5.5, 5.5 + (0.25 + 4 + 0.25) + 0.875 + (0.25 + 36 + 0.25)]
     assert (result.abandoned, result.discarded_tokens, result.generated_tokens) == (1, 4, 45)
     assert sum(engine.generated_tokens for engine in result.engines) == 49
@@ -290,7 +309,12 @@ def test_a_policy_may_not_overfill_an_engine() -> None:
             return Decision("e", 0, 0, "all here", {})
 
     with pytest.raises(ValueError, match="no free slot"):
-        simulate([single("p", 4, 5), single("q", 4, 5)], [spec("e", Linear(400)), spec("f", Linear(400))], Greedy(), with_(max_inflight=1))
+        simulate(
+            [single("p", 4, 5), single("q", 4, 5)],
+            [spec("e", Linear(400)), spec("f", Linear(400))],
+            Greedy(),
+            with_(max_inflight=1),
+        )
 
 
 @pytest.mark.parametrize(

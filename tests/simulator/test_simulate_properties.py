@@ -1,4 +1,5 @@
-"""Laws that hold for any workload: nothing is lost, nothing is counted twice, and taking many steps in one event changes nothing."""
+"""Laws that hold for any workload: nothing is lost, nothing is counted twice, and taking many steps in one event
+changes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def workloads(draw: st.DrawFn) -> list[TrajectoryRecord]:
         tokens = draw(st.integers(1, 30))
         for sample in range(draw(st.integers(1, 6))):
             turns = tuple(
-                TurnRecord(draw(st.integers(0, 12)) if i else 0, draw(st.integers(1, 8)) * 5, "tool", "ok", draw(EIGHTH))
+                TurnRecord(
+                    draw(st.integers(0, 12)) if i else 0, draw(st.integers(1, 8)) * 5, "tool", "ok", draw(EIGHTH)
+                )
                 for i in range(draw(st.integers(1, 4)))
             )
             work.append(TrajectoryRecord(f"p{prompt}", sample, tokens, turns))
@@ -47,15 +50,28 @@ class Rules(msgspec.Struct, frozen=True):
 @st.composite
 def rules(draw: st.DrawFn) -> Rules:
     limits = SimSettings(
-        block_size=4, max_num_seqs=draw(st.integers(1, 6)), max_num_batched_tokens=draw(st.integers(6, 64)), max_inflight=draw(st.integers(1, 12)),
-        send_s=2**-9, answer_s=2**-8, batch_groups=draw(st.integers(0, 2)), eta=draw(st.integers(0, 2)), train_s=draw(EIGHTH), sync_s=draw(EIGHTH) / 4,
+        block_size=4,
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.integers(6, 64)),
+        max_inflight=draw(st.integers(1, 12)),
+        send_s=2**-9,
+        answer_s=2**-8,
+        batch_groups=draw(st.integers(0, 2)),
+        eta=draw(st.integers(0, 2)),
+        train_s=draw(EIGHTH),
+        sync_s=draw(EIGHTH) / 4,
         adaptive=draw(st.booleans()),
-    )  # fmt: skip
+    )
     return Rules(limits, draw(st.none() | st.tuples(EIGHTH, EIGHTH)))
 
 
-def run(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float, policy: type[Spread] = Spread) -> tuple[Simulation, SimResult]:
-    engines = [spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)), spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2))]
+def run(
+    work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float, policy: type[Spread] = Spread
+) -> tuple[Simulation, SimResult]:
+    engines = [
+        spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)),
+        spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2)),
+    ]
     sim = Simulation(work, engines, policy(keep_s), rules.settings)
     if rules.exchange is not None:
         at_s, delay_s = rules.exchange
@@ -70,7 +86,8 @@ def nothing_is_held(sim: Simulation) -> bool:
 
 
 ROOM = 244
-"""KV tokens that hold the longest trajectory there can be, 30 + 4 * 40 + 3 * 12 and a block to spare, but not two of them: preemption happens."""
+"""KV tokens that hold the longest trajectory there can be, 30 + 4 * 40 + 3 * 12 and a block to spare, but not two of
+them: preemption happens."""
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,9 +120,15 @@ def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: Rules
 
 @settings(max_examples=60, deadline=None)
 @given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
-def test_interrupted_turns_lose_nothing(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float) -> None:
+def test_interrupted_turns_lose_nothing(
+    work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float
+) -> None:
     sim, result = run(work, rules, capacity, keep_s, Restless)
-    assert result.generated_tokens == sum(one.generated for one in work) == sum(engine.generated_tokens for engine in result.engines)
+    assert (
+        result.generated_tokens
+        == sum(one.generated for one in work)
+        == sum(engine.generated_tokens for engine in result.engines)
+    )
     assert result.trajectories == len(work)
     turns = sum(len(one.turns) for one in work)
     assert result.turns == turns <= result.decisions
@@ -129,15 +152,25 @@ class Arrival(NamedTuple):
     keep_s: float
 
 
-ARRIVALS = st.lists(st.builds(Arrival, *(st.integers(*ends) for ends in ((0, 60), (1, 24), (1, 56), (0, 2), (0, 3))), st.sampled_from([0.0, 1.0])), max_size=14)
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        *(st.integers(*ends) for ends in ((0, 60), (1, 24), (1, 56), (0, 2), (0, 3))),
+        st.sampled_from([0.0, 1.0]),
+    ),
+    max_size=14,
+)
 
 
 def crowd(arrivals: list[Arrival], kv: float, max_stretch: int) -> tuple[list[tuple[float, str]], list[object], float]:
-    """Many turns on one engine of 25 blocks: who ended when, all counters, and the share of the blocks held at the end."""
+    """Many turns on one engine of 25 blocks: who ended when, all counters, and the share of the blocks held at the
+    end."""
     e = engine(Linear(100, 2**-4, kv, 2**-10 if kv else 0.0), max_stretch=max_stretch)
 
     def arrive(number: int, a: Arrival) -> tuple[float, Callable[[float], object]]:
-        turn = request(f"t{number}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority, a.keep_s)
+        turn = request(
+            f"t{number}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority, a.keep_s
+        )
         return a.at / 16, lambda now: e.submit(turn, now)
 
     done = play(e, *(arrive(i, a) for i, a in enumerate(arrivals)), (1.25, lambda now: e.swap(1, 0.5, now)))

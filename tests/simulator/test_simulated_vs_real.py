@@ -12,7 +12,21 @@ import pytest
 
 from bench.replay import Played, Setup, TurnTimes
 from bench.replay_task import Replay, ReplayedEpisode
-from bench.simulated_vs_real import CALIBRATIONS, GROUP_SIZE, PREDICTED, SCHEDULERS, Hops, Pair, Play, Simulator, compare, make_work, plays, ranking, rows
+from bench.simulated_vs_real import (
+    CALIBRATIONS,
+    GROUP_SIZE,
+    PREDICTED,
+    SCHEDULERS,
+    Hops,
+    Pair,
+    Play,
+    Simulator,
+    compare,
+    make_work,
+    plays,
+    ranking,
+    rows,
+)
 from libra_hpc.hardware.measured import StepPoint
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader
@@ -36,17 +50,29 @@ class Known:
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
         seconds = self._slower * (STEP_S + 2e-4 * decodes + 1e-7 * kv_tokens + 1e-4 * prefill)
-        self.points.append(StepPoint(tp=1, decodes=decodes, kv_tokens=kv_tokens, prefill=prefill, context=context, seconds=seconds))
+        self.points.append(
+            StepPoint(tp=1, decodes=decodes, kv_tokens=kv_tokens, prefill=prefill, context=context, seconds=seconds)
+        )
         return seconds
 
 
 def reality(work: list[TrajectoryRecord], engines: Known, open_groups: int) -> Any:
     """A run of the known engines, with the hops of a real one."""
     limits = SimSettings(
-        max_inflight=SETUP.max_inflight, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=SETUP.max_model_len, send_s=SEND_S, answer_s=ANSWER_S,
+        max_inflight=SETUP.max_inflight,
+        max_num_seqs=32,
+        max_num_batched_tokens=2048,
+        max_model_len=SETUP.max_model_len,
+        send_s=SEND_S,
+        answer_s=ANSWER_S,
         max_open_groups=open_groups,
-    )  # fmt: skip
-    slower = [msgspec.structs.replace(spec, turns=tuple(msgspec.structs.replace(turn, tool_s=turn.tool_s + ENV_S) for turn in spec.turns)) for spec in work]
+    )
+    slower = [
+        msgspec.structs.replace(
+            spec, turns=tuple(msgspec.structs.replace(turn, tool_s=turn.tool_s + ENV_S) for turn in spec.turns)
+        )
+        for spec in work
+    ]
     return simulate(slower, [EngineSpec(f"r2.{n}", 1, engines) for n in range(2)], make_policy("cmlfq"), limits)
 
 
@@ -82,7 +108,9 @@ def test_hops_are_never_negative() -> None:
 
 def test_calibrating_runs_stand_between_the_others_and_span_them() -> None:
     first, second = plays(0), plays(1)
-    assert [(play.load.name, play.policy) for play in second] == [(play.load.name, play.policy) for play in reversed(first)]
+    assert [(play.load.name, play.policy) for play in second] == [
+        (play.load.name, play.policy) for play in reversed(first)
+    ]
     assert [play.load for play in first if play.load in PREDICTED] == [load for load in PREDICTED for _ in SCHEDULERS]
     assert [first.index(play) for play in first if play.load in CALIBRATIONS] == [0, 1 + len(SCHEDULERS)]
     assert all(max(load.open_groups for load in CALIBRATIONS) >= load.open_groups for load in PREDICTED)
@@ -90,12 +118,15 @@ def test_calibrating_runs_stand_between_the_others_and_span_them() -> None:
 
 
 def test_a_run_is_predicted_from_others_alone() -> None:
-    """The calibrating runs' steps last twice as long as those of the predicted run: so does the prediction, while its own steps give its own time."""
+    """The calibrating runs' steps last twice as long as those of the predicted run: so does the prediction, while
+    its own steps give its own time."""
     done = []
     for load in (*CALIBRATIONS, PREDICTED[1]):
         engines = Known(2.0 if load in CALIBRATIONS else 1.0)
         sim = reality(make_work(load, 0, 0.5), engines, load.open_groups)
-        done.append((Play(load, "cmlfq", 0), msgspec.structs.replace(played(engines), makespan_s=sim.makespan_s, stats={})))
+        done.append(
+            (Play(load, "cmlfq", 0), msgspec.structs.replace(played(engines), makespan_s=sim.makespan_s, stats={}))
+        )
     found, facts = compare(done, SETUP, 0.5)
     assert {pair.load for pair in found} == {PREDICTED[1].name}
     span = found[0]
@@ -113,7 +144,9 @@ def test_work_is_even_groups_that_depend_on_the_seed() -> None:
         assert len({(spec.prompt_id, spec.prompt_tokens) for spec in work}) == load.groups, "siblings share the prompt"
         assert work == make_work(load, 3)
         assert work != make_work(load, 4)
-        assert max(spec.context + max(turn.gen_tokens for turn in spec.turns) for spec in work) <= SETUP.max_model_len, "or the leader would cut it"
+        assert (
+            max(spec.context + max(turn.gen_tokens for turn in spec.turns) for spec in work) <= SETUP.max_model_len
+        ), "or the leader would cut it"
 
 
 def test_table_and_ranking() -> None:

@@ -1,4 +1,5 @@
-"""Step times, policies and work small enough to compute by hand.  All figures are sums of powers of two, hence exact in floating point."""
+"""Step times, policies and work small enough to compute by hand.  All figures are sums of powers of two, hence exact
+in floating point."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class Restless(Spread):
 
 
 class Exchange:
-    """A controller: at its first call ``leave`` is drained, and ``delay_s`` after its last turn ``join`` accepts turns."""
+    """A controller: at its first call ``leave`` is drained, and ``delay_s`` after its last turn ``join`` accepts
+    turns."""
 
     def __init__(self, leave: str, join: EngineSpec, delay_s: float) -> None:
         self._leave, self._join, self._delay_s = leave, join, delay_s
@@ -104,10 +106,27 @@ def engine(steps: StepTimes, **settings: object) -> Engine:
 
 
 def request(
-    name: str, tokens: int, left: int, prompt: str = "", prompt_tokens: int | None = None, priority: int = 0, keep_s: float = 0.0, high: int = 0
+    name: str,
+    tokens: int,
+    left: int,
+    prompt: str = "",
+    prompt_tokens: int | None = None,
+    priority: int = 0,
+    keep_s: float = 0.0,
+    high: int = 0,
 ) -> SimRequest:
     """A turn; its prompt is its whole context unless given."""
-    return SimRequest(name, prompt or name, (tokens if prompt_tokens is None else prompt_tokens) // 4, tokens, left, priority, keep_s, high, "eviction")
+    return SimRequest(
+        name,
+        prompt or name,
+        (tokens if prompt_tokens is None else prompt_tokens) // 4,
+        tokens,
+        left,
+        priority,
+        keep_s,
+        high,
+        "eviction",
+    )
 
 
 def play(engine: Engine, *at: tuple[float, Callable[[float], object]]) -> list[tuple[float, str]]:
@@ -124,7 +143,9 @@ def play(engine: Engine, *at: tuple[float, Callable[[float], object]]) -> list[t
     return done
 
 
-def turn(gen: int, new: int = 0, tool: str | None = "tool", tool_s: float = 0.0, outcome: str | None = "ok") -> TurnRecord:
+def turn(
+    gen: int, new: int = 0, tool: str | None = "tool", tool_s: float = 0.0, outcome: str | None = "ok"
+) -> TurnRecord:
     """One turn."""
     return TurnRecord(new, gen, tool, outcome, tool_s)
 

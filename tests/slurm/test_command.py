@@ -27,20 +27,33 @@ def install(folder: Path, name: str, body: str) -> Mapping[str, str]:
 
 def test_a_transient_failure_is_retried(fake: Path) -> None:
     env = install(
-        fake, "sinfo", 'echo x >>"$HOME/calls"; [ $(wc -l <"$HOME/calls") -ge 3 ] && echo done && exit 0; echo "sinfo: error: Socket timed out" >&2; exit 1'
+        fake,
+        "sinfo",
+        'echo x >>"$HOME/calls"; [ $(wc -l <"$HOME/calls") -ge 3 ] && echo done && exit 0; echo "sinfo: error: Socket'
+        ' timed out" >&2; exit 1',
     )
     assert command.call(["sinfo"], env) == "done\n"
 
 
 def test_a_controller_that_stays_away(fake: Path) -> None:
-    env = install(fake, "sinfo", 'echo x >>"$HOME/calls"; echo "slurm_load_partitions: Unable to contact slurm controller (connect failure)" >&2; exit 1')
+    env = install(
+        fake,
+        "sinfo",
+        'echo x >>"$HOME/calls"; echo "slurm_load_partitions: Unable to contact slurm controller (connect failure)"'
+        " >&2; exit 1",
+    )
     with pytest.raises(SlurmUnreachable, match=r"Unable to contact .*libra-hpc cluster up.*--executor local"):
         command.call(["sinfo"], env)
     assert (fake / "calls").read_text().count("x") == command.TRIES
 
 
 def test_a_refusal_is_not_retried(fake: Path) -> None:
-    env = install(fake, "sbatch", 'echo x >>"$HOME/calls"; echo "sbatch: error: a" >&2; echo "sbatch: error: b" >&2; echo "sbatch: error: a" >&2; exit 1')
+    env = install(
+        fake,
+        "sbatch",
+        'echo x >>"$HOME/calls"; echo "sbatch: error: a" >&2; echo "sbatch: error: b" >&2; echo "sbatch: error: a" >&2;'
+        " exit 1",
+    )
     with pytest.raises(command.SlurmRefused, match=r"^a; b$"):
         command.call(["sbatch"], env)
     assert (fake / "calls").read_text().count("x") == 1
@@ -64,7 +77,9 @@ def test_a_forgotten_job_is_looked_up_in_the_accounts(fake: Path) -> None:
 
 
 def test_site_slurm_is_preferred(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; echo "Slurmctld(backup) at head2 is UP"')
+    env = install(
+        fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; echo "Slurmctld(backup) at head2 is UP"'
+    )
     monkeypatch.setenv("PATH", env["PATH"])
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")

@@ -18,15 +18,22 @@ from libra_hpc.slurm.devcluster.conf import NODES, ClusterFacts, gres_conf, slur
 from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, step_daemons, stop
 from libra_hpc.slurm.devcluster.packages import SlurmTools
 
-SITE = ClusterFacts(Path("/h"), "host", "127.0.1.1", "me", {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}}, 4242)
+SITE = ClusterFacts(
+    Path("/h"),
+    "host",
+    "127.0.1.1",
+    "me",
+    {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}},
+    4242,
+)
 
 
 def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
     text = slurm_conf(SITE, SlurmTools(Path("/t")))
     assert "SlurmctldHost=host(127.0.1.1)\nSlurmctldPort=100\n" in text
     assert (
-        "NodeName=a800-3 NodeHostname=host NodeAddr=127.0.1.1 Port=104 Boards=1 Sockets=2 CoresPerSocket=32 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:a800:8"
-        in text
+        "NodeName=a800-3 NodeHostname=host NodeAddr=127.0.1.1 Port=104 Boards=1 Sockets=2 CoresPerSocket=32"
+        " ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:a800:8" in text
     )
     assert "NodeName=cpu-1 NodeHostname=host NodeAddr=127.0.1.1 Port=108 " in text
     assert "NoInAddrAny,NoCtldInAddrAny" in text
@@ -83,7 +90,9 @@ def daemon(tmp_path: Path, pid: int, argv: tuple[str, ...], identity: tuple[str,
 def test_a_foreign_process_behind_our_pid_file_is_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as foreign:
         try:
-            assert daemon(tmp_path, foreign.pid, ("/x/slurmctld", "-f", "/h/slurm.conf"), ("/h/slurm.conf",)).pid() is None
+            assert (
+                daemon(tmp_path, foreign.pid, ("/x/slurmctld", "-f", "/h/slurm.conf"), ("/h/slurm.conf",)).pid() is None
+            )
             assert daemon(tmp_path, foreign.pid, ("/x/sleep", "60", "61"), ("61",)).pid() is None
             assert stop([daemon(tmp_path, foreign.pid, ("/x/slurmctld",), ("60",))]) == []
             assert foreign.poll() is None
@@ -104,7 +113,11 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.
 
 def test_job_processes_need_the_configuration_and_a_node_of_ours() -> None:
     conf = Path("/h/etc/slurm.conf")
-    variables = [{"SLURM_CONF": str(conf)}, {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n9"}, {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n1"}]
+    variables = [
+        {"SLURM_CONF": str(conf)},
+        {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n9"},
+        {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n1"},
+    ]
     children = [subprocess.Popen(["/bin/sleep", "60"], env={**os.environ, **extra}) for extra in variables]
     try:
         assert job_processes(conf, ["n0", "n1"]) == [children[2].pid]

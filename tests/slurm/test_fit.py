@@ -23,22 +23,50 @@ def fit(components: dict[str, Any], **slurm: Any) -> None:
 
 
 def test_a_job_that_fits_a_busy_cluster() -> None:
-    fit({"planner": {"partition": "cpu"}, "train": {"nodes": 2, "gpus": 8, "gpu_type": "a800"}, "hybrid": {"nodes": 1}, "rollout": {"nodes": 1, "gpus": 4}})
+    fit(
+        {
+            "planner": {"partition": "cpu"},
+            "train": {"nodes": 2, "gpus": 8, "gpu_type": "a800"},
+            "hybrid": {"nodes": 1},
+            "rollout": {"nodes": 1, "gpus": 4},
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("components", "message"),
     [
-        ({"train": {"partition": "a80"}}, r"components\.train\.partition = 'a80': no such partition; valid: a800, cpu, old \(did you mean 'a800'\?\)"),
-        ({"train": {"partition": "old"}}, r"components\.train\.partition = 'old': the partition is down; valid: a800, cpu"),
-        ({"train": {"nodes": 5}}, r"components\.train\.nodes = 5: partition a800 has 4 nodes and components before it take 1; valid: at most 3"),
-        ({"hybrid": {"nodes": 2}}, r"components\.rollout\.nodes = 1: partition a800 has 4 nodes and components before it take 4; valid: at most 0"),
+        (
+            {"train": {"partition": "a80"}},
+            r"components\.train\.partition = 'a80': no such partition; valid: a800, cpu, old \(did you mean 'a800'\?\)",
+        ),
+        (
+            {"train": {"partition": "old"}},
+            r"components\.train\.partition = 'old': the partition is down; valid: a800, cpu",
+        ),
+        (
+            {"train": {"nodes": 5}},
+            (
+                r"components\.train\.nodes = 5: partition a800 has 4 nodes and components before it take 1; valid: at"
+                r" most 3"
+            ),
+        ),
+        (
+            {"hybrid": {"nodes": 2}},
+            (
+                r"components\.rollout\.nodes = 1: partition a800 has 4 nodes and components before it take 4; valid: at"
+                r" most 0"
+            ),
+        ),
         ({"rollout": {"cpus": 65}}, r"components\.rollout\.cpus = 65: .* 64 CPUs"),
         ({"rollout": {"mem": "1T"}}, r"components\.rollout\.mem = '1T': .* 512000 MB"),
         ({"train": {"gpus": 9}}, r"components\.train\.gpus = 9: .* 8 GPUs"),
         ({"train": {"gpus": 1, "gpu_type": "h100"}}, r"components\.train\.gpu_type = 'h100': .*valid: a800"),
         ({"planner": {"partition": "cpu", "gpus": 1}}, r"components\.planner\.gpus = 1: .* 0 GPUs"),
-        ({"planner": {"partition": "cpu", "gpus": 1, "gpu_type": "a800"}}, r"components\.planner\.gpu_type = 'a800': .*no typed GPUs"),
+        (
+            {"planner": {"partition": "cpu", "gpus": 1, "gpu_type": "a800"}},
+            r"components\.planner\.gpu_type = 'a800': .*no typed GPUs",
+        ),
         ({"planner": {"nodes": 0}}, r"components\.planner\.nodes = 0"),
     ],
 )

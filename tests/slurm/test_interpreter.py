@@ -81,7 +81,9 @@ def test_the_question_imports_no_engine(tmp_path: Path, monkeypatch: pytest.Monk
         ("sleep 5", "it does not run (no answer within 0 s)"),
     ],
 )
-def test_what_does_not_run_is_refused_with_its_reason(text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_run_is_refused_with_its_reason(
+    text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "sleep" in text:
         monkeypatch.setattr(interpreter, "TIMEOUT_S", 0.1)
     assert sentence in refused(configured(program(tmp_path / "python", text)))
@@ -90,18 +92,25 @@ def test_what_does_not_run_is_refused_with_its_reason(text: str, sentence: str, 
 def test_pypis_mpich_under_another_plugin_is_a_warning(tmp_path: Path) -> None:
     def warned(mpi: str, executor: str, plugin: str) -> list[str]:
         python = program(tmp_path / mpi, f"echo libra-hpc finds 3.11 {mpi}")
-        return check_python(RunConfig.model_validate({"slurm": {"python": str(python), "mpi": plugin, "executor": executor}}))
+        return check_python(
+            RunConfig.model_validate({"slurm": {"python": str(python), "mpi": plugin, "executor": executor}})
+        )
 
     (line,) = warned("mpich", "auto", "pmix")
     assert line.startswith("slurm.mpi = 'pmix', and ")
     assert "PyPI's mpich, which needs 'pmi2'" in line
-    assert warned("mpich", "slurm", "pmi2") == warned("mpich", "local", "pmix") == warned("other", "slurm", "pmix") == []
+    assert (
+        warned("mpich", "slurm", "pmi2") == warned("mpich", "local", "pmix") == warned("other", "slurm", "pmix") == []
+    )
 
 
 def test_what_cannot_be_an_interpreter_is_refused_and_what_only_the_nodes_have_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     assert "not an executable file" in refused(configured(tmp_path / "text"))
     assert "not an executable file" in refused(configured(tmp_path))
-    assert refused(configured("pyhton3")) == "slurm.python = 'pyhton3': no such program on PATH; valid: the absolute path of an interpreter."
+    assert (
+        refused(configured("pyhton3"))
+        == "slurm.python = 'pyhton3': no such program on PATH; valid: the absolute path of an interpreter."
+    )
     (line,) = check_python(configured("/nodes/only/python"))
     assert line.startswith("slurm.python = '/nodes/only/python' is not visible from here, ")

@@ -32,7 +32,9 @@ def test_both_forms_of_the_list_are_read() -> None:
 
 @pytest.mark.parametrize(("text", "stream"), [(PRESENT, 1), (EARLIER, 2)])
 def test_srun_is_asked_with_the_environment_that_is_given(text: str, stream: int, tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text(f'#!/bin/sh\n[ "$1" = --mpi=list ] && [ "$SLURM_CONF" = here ] && cat "{tmp_path}/list" >&{stream}\n')
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\n[ "$1" = --mpi=list ] && [ "$SLURM_CONF" = here ] && cat "{tmp_path}/list" >&{stream}\n'
+    )
     (tmp_path / "srun").chmod(0o755)
     (tmp_path / "list").write_text(text)
     path = f"{tmp_path}:/usr/bin:/bin"

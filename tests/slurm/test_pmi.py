@@ -1,4 +1,5 @@
-"""Starting a rank under Slurm's pmi2 plugin: what it publishes fits the plugin's buffer, and the process between the two leaves with it."""
+"""Starting a rank under Slurm's pmi2 plugin: what it publishes fits the plugin's buffer, and the process between the
+two leaves with it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def ask(request):
     return plugin.recv(65536)
 maxes = ask(b"cmd=get_maxes\\n")
 value = b"5A" * ((int(re.search(rb"vallen_max=(\\d+)", maxes)[1]) - 2) // 2)
-sys.exit(ask(b"cmd=put kvsname=50001000.0 key=-allgather-1-3-seg-10/10 value=" + value + b"\\n") != b"cmd=put_result rc=0\\n")
+put = b"cmd=put kvsname=50001000.0 key=-allgather-1-3-seg-10/10 value=" + value + b"\\n"
+sys.exit(ask(put) != b"cmd=put_result rc=0\\n")
 """
 
 
@@ -46,12 +48,15 @@ def test_the_longest_request_fits_one_read() -> None:
 
 
 def exchange(program: Path, *, relayed: bool) -> tuple[list[bytes], int]:
-    """What a plugin that reads as Slurm's reads from a rank that publishes as much as it may, and how the rank ended."""
+    """What a plugin that reads as Slurm's reads from a rank that publishes as much as it may, and how the rank
+    ended."""
     plugin, theirs = socket.socketpair()
     argv = [sys.executable, *(("-m", "libra_hpc.slurm.pmi") if relayed else ()), str(program)]
     with plugin:
         with theirs:
-            rank = subprocess.Popen(argv, env={**os.environ, "PMI_FD": str(theirs.fileno())}, pass_fds=(theirs.fileno(),))
+            rank = subprocess.Popen(
+                argv, env={**os.environ, "PMI_FD": str(theirs.fileno())}, pass_fds=(theirs.fileno(),)
+            )
         requests = []
         while request := plugin.recv(REQUEST_BYTES):
             requests.append(request)
@@ -80,5 +85,11 @@ def test_the_relay_leaves_with_a_killed_rank(tmp_path: Path) -> None:
 def test_without_a_plugin_the_program_is_started_as_it_is() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PMI_FD"}
     code = "import os, sys; print(sys.argv[1:], 'PMI_FD' in os.environ)"
-    done = subprocess.run([sys.executable, "-m", "libra_hpc.slurm.pmi", "-c", code, "two words"], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "libra_hpc.slurm.pmi", "-c", code, "two words"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "['two words'] False\n"

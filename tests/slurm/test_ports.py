@@ -34,7 +34,9 @@ def listeners(tmp_path: Path, interface: str) -> list[str]:
         pytest.skip("mpi4py is not installed")
     (tmp_path / "world.py").write_text(WORLD)
     run = RunDir.create(tmp_path, "run")
-    config = RunConfig.model_validate({"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}})
+    config = RunConfig.model_validate(
+        {"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}}
+    )
     local.start(Launch(config, run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
     while not submit.state(run).state.ended:
         time.sleep(0.05)

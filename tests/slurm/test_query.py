@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.slurm.query import JobState, Partition, gpus_of, job_state, parse_accounts, parse_job, parse_partitions, slurm_seconds
+from libra_hpc.slurm.query import (
+    JobState,
+    Partition,
+    gpus_of,
+    job_state,
+    parse_accounts,
+    parse_job,
+    parse_partitions,
+    slurm_seconds,
+)
 
 SINFO = """\
 a800*|up|infinite|idle|64|1000000|gpu:a800:8(S:0-1)
@@ -29,7 +38,15 @@ def test_partitions() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 5400), ("01:30", 90), ("02:00:00", 7200), ("1-12", 129600), ("1-00:30", 88200), ("2-00:00:05", 172805), ("UNLIMITED", None)],
+    [
+        ("90", 5400),
+        ("01:30", 90),
+        ("02:00:00", 7200),
+        ("1-12", 129600),
+        ("1-00:30", 88200),
+        ("2-00:00:05", 172805),
+        ("UNLIMITED", None),
+    ],
 )
 def test_times(text: str, seconds: int | None) -> None:
     assert slurm_seconds(text) == seconds
@@ -43,7 +60,12 @@ def test_no_times(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "gpus"),
-    [("(null)", {}), ("gpu:4", {"": 4}), ("gpu:a800:8(S:0-1)", {"a800": 8}), ("gpu:a100_3g.20gb:2,gpu:4,craynetwork:1", {"a100_3g.20gb": 2, "": 4})],
+    [
+        ("(null)", {}),
+        ("gpu:4", {"": 4}),
+        ("gpu:a800:8(S:0-1)", {"a800": 8}),
+        ("gpu:a100_3g.20gb:2,gpu:4,craynetwork:1", {"a100_3g.20gb": 2, "": 4}),
+    ],
 )
 def test_gpus(text: str, gpus: dict[str, int]) -> None:
     assert gpus_of(text) == gpus
@@ -88,5 +110,8 @@ def test_unknown_job_is_not_failed() -> None:
 
 
 def test_accounts_of_a_requeued_heterogeneous_job() -> None:
-    text = "12+0|PREEMPTED|0:0|2026-11-20T08:00:00\n12+1|PREEMPTED|0:0|2026-11-20T08:00:00\n12+0|COMPLETED|0:0|2026-11-20T08:10:00\n"
+    text = (
+        "12+0|PREEMPTED|0:0|2026-11-20T08:00:00\n12+1|PREEMPTED|0:0|2026-11-20T08:00:00\n"
+        "12+0|COMPLETED|0:0|2026-11-20T08:10:00\n"
+    )
     assert parse_accounts("12", text).state is JobState.COMPLETED

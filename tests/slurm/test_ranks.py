@@ -104,9 +104,13 @@ def wait_end(run: RunDir) -> JobState:
 
 def test_start_up_dialogue() -> None:
     space = KeyValueSpace(2, "w1")
-    assert space.answer(0, "cmd=init pmi_version=1 pmi_subversion=1") == {0: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"}
+    assert space.answer(0, "cmd=init pmi_version=1 pmi_subversion=1") == {
+        0: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+    }
     assert space.answer(1, "cmd=get_my_kvsname") == {1: "cmd=my_kvsname kvsname=w1"}
-    assert space.answer(0, "cmd=get kvsname=w1 key=PMI_process_mapping") == {0: "cmd=get_result rc=0 msg=success value=(vector,(0,1,2))"}
+    assert space.answer(0, "cmd=get kvsname=w1 key=PMI_process_mapping") == {
+        0: "cmd=get_result rc=0 msg=success value=(vector,(0,1,2))"
+    }
     assert space.answer(1, "cmd=get kvsname=w1 key=card-0")[1].startswith("cmd=get_result rc=-1")
     space.answer(0, "cmd=put kvsname=w1 key=card-0 value=a=b#c")
     assert space.answer(1, "cmd=get kvsname=w1 key=card-0") == {1: "cmd=get_result rc=0 msg=success value=a=b#c"}
@@ -138,7 +142,9 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
 
 
 @pytest.mark.parametrize(("killed_at", "starts"), [(0, 2), (2, 3)])
-def test_ranks_that_say_so_are_started_again_also_when_that_start_is_killed(run: RunDir, killed_at: int, starts: int) -> None:
+def test_ranks_that_say_so_are_started_again_also_when_that_start_is_killed(
+    run: RunDir, killed_at: int, starts: int
+) -> None:
     start(run, "again", str(killed_at))
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
@@ -163,7 +169,9 @@ def test_what_follows_the_end_of_all_ranks() -> None:
     assert decide(lost._replace(again="")).word == "again"
     assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
     assert decide(lost._replace(again="recover: node 1 was lost\n")) == LauncherDecision("recover", "node 1 was lost")
-    assert decide(lost._replace(again="", verdict=True)).word == "stop", "a restart that could not be prepared ends with a verdict"
+    assert decide(lost._replace(again="", verdict=True)).word == "stop", (
+        "a restart that could not be prepared ends with a verdict"
+    )
     assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
     assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]
 

@@ -29,8 +29,14 @@ FULL: dict[str, Any] = {
 
 
 def script(config: dict[str, Any], **changes: Any) -> str:
-    arguments: dict[str, Any] = {"interpreter": "/opt/env/bin/python", "attempt": 2, "environment": {"NOTE": "it's 100%"}}
-    return het_script(Launch(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes}))
+    arguments: dict[str, Any] = {
+        "interpreter": "/opt/env/bin/python",
+        "attempt": 2,
+        "environment": {"NOTE": "it's 100%"},
+    }
+    return het_script(
+        Launch(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes})
+    )
 
 
 def test_golden_text() -> None:
@@ -70,7 +76,9 @@ def test_one_component_is_a_plain_job() -> None:
 
 
 def test_another_command_is_quoted() -> None:
-    assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words' &" in script(FULL, arguments=["/a/b.py", "two words"])
+    assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words' &" in script(
+        FULL, arguments=["/a/b.py", "two words"]
+    )
 
 
 SRUN = """#!/bin/bash
@@ -82,7 +90,8 @@ case $(wc -l <"$RUN/starts") in
   *) touch "$logs/met"; echo '{"state": "completed", "message": "step 9 is saved"}' >"$RUN/result.json"; exit 1 ;;
 esac
 """
-"""The ranks ask for another start; that one is killed before they meet; the third completes the run although a rank dies."""
+"""The ranks ask for another start; that one is killed before they meet; the third completes the run although a rank
+dies."""
 
 
 def test_the_script_starts_ranks_again_that_say_so_and_repeats_that_start_when_it_is_killed(tmp_path: Path) -> None:
@@ -96,8 +105,10 @@ def test_the_script_starts_ranks_again_that_say_so_and_repeats_that_start_when_i
     assert done.returncode == 0, done.stderr
     assert (run.path / "starts").read_text() == "x\n" * 3
     assert done.stdout.splitlines() == [
-        "again: the ranks start in another layout", "repeat: start 1: the agents did not meet", "the run completed: step 9 is saved"
-    ]  # fmt: skip
+        "again: the ranks start in another layout",
+        "repeat: start 1: the agents did not meet",
+        "the run completed: step 9 is saved",
+    ]
     assert not run.again(1).exists()
 
 
@@ -108,7 +119,9 @@ exit 137
 """
 
 
-def test_the_script_restarts_ranks_whose_planner_was_lost_and_gives_the_run_a_verdict_when_that_is_no_use(tmp_path: Path) -> None:
+def test_the_script_restarts_ranks_whose_planner_was_lost_and_gives_the_run_a_verdict_when_that_is_no_use(
+    tmp_path: Path,
+) -> None:
     run = RunDir(tmp_path / "a run")
     run.logs(1).mkdir(parents=True)
     (tmp_path / "srun").write_text(LOSES_RANK_0)

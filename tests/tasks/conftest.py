@@ -32,9 +32,12 @@ def arithmetic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_sandbox(tmp_path: Path) -> InSandbox:
-    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a loop of its own and closes the sandbox."""
+    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a loop of its own and closes the
+    sandbox."""
 
-    def run(body: Callable[[Sandbox], Awaitable[Any]], tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any) -> Any:
+    def run(
+        body: Callable[[Sandbox], Awaitable[Any]], tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any
+    ) -> Any:
         async def inside() -> Any:
             sandbox = Sandbox(tools or {}, HostConfig(task="test", model="", **limits), tmp_path)
             try:

@@ -106,7 +106,9 @@ class Leader:
         return message
 
 
-def play(leader: Leader, policy: Callable[[str, list[int]], list[int]], episodes: dict[str, int], progress: float = 0.0) -> dict[str, EpisodeStepped]:
+def play(
+    leader: Leader, policy: Callable[[str, list[int]], list[int]], episodes: dict[str, int], progress: float = 0.0
+) -> dict[str, EpisodeStepped]:
     """Play episodes (name -> index) concurrently to their ends; ``policy(name, context)`` gives the next turn."""
     context: dict[str, list[int]] = {}
     ends: dict[str, EpisodeStepped] = {}

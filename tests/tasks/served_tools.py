@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import subprocess
 
-SERVER = subprocess.Popen(["sh", "-c", "while read line; do sleep 600 & echo $line; done"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+SERVER = subprocess.Popen(
+    ["sh", "-c", "while read line; do sleep 600 & echo $line; done"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+)
 
 
 def ask(text: str) -> str:

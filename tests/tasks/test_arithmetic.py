@@ -24,7 +24,15 @@ def task(arithmetic_folder: Path) -> Arithmetic:
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("12*7", "84"), (" ( 2 - 9 ) * 3", "-21"), ("-(-4) + +1", "5"), ("7 / 2", "3.5"), ("8 / 2", "4"), ("7 // 2 % 2", "1"), ("1.5 * 2", "3")],
+    [
+        ("12*7", "84"),
+        (" ( 2 - 9 ) * 3", "-21"),
+        ("-(-4) + +1", "5"),
+        ("7 / 2", "3.5"),
+        ("8 / 2", "4"),
+        ("7 // 2 % 2", "1"),
+        ("1.5 * 2", "3"),
+    ],
 )
 def test_calculator(expression: str, value: str) -> None:
     assert calculate(expression) == value
@@ -32,9 +40,28 @@ def test_calculator(expression: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "1 +", "2 ** 9", "abs(1)", "x", "(1).real", "[1][0]", "1 if 1 else 2", "True", "'a' * 3", "1 / 0", "1e300 * 1e300", "9" * 31, "1 + " * 100 + "1",
-     "(" * 200, "lambda: 1", "__import__('os')", "1e400", "1\x00"],
-)  # fmt: skip
+    [
+        "",
+        "1 +",
+        "2 ** 9",
+        "abs(1)",
+        "x",
+        "(1).real",
+        "[1][0]",
+        "1 if 1 else 2",
+        "True",
+        "'a' * 3",
+        "1 / 0",
+        "1e300 * 1e300",
+        "9" * 31,
+        "1 + " * 100 + "1",
+        "(" * 200,
+        "lambda: 1",
+        "__import__('os')",
+        "1e400",
+        "1\x00",
+    ],
+)
 def test_calculator_refuses_everything_else(expression: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         calculate(expression)
@@ -77,11 +104,21 @@ def test_scripted_policies_end_to_end(in_sandbox: InSandbox, task: Arithmetic) -
     async def fail(box: Sandbox) -> list[tuple[str, str]]:
         episode = task.open(0, 0, 0.0)
         seen = []
-        for text in ("<calc>import os</calc>", "<python>1/0</python>", "<python>while True: pass</python>", "no call at all", "<calc>1"):
+        for text in (
+            "<calc>import os</calc>",
+            "<python>1/0</python>",
+            "<python>while True: pass</python>",
+            "no call at all",
+            "<calc>1",
+        ):
             turn = await episode.step(tokenizer.encode(text), box)
             seen.append((turn.signal.outcome if turn.signal else "", tokenizer.decode(turn.tokens)))
         end = await episode.step(tokenizer.encode("<calc>1+1</calc>"), box)
-        assert (end.done, end.reward, end.info) == (True, 0.0, {"solved": 0.0, "turns": 6, "calls": 4, "failed_calls": 3})
+        assert (end.done, end.reward, end.info) == (
+            True,
+            0.0,
+            {"solved": 0.0, "turns": 6, "calls": 4, "failed_calls": 3},
+        )
         return seen
 
     async def body(box: Sandbox) -> tuple[list[tuple[Turn, Turn]], list[tuple[str, str]]]:
@@ -120,7 +157,12 @@ def test_demonstrations_teach_the_protocol(task: Arithmetic) -> None:
             assert said.startswith(("<calc>", "<python>print("))
             assert result not in said.split("<answer>")[0] or len(result) < 3
     flawed = [tokenizer.decode(t) for step in range(10) for t, _ in demonstration_batch(tokenizer, 0, step, 12, True)]
-    wrong = [t for t in flawed if "<result>" not in t or t.split("<result>")[1].split("</result>")[0] != t.split("<answer>")[1].split("</answer>")[0]]
+    wrong = [
+        t
+        for t in flawed
+        if "<result>" not in t
+        or t.split("<result>")[1].split("</result>")[0] != t.split("<answer>")[1].split("</answer>")[0]
+    ]
     assert 0.2 < len(wrong) / len(flawed) < 0.6
 
 
@@ -130,7 +172,10 @@ def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, arithm
         Arithmetic(TaskTokenizer(arithmetic_folder))
 
 
-@pytest.mark.parametrize(("options", "message"), [({"min_terms": 5, "max_terms": 2}, "task.options = "), ({"max_turns": 0}, "task.options.max_turns = 0")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"min_terms": 5, "max_terms": 2}, "task.options = "), ({"max_turns": 0}, "task.options.max_turns = 0")],
+)
 def test_bad_options(arithmetic_folder: Path, options: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Arithmetic(TaskTokenizer(arithmetic_folder), **options)  # type: ignore[arg-type]

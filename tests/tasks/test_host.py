@@ -101,7 +101,11 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
     with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
         leader.send(OpenEpisode("x", 13, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "LookupError: no problem 13"
-        for first, error in ((0, "RuntimeError: the task is broken"), (1, "BadReward"), (2, "the task declares no tool 'no such tool'")):
+        for first, error in (
+            (0, "RuntimeError: the task is broken"),
+            (1, "BadReward"),
+            (2, "the task declares no tool 'no such tool'"),
+        ):
             leader.open("e")
             failed = leader.step("e", [first])
             assert isinstance(failed, EpisodeFailed)
@@ -191,7 +195,9 @@ def test_a_daemon_of_a_tool_is_gone_after_its_timeout(keychain_folder: Path, tmp
         assert leader.process.poll() is None
 
 
-def test_a_daemon_of_a_killed_host_comes_to_who_started_it(keychain_folder: Path, tmp_path: Path, subreaper: None) -> None:
+def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
+    keychain_folder: Path, tmp_path: Path, subreaper: None
+) -> None:
     path, before = tmp_path / "pid", reaper.children()
     config = HostConfig(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
     with Leader(config) as leader:

@@ -12,7 +12,17 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.tasks.base import ToolResult, Turn
-from libra_hpc.tasks.keychain import Guide, HiddenChain, KeyChain, KeyChainEpisode, Mix, Words, draw, look_up, vocabulary
+from libra_hpc.tasks.keychain import (
+    Guide,
+    HiddenChain,
+    KeyChain,
+    KeyChainEpisode,
+    Mix,
+    Words,
+    draw,
+    look_up,
+    vocabulary,
+)
 from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -162,7 +172,9 @@ def test_hacks_pay_little(task: KeyChain) -> None:
     quitter = start(task, lambda w: len(w.hops) == 3 and not w.hops[0][2])
     assert quitter.guide.key is not None
     quitter.get(quitter.guide.key)
-    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(0.3 / 3)  # quit after one hop of three
+    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(
+        0.3 / 3
+    )  # quit after one hop of three
 
     spammer = start(task, lambda w: len(w.hops) == 3)
     turn = spammer.get(spammer.world.hops[0][0])
@@ -181,7 +193,13 @@ def test_hacks_pay_little(task: KeyChain) -> None:
 def test_wrong_lines_are_calls_not_answers(task: KeyChain) -> None:
     player = start(task, lambda w: len(w.hops) == 2)
     w = player.words
-    for line in ([w.ans, w.keys[0], w.newline], [w.get, w.values[0], w.newline], [w.ans, w.values[0]], [], [w.get, w.keys[0], w.newline, w.newline]):
+    for line in (
+        [w.ans, w.keys[0], w.newline],
+        [w.get, w.values[0], w.newline],
+        [w.ans, w.values[0]],
+        [],
+        [w.get, w.keys[0], w.newline, w.newline],
+    ):
         assert task.tokenizer.decode(player.say(*line).tokens) == "err \n"
 
 

@@ -31,10 +31,19 @@ def test_prints_are_the_value(in_sandbox: InSandbox) -> None:
     assert [(r.outcome, r.value) for r in results] == [("ok", "5\n"), ("ok", "10 3/2\n"), ("ok", ""), ("ok", "a\n")]
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [
-    ("pass", 0), ("import sys; sys.exit(3)", 3), ("import sys; sys.exit('text')", 1), ("import sys; sys.exit(256)", 0), ("1 / 0", 1),
-    ("import ctypes; ctypes.string_at(0)", -11), ("while True: pass", None), ("while True: print('spam')", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('text')", 1),
+        ("import sys; sys.exit(256)", 0),
+        ("1 / 0", 1),
+        ("import ctypes; ctypes.string_at(0)", -11),
+        ("while True: pass", None),
+        ("while True: print('spam')", None),
+    ],
+)
 def test_exit_code_of_the_program(in_sandbox: InSandbox, code: str, exit_code: int | None) -> None:
     result = run_all(in_sandbox, [code], 1.0 if exit_code is None else 30.0)[0]
     assert result.exit_code == exit_code
@@ -42,7 +51,9 @@ def test_exit_code_of_the_program(in_sandbox: InSandbox, code: str, exit_code: i
 
 
 def test_calls_share_no_state(in_sandbox: InSandbox) -> None:
-    results = run_all(in_sandbox, ["import math; math.pi = 3; leak = 1", "import math; print(math.pi == 3, 'leak' in globals())"])
+    results = run_all(
+        in_sandbox, ["import math; math.pi = 3; leak = 1", "import math; print(math.pi == 3, 'leak' in globals())"]
+    )
     assert results[1].value == "False False\n"
 
 
@@ -87,9 +98,13 @@ def test_no_descriptor_but_its_own_output(in_sandbox: InSandbox) -> None:
 
 
 def test_raw_system_calls_outside_the_list_are_denied(in_sandbox: InSandbox) -> None:
-    # prctl could undo the parent-death signal, fcntl(F_SETOWN) could signal others, ptrace and process_vm_readv could read memory, io_uring could open files.
+    # prctl could undo the parent-death signal, fcntl(F_SETOWN) could signal others, ptrace and process_vm_readv could
+    # read memory, io_uring could open files.
     numbers = {"x86_64": (157, 72, 101, 310, 425, 0x40000000), "aarch64": (167, 25, 117, 270, 425)}[os.uname().machine]
-    code = f"import ctypes\nlibc = ctypes.PyDLL(None, use_errno=True)\nfor n in {numbers}: print(libc.syscall(n, 0, 0, 0, 0), ctypes.get_errno())"
+    code = (
+        f"import ctypes\nlibc = ctypes.PyDLL(None, use_errno=True)\nfor n in {numbers}: print(libc.syscall(n, 0, 0, 0,"
+        " 0), ctypes.get_errno())"
+    )
     assert run_all(in_sandbox, [code])[0].value == "-1 1\n" * len(numbers)
     assert not set(numbers) & set(COMPUTE[os.uname().machine][1])
 

@@ -13,75 +13,145 @@ from libra_hpc.tasks.base import ToolResult
 from libra_hpc.tasks.outcome import Outcome, classify, count_tests, signal_of
 
 
-@pytest.mark.parametrize("value", [
-    "0 errors", "error: none found", "no failures, 3 warnings", "Traceback is a word", "", 0, None, 3.5, ["error"], {}, {"output": "0 errors"},
-    {"error": None}, {"error": ""}, {"errors": []}, {"errors": 0}, {"exception": False}, {"status": "success", "error": None}, {"success": True},
-    {"is_error": False, "content": [{"type": "text", "text": "error"}]}, {"status": "weird"}, {"ok": True, "output": "failed before"},
-    {"status": "Completed "}, {"result": "timeout"}, {"data": {"status": "success"}}, "{not json", "0 errors, 2 warnings",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0 errors",
+        "error: none found",
+        "no failures, 3 warnings",
+        "Traceback is a word",
+        "",
+        0,
+        None,
+        3.5,
+        ["error"],
+        {},
+        {"output": "0 errors"},
+        {"error": None},
+        {"error": ""},
+        {"errors": []},
+        {"errors": 0},
+        {"exception": False},
+        {"status": "success", "error": None},
+        {"success": True},
+        {"is_error": False, "content": [{"type": "text", "text": "error"}]},
+        {"status": "weird"},
+        {"ok": True, "output": "failed before"},
+        {"status": "Completed "},
+        {"result": "timeout"},
+        {"data": {"status": "success"}},
+        "{not json",
+        "0 errors, 2 warnings",
+    ],
+)
 def test_fine(value: Any) -> None:
     assert classify(value) == Outcome("ok")
 
 
-@pytest.mark.parametrize("value", [
-    ValueError("x"), {"error": "no such file"}, {"exception": KeyError("x")}, {"traceback": "..."}, {"errors": ["a"]}, {"errors": 3}, {"is_error": True},
-    {"isError": True, "content": []}, {"success": False}, {"ok": False, "status": "ok"}, {"status": "FAILED"}, {"state": "killed"}, {"outcome": "error"},
-    {"status": "success", "error": "but"}, {"result": {"error": "deep"}}, {"data": {"response": {"status": "failure"}}}, '{"status": "error"}',
-    {"output": '{"success": false}'},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        ValueError("x"),
+        {"error": "no such file"},
+        {"exception": KeyError("x")},
+        {"traceback": "..."},
+        {"errors": ["a"]},
+        {"errors": 3},
+        {"is_error": True},
+        {"isError": True, "content": []},
+        {"success": False},
+        {"ok": False, "status": "ok"},
+        {"status": "FAILED"},
+        {"state": "killed"},
+        {"outcome": "error"},
+        {"status": "success", "error": "but"},
+        {"result": {"error": "deep"}},
+        {"data": {"response": {"status": "failure"}}},
+        '{"status": "error"}',
+        {"output": '{"success": false}'},
+    ],
+)
 def test_failed(value: Any) -> None:
     assert classify(value) == Outcome("error")
 
 
-@pytest.mark.parametrize("value", [
-    TimeoutError(), {"status": "timeout"}, {"status": "timed_out", "error": "killed"}, {"timed_out": True}, {"error": TimeoutError()}, {"error": "timeout"},
-    {"result": {"state": "deadline_exceeded"}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        TimeoutError(),
+        {"status": "timeout"},
+        {"status": "timed_out", "error": "killed"},
+        {"timed_out": True},
+        {"error": TimeoutError()},
+        {"error": "timeout"},
+        {"result": {"state": "deadline_exceeded"}},
+    ],
+)
 def test_out_of_time(value: Any) -> None:
     assert classify(value) == Outcome("timeout")
 
 
-@pytest.mark.parametrize(("value", "expected"), [
-    ({"exit_code": 1, "output": "all fine"}, Outcome("error", 1)),
-    ({"exit_code": 0, "output": "error: 0 errors"}, Outcome("ok", 0)),
-    ({"returncode": -9}, Outcome("error", -9)),
-    ({"return_code": 0, "error": "left over", "status": "failed"}, Outcome("ok", 0)),
-    ({"exit_code": None, "status": "success"}, Outcome("ok")),
-    ({"exit_code": True}, Outcome("ok")),
-    ({"exit_code": 124, "output": ""}, Outcome("timeout", 124)),
-    ({"result": {"exit_code": 2}}, Outcome("error", 2)),
-    ({"status": "success", "result": {"exit_code": 2}}, Outcome("ok", 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"exit_code": 1, "output": "all fine"}, Outcome("error", 1)),
+        ({"exit_code": 0, "output": "error: 0 errors"}, Outcome("ok", 0)),
+        ({"returncode": -9}, Outcome("error", -9)),
+        ({"return_code": 0, "error": "left over", "status": "failed"}, Outcome("ok", 0)),
+        ({"exit_code": None, "status": "success"}, Outcome("ok")),
+        ({"exit_code": True}, Outcome("ok")),
+        ({"exit_code": 124, "output": ""}, Outcome("timeout", 124)),
+        ({"result": {"exit_code": 2}}, Outcome("error", 2)),
+        ({"status": "success", "result": {"exit_code": 2}}, Outcome("ok", 2)),
+    ],
+)
 def test_exit_codes(value: Any, expected: Outcome) -> None:
     assert classify(value) == expected
 
 
-@pytest.mark.parametrize(("value", "expected"), [
-    ("12 passed, 0 errors", Outcome("ok", None, 12, 0)),
-    ("collected 3\n\n=== 1 failed, 2 passed, 1 warning in 0.12s ===\n", Outcome("error", None, 2, 1)),
-    ("=== 2 errors in 0.50s ===", Outcome("error", None, 0, 2)),
-    ("5 passed, 1 xfailed, 2 skipped in 61.00s (0:01:01)", Outcome("ok", None, 6, 0)),
-    ("..F\nRan 3 tests in 0.001s\n\nFAILED (failures=1, errors=1)\n", Outcome("error", None, 1, 2)),
-    ("...\nRan 3 tests in 0.001s\n\nOK\n", Outcome("ok", None, 3, 0)),
-    ({"exit_code": 1, "stdout": "1 failed, 2 passed in 0.1s"}, Outcome("error", 1, 2, 1)),
-    ({"exit_code": 0, "stdout": "1 failed, 2 passed in 0.1s"}, Outcome("ok", 0, 2, 1)),
-    ({"passed": 3, "failed": 0}, Outcome("ok", None, 3, 0)),
-    ({"passed": 3, "failed": 1, "errors": 1}, Outcome("error", None, 3, 2)),
-    ({"passed": 3, "total": 5}, Outcome("error", None, 3, 2)),
-    ({"failures": 1, "tests": 5}, Outcome("error", None, 4, 1)),
-    ({"tests": {"passed": 2, "failed": 0}}, Outcome("ok", None, 2, 0)),
-    ({"tests": [True, False, True]}, Outcome("error", None, 2, 1)),
-    ({"tests": [{"name": "a", "status": "passed"}, {"name": "b", "outcome": "failed"}]}, Outcome("error", None, 1, 1)),
-    ({"tests": [{"passed": True}, {"passed": True}], "status": "success"}, Outcome("ok", None, 2, 0)),
-    ({"tests": ["a", "b"]}, Outcome("ok")),
-    ({"passed": True}, Outcome("ok")),
-    ({"status": "success", "output": "2 failed, 1 passed in 0.1s"}, Outcome("ok", None, 1, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("12 passed, 0 errors", Outcome("ok", None, 12, 0)),
+        ("collected 3\n\n=== 1 failed, 2 passed, 1 warning in 0.12s ===\n", Outcome("error", None, 2, 1)),
+        ("=== 2 errors in 0.50s ===", Outcome("error", None, 0, 2)),
+        ("5 passed, 1 xfailed, 2 skipped in 61.00s (0:01:01)", Outcome("ok", None, 6, 0)),
+        ("..F\nRan 3 tests in 0.001s\n\nFAILED (failures=1, errors=1)\n", Outcome("error", None, 1, 2)),
+        ("...\nRan 3 tests in 0.001s\n\nOK\n", Outcome("ok", None, 3, 0)),
+        ({"exit_code": 1, "stdout": "1 failed, 2 passed in 0.1s"}, Outcome("error", 1, 2, 1)),
+        ({"exit_code": 0, "stdout": "1 failed, 2 passed in 0.1s"}, Outcome("ok", 0, 2, 1)),
+        ({"passed": 3, "failed": 0}, Outcome("ok", None, 3, 0)),
+        ({"passed": 3, "failed": 1, "errors": 1}, Outcome("error", None, 3, 2)),
+        ({"passed": 3, "total": 5}, Outcome("error", None, 3, 2)),
+        ({"failures": 1, "tests": 5}, Outcome("error", None, 4, 1)),
+        ({"tests": {"passed": 2, "failed": 0}}, Outcome("ok", None, 2, 0)),
+        ({"tests": [True, False, True]}, Outcome("error", None, 2, 1)),
+        (
+            {"tests": [{"name": "a", "status": "passed"}, {"name": "b", "outcome": "failed"}]},
+            Outcome("error", None, 1, 1),
+        ),
+        ({"tests": [{"passed": True}, {"passed": True}], "status": "success"}, Outcome("ok", None, 2, 0)),
+        ({"tests": ["a", "b"]}, Outcome("ok")),
+        ({"passed": True}, Outcome("ok")),
+        ({"status": "success", "output": "2 failed, 1 passed in 0.1s"}, Outcome("ok", None, 1, 2)),
+    ],
+)
 def test_test_counts(value: Any, expected: Outcome) -> None:
     assert classify(value) == expected
 
 
-@pytest.mark.parametrize("text", ["I passed 3 of 4", "3 apples", "0 errors", "2 passed the exam", "Ran 3 tests", "errors=3", "7 passed\n" + "x" * 3000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I passed 3 of 4",
+        "3 apples",
+        "0 errors",
+        "2 passed the exam",
+        "Ran 3 tests",
+        "errors=3",
+        "7 passed\n" + "x" * 3000,
+    ],
+)
 def test_ordinary_text_is_no_test_summary(text: str) -> None:
     assert count_tests(text) is None
 
@@ -100,18 +170,27 @@ def test_a_tool_result_keeps_what_the_sandbox_saw() -> None:
 
 
 def test_the_signal() -> None:
-    assert signal_of("pytest", ToolResult("ok", "1 failed, 2 passed in 0.1s", 2.5), 40) == Signal("pytest", "error", 40, 2.5, None, 2, 1)
+    assert signal_of("pytest", ToolResult("ok", "1 failed, 2 passed in 0.1s", 2.5), 40) == Signal(
+        "pytest", "error", 40, 2.5, None, 2, 1
+    )
     assert signal_of("sh", {"returncode": 3}, 7, 0.5) == Signal("sh", "error", 7, 0.5, 3)
     assert signal_of("look", "text", 7) == Signal("look", "ok", 7, 0.0)
 
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=30),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["exit_code", "error", "status", "tests", "passed", "failed", "result", "success", "total", "x"]), inner, max_size=4
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["exit_code", "error", "status", "tests", "passed", "failed", "result", "success", "total", "x"]
+            ),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(plain)

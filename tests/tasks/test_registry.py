@@ -30,9 +30,21 @@ def test_names_become_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("keychains", r"task.name = 'keychains': no such task; valid: arithmetic, keychain, path/to/file.py:ClassName \(did you mean 'keychain'\?\)"),
+        (
+            "keychains",
+            (
+                r"task.name = 'keychains': no such task; valid: arithmetic, keychain, path/to/file.py:ClassName \(did"
+                r" you mean 'keychain'\?\)"
+            ),
+        ),
         ("missing.py:Task", r"no file 'missing.py'"),
-        (f"{EXAMPLE}:GuesNumber", r"task.name = 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you mean 'GuessNumber'\?\)"),
+        (
+            f"{EXAMPLE}:GuesNumber",
+            (
+                r"task.name = 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you mean"
+                r" 'GuessNumber'\?\)"
+            ),
+        ),
         (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),
         (f"{EXAMPLE}:Task", r"'Task' does not define open"),
     ],
@@ -45,7 +57,9 @@ def test_wrong_names(name: str, message: str) -> None:
 def test_broken_file_says_what_it_raised(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package\n")
-    with pytest.raises(UserError, match=r"broken.py does not import \(ModuleNotFoundError: No module named 'no_such_package'\)"):
+    with pytest.raises(
+        UserError, match=r"broken.py does not import \(ModuleNotFoundError: No module named 'no_such_package'\)"
+    ):
         task_class(f"{broken}:Mine")
     other = tmp_path / "notes.txt"
     other.write_text("hello")

@@ -21,10 +21,25 @@ from libra_hpc.tasks.toolproc import Ready, ToolDone, from_tool
 from . import sample_tools
 from .conftest import InSandbox
 
-TOOLS = {name: getattr(sample_tools, name) for name in (
-    "echo", "fail", "leave", "pid", "sleep_for", "allocate", "text_of", "list_of", "unencodable", "write_file", "surroundings", "start_sleeper",
-    "write_to_link", "detach",
-)}  # fmt: skip
+TOOLS = {
+    name: getattr(sample_tools, name)
+    for name in (
+        "echo",
+        "fail",
+        "leave",
+        "pid",
+        "sleep_for",
+        "allocate",
+        "text_of",
+        "list_of",
+        "unencodable",
+        "write_file",
+        "surroundings",
+        "start_sleeper",
+        "write_to_link",
+        "detach",
+    )
+}
 
 
 def gone(pid: int) -> bool:
@@ -64,11 +79,15 @@ def test_values_survive_the_boundary(in_sandbox: InSandbox) -> None:
         (("sleep_for", 600), "timeout", "no answer within 1 s"),
     ],
 )
-def test_every_failure_is_a_value_and_the_next_call_works(in_sandbox: InSandbox, call: tuple[object, ...], outcome: str, text: str) -> None:
+def test_every_failure_is_a_value_and_the_next_call_works(
+    in_sandbox: InSandbox, call: tuple[object, ...], outcome: str, text: str
+) -> None:
     async def body(box: Sandbox) -> tuple[ToolResult, ToolResult]:
         return await box.call(*call), await box.call("echo", 7)  # type: ignore[arg-type]
 
-    bad, good = in_sandbox(body, TOOLS, tool_timeout_s=1.0, tool_memory_mb=512 if call[0] != "write_file" else 128, tool_output_bytes=1024)
+    bad, good = in_sandbox(
+        body, TOOLS, tool_timeout_s=1.0, tool_memory_mb=512 if call[0] != "write_file" else 128, tool_output_bytes=1024
+    )
     assert (bad.outcome, text in bad.value) == (outcome, True), bad
     assert (good.outcome, good.value) == ("ok", 7)
 
@@ -112,7 +131,10 @@ def test_slow_call_holds_one_process_only(in_sandbox: InSandbox) -> None:
 def test_cancelled_call_does_not_lose_its_process(in_sandbox: InSandbox) -> None:
     async def body(box: Sandbox) -> tuple[int, int, ToolResult]:
         before = (await box.call("pid")).value
-        running, waiting = asyncio.create_task(box.call("sleep_for", 0.2)), asyncio.create_task(box.call("sleep_for", 600))
+        running, waiting = (
+            asyncio.create_task(box.call("sleep_for", 0.2)),
+            asyncio.create_task(box.call("sleep_for", 600)),
+        )
         await asyncio.sleep(0.02)
         running.cancel()
         waiting.cancel()
@@ -151,7 +173,9 @@ def test_timeout_kills_what_the_tool_started(in_sandbox: InSandbox, tmp_path_fac
     assert gone(int(path.read_text()))
 
 
-def test_a_daemon_of_a_tool_is_gone_with_its_call(in_sandbox: InSandbox, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_daemon_of_a_tool_is_gone_with_its_call(
+    in_sandbox: InSandbox, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("daemon") / "pid"
 
     async def body(box: Sandbox) -> tuple[ToolResult, bool, bool]:

@@ -1,4 +1,5 @@
-"""A finished run directory as rank 0 would have written it: 60 steps, a drift half-way, one node moving, one engine killed."""
+"""A finished run directory as rank 0 would have written it: 60 steps, a drift half-way, one node moving, one engine
+killed."""
 
 from __future__ import annotations
 
@@ -12,14 +13,7 @@ from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import (
-    BucketStatus,
-    DecisionStatus,
-    NodeStatus,
-    StageStatus,
-    Status,
-    encode_status,
-)
+from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
 
 START = 1_700_000_000.0
 STEPS = 60
@@ -39,29 +33,78 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     metrics = LineLog(run.metrics)
     for step in range(1, STEPS + 1):
         drifted = step > DRIFT_STEP
-        reward = 0.25 + 0.5 * (1 - math.exp(-step / 15)) - (0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0) + rng.gauss(0, 0.03)
+        reward = (
+            0.25
+            + 0.5 * (1 - math.exp(-step / 15))
+            - (0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0)
+            + rng.gauss(0, 0.03)
+        )
         metrics.write(
             {
-                "t": START + STEP_S * step, "step": step, "reward": reward, "reward_std": 0.3, "solved": reward, "tokens": 1000, "loss_tokens": 400,
-                "loss": 0.01, "grad_norm": 0.5, "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0), "rollout_s": 2.0 + rng.random() * 0.3,
-                "wait_s": 0.3, "generation": 2 if drifted else 1, "replicas": 2 if drifted else 1, "rollout_nodes": 1 if drifted else 2,
-                "staleness_mean": 0.5, "staleness_max": 1, "phase": "long" if drifted else "short", "train_tokens_per_s": 900.0,
-                "rollout_tokens_per_s": 350.0, "version": step, "step_s": STEP_S, "expected_s": None if step < 4 else 1.1 * STEP_S,
+                "t": START + STEP_S * step,
+                "step": step,
+                "reward": reward,
+                "reward_std": 0.3,
+                "solved": reward,
+                "tokens": 1000,
+                "loss_tokens": 400,
+                "loss": 0.01,
+                "grad_norm": 0.5,
+                "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0),
+                "rollout_s": 2.0 + rng.random() * 0.3,
+                "wait_s": 0.3,
+                "generation": 2 if drifted else 1,
+                "replicas": 2 if drifted else 1,
+                "rollout_nodes": 1 if drifted else 2,
+                "staleness_mean": 0.5,
+                "staleness_max": 1,
+                "phase": "long" if drifted else "short",
+                "train_tokens_per_s": 900.0,
+                "rollout_tokens_per_s": 350.0,
+                "version": step,
+                "step_s": STEP_S,
+                "expected_s": None if step < 4 else 1.1 * STEP_S,
             }
-        )  # fmt: skip
+        )
     metrics.close()
     log = LineLog(run.events)
     log.write({"t": START, "kind": "job_started"})
     for rank, component in enumerate(COMPONENTS):
         log.write({"t": START + 1, "kind": "agent_joined", "rank": rank, "component": component, "host": f"node{rank}"})
-    log.write({"t": MOVE[0], "kind": "move_started", "rank": 2, "to": "train", "reason": "to_train: training takes 2.3 s a batch, rollout 2.1 s"})
+    log.write(
+        {
+            "t": MOVE[0],
+            "kind": "move_started",
+            "rank": 2,
+            "to": "train",
+            "reason": "to_train: training takes 2.3 s a batch, rollout 2.1 s",
+        }
+    )
     log.write({"t": MOVE[1], "kind": "move_done", "rank": 2, "role": "train", "seconds": 9.5})
-    log.write({"t": MOVE[1] + 20, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.42, "realised_gain_s": 0.31})
+    log.write(
+        {
+            "t": MOVE[1] + 20,
+            "kind": "move_judged",
+            "rank": 2,
+            "to": "train",
+            "predicted_gain_s": 0.42,
+            "realised_gain_s": 0.31,
+        }
+    )
     log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
     log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
     for number, failure in enumerate(("raised", "raised", "timeout")):
         fields = {"failure": failure, "error": f"KeyError: {number}", "unsaid": 9 * (number == 1)}
-        log.write({"t": START + 141 + number, "kind": "trajectory_failed", "trajectory": f"{number}.0.0", "task": "keychain", "prompt": "p", **fields})
+        log.write(
+            {
+                "t": START + 141 + number,
+                "kind": "trajectory_failed",
+                "trajectory": f"{number}.0.0",
+                "task": "keychain",
+                "prompt": "p",
+                **fields,
+            }
+        )
     log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
     log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
@@ -72,7 +115,9 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.close()
     trajectories = LineLog(run.trajectories)
     for index in range(180):
-        trajectories.write({"finished_at": START + index, "index": index, "turns": [{"gen_tokens": 20}, {"gen_tokens": 30}]})
+        trajectories.write(
+            {"finished_at": START + index, "index": index, "turns": [{"gen_tokens": 20}, {"gen_tokens": 30}]}
+        )
     trajectories.close()
     write_atomic(run.status, encode_status(make_status(run, state="completed")))
     return run
@@ -87,11 +132,35 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         NodeStatus(3, "a800-04", "rollout", "rollout", {"v3.0": "ready", "v3.1": "lost"}, 41, 7.5),
     ]
     return Status(
-        run=run.name, path=str(run.path), job_id="4711", attempt=1, state=state, started_at=START, updated_at=START + STEP_S * step, step=step, steps=STEPS,
-        version=step, reward=0.71, reward_first=0.31, generation=2, replicas=1, train=StageStatus(912.4, 1.42, 0.93, 1),
-        rollout=StageStatus(2345.6, 0.97, 0.61, 2), open_trajectories=57, waiting_turns=3, tools_running=4, ready_groups=2, staleness_mean=0.48,
-        staleness_max=1, resubmitted=8, trained_trajectories=2_624, buckets=[BucketStatus(1, 2, 31, 57, 0.42), BucketStatus(2, 1, 4, 6, 0.08)], nodes=nodes,
+        run=run.name,
+        path=str(run.path),
+        job_id="4711",
+        attempt=1,
+        state=state,
+        started_at=START,
+        updated_at=START + STEP_S * step,
+        step=step,
+        steps=STEPS,
+        version=step,
+        reward=0.71,
+        reward_first=0.31,
+        generation=2,
+        replicas=1,
+        train=StageStatus(912.4, 1.42, 0.93, 1),
+        rollout=StageStatus(2345.6, 0.97, 0.61, 2),
+        open_trajectories=57,
+        waiting_turns=3,
+        tools_running=4,
+        ready_groups=2,
+        staleness_mean=0.48,
+        staleness_max=1,
+        resubmitted=8,
+        trained_trajectories=2_624,
+        buckets=[BucketStatus(1, 2, 31, 57, 0.42), BucketStatus(2, 1, 4, 6, 0.08)],
+        nodes=nodes,
         decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
-        message="", estimate=StageEstimate(3.2, 0.91, 3.2), accuracy=StepAccuracy(8, 3.31, 3.0, 0.103),
+        message="",
+        estimate=StageEstimate(3.2, 0.91, 3.2),
+        accuracy=StepAccuracy(8, 3.31, 3.0, 0.103),
         failures=[FailedAttempts("raised", 12, "KeyError: 'x'"), FailedAttempts("timeout", 3, "late")],
-    )  # fmt: skip
+    )

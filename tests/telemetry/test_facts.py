@@ -18,7 +18,9 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 768 KiB."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", str(tmp_path)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
         pytest.skip("file systems may not be mounted here")
     yield tmp_path
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
@@ -50,7 +52,12 @@ def test_lines_come_in_order_and_the_newest_status_stays(tmp_path: Path) -> None
     assert facts.recorded == 100
     assert json.loads(run.status.read_bytes()) == {"n": 99}
     assert run.read_json(run.result) == {"state": "completed"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl", "result.json", "status.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "metrics.jsonl",
+        "result.json",
+        "status.json",
+    ]
 
 
 def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(disk: Path) -> None:

@@ -74,12 +74,18 @@ def test_roles_follow_moves_losses_and_attempts() -> None:
         {"t": 21.0, "kind": "agent_joined", "rank": 0, "component": "planner"},
     ]
     lanes = series.roles(log, end=30.0)
-    assert [(part.start, part.end, part.role) for part in lanes[2]] == [(1.0, 4.0, "rollout"), (4.0, 6.0, "to_train"), (6.0, 9.0, "train")]
+    assert [(part.start, part.end, part.role) for part in lanes[2]] == [
+        (1.0, 4.0, "rollout"),
+        (4.0, 6.0, "to_train"),
+        (6.0, 9.0, "train"),
+    ]
     assert [(part.start, part.end) for part in lanes[0]] == [(1.0, 10.0), (21.0, 30.0)]
 
 
 def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
-    joined: list[dict[str, object]] = [{"kind": "agent_joined", "rank": rank, "component": "rollout"} for rank in (0, 1)]
+    joined: list[dict[str, object]] = [
+        {"kind": "agent_joined", "rank": rank, "component": "rollout"} for rank in (0, 1)
+    ]
     log = [
         {"t": 1.0, **joined[0]},
         {"t": 1.0, **joined[1]},
@@ -93,7 +99,13 @@ def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "name"), [({"phase": "x", "after_drift": 1.0}, "x"), ({"after_drift": 0.6}, "after drift"), ({"after_drift": 0.0}, "before drift"), ({}, "")]
+    ("record", "name"),
+    [
+        ({"phase": "x", "after_drift": 1.0}, "x"),
+        ({"after_drift": 0.6}, "after drift"),
+        ({"after_drift": 0.0}, "before drift"),
+        ({}, ""),
+    ],
 )
 def test_the_phase_of_a_step(record: dict[str, object], name: str) -> None:
     assert series.phase(record) == name
@@ -125,17 +137,30 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     assert got.reward_last == pytest.approx(sum(rewards[-12:]) / 12)
     assert [(phase.phase, phase.steps) for phase in got.phases] == [("short", 30), ("long", 30)]
     (move,) = got.moves
-    # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end in it, at 100 .. 109 s.
-    assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (2, "train", 100.0, 9.5, 3, 500)
+    # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end
+    # in it, at 100 .. 109 s.
+    assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (
+        2,
+        "train",
+        100.0,
+        9.5,
+        3,
+        500,
+    )
     assert (move.predicted_gain_s, move.realised_gain_s) == (0.42, 0.31)
     assert got.accuracy is not None
     assert (got.accuracy.steps, got.accuracy.error) == (synthetic.STEPS - 3, pytest.approx(0.1))
     assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
-    assert [(found.kind, found.count, found.error) for found in got.failures] == [("raised", 12, "KeyError: 'x'"), ("timeout", 3, "late")]
+    assert [(found.kind, found.count, found.error) for found in got.failures] == [
+        ("raised", 12, "KeyError: 'x'"),
+        ("timeout", 3, "late"),
+    ]
     assert (got.pauses, got.given_up) == (1, 1)
     run.status.unlink()
     found = [(one.kind, one.count, one.error) for one in summary.summarise(run).failures]
-    assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")], "without a status, as far as the events know"
+    assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")], (
+        "without a status, as far as the events know"
+    )
     assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
     assert (got.kept_trajectories, got.kept_unfinished, got.kept_tokens) == (24, 3, 2_400)
 
@@ -183,7 +208,9 @@ def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir) -> N
     status = synthetic.make_status(run)
     assert "12 raised (KeyError: 'x'), 3 timeout" in text_of(view.render(status, now=status.updated_at))
     why = "9 of the last 9 trajectories failed. One attempt at a time goes on until one succeeds."
-    paused = msgspec.structs.replace(status, paused=why, message=why, failures=[FailedAttempts("raised", 12_345, "E: " + "long\n" * 100)])
+    paused = msgspec.structs.replace(
+        status, paused=why, message=why, failures=[FailedAttempts("raised", 12_345, "E: " + "long\n" * 100)]
+    )
     for width in (80, 100):
         text = text_of(view.render(paused, now=status.updated_at), width)
         assert max(len(line) for line in text.splitlines()) <= width
@@ -224,7 +251,10 @@ def test_steps_are_compared_in_blocks_and_only_where_there_was_an_estimate() -> 
     assert (got.steps, got.error) == (19, pytest.approx(0.2))
 
 
-@pytest.mark.parametrize(("values", "expected"), [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")],
+)
 def test_sparklines(values: list[float], expected: str) -> None:
     assert view.sparkline(values) == expected
 

@@ -75,7 +75,9 @@ class Disk:
 
 
 @given(rooms=st.lists(st.integers(0, 40), max_size=12), shortens=st.booleans())
-def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(tmp_path_factory: pytest.TempPathFactory, rooms: list[int], shortens: bool) -> None:
+def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(
+    tmp_path_factory: pytest.TempPathFactory, rooms: list[int], shortens: bool
+) -> None:
     path = tmp_path_factory.mktemp("disk") / "a.jsonl"
     log = LineLog(path)
     disk = Disk(log, 0)
@@ -96,7 +98,9 @@ def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(tmp_p
         assert b"\n\n" not in path.read_bytes()
 
 
-def test_lines_wait_for_room_and_beyond_the_bound_the_oldest_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wait_for_room_and_beyond_the_bound_the_oldest_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LINES", 3)
     path = tmp_path / "a.jsonl"
 
@@ -113,7 +117,9 @@ def test_lines_wait_for_room_and_beyond_the_bound_the_oldest_are_dropped(tmp_pat
         assert journal.dropped == 3
         disk.room = 30
         await journal.flush()
-        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("No space left on device", [0, 4, 5, 6]), "a part fitted"
+        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("No space left on device", [0, 4, 5, 6]), (
+            "a part fitted"
+        )
         disk.room = 1000
         await journal.flush()
         assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("", [0, 4, 5, 6, 7, 8])

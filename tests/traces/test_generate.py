@@ -52,7 +52,14 @@ def test_the_seed_decides_the_trace() -> None:
 def test_the_outcome_dial_changes_outcomes_only() -> None:
     def without(outcome: float) -> list[Any]:
         made = generate("r2e", Dials(outcome=outcome))
-        return [(one.prompt_tokens, one.reward, [(turn.new_tokens, turn.gen_tokens, turn.tool, turn.tool_s) for turn in one.turns]) for one in made]
+        return [
+            (
+                one.prompt_tokens,
+                one.reward,
+                [(turn.new_tokens, turn.gen_tokens, turn.tool, turn.tool_s) for turn in one.turns],
+            )
+            for one in made
+        ]
 
     assert without(0.0) == without(1.0)
 
@@ -80,7 +87,9 @@ def test_r2e_looks_like_the_agents_it_follows() -> None:
 
 @pytest.mark.parametrize("sibling", [0.0, 0.3, 0.69, 1.0])
 def test_the_sibling_dial_is_the_share_the_prompt_explains(sibling: float) -> None:
-    row = next(row for row in predict(generate("math", Dials(sibling=sibling))).prompt if row.quantity == "log generated")
+    row = next(
+        row for row in predict(generate("math", Dials(sibling=sibling))).prompt if row.quantity == "log generated"
+    )
     assert row.anova.icc == pytest.approx(sibling, abs=0.08)
     assert row.r_probe == pytest.approx(sibling, abs=0.12)
 
@@ -145,8 +154,16 @@ def test_turns_can_be_chosen() -> None:
 
 
 MISTAKES: dict[str, tuple[str, Dials, str]] = {
-    "preset": ("r2d", Dials(), "preset = 'r2d': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?)."),
-    "groups": ("r2e", Dials(trajectories=100), "trajectories = 100: not a whole number of groups; valid: a multiple of group * epochs = 8."),
+    "preset": (
+        "r2d",
+        Dials(),
+        "preset = 'r2d': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?).",
+    ),
+    "groups": (
+        "r2e",
+        Dials(trajectories=100),
+        "trajectories = 100: not a whole number of groups; valid: a multiple of group * epochs = 8.",
+    ),
     "epochs": ("r2e", Dials(epochs=3), "a multiple of group * epochs = 24"),
     "none": ("r2e", Dials(trajectories=0), "trajectories = 0: out of range"),
     "sibling": ("r2e", Dials(sibling=1.5), "sibling = 1.5: out of range; valid: a number from 0 to 1."),
@@ -154,8 +171,12 @@ MISTAKES: dict[str, tuple[str, Dials, str]] = {
     "drift": ("r2e", Dials(drift=0), "drift = 0: out of range"),
     "turns": ("r2e", Dials(turns=0.5), "turns = 0.5: out of range"),
     "no tools": ("math", Dials(turns=3), "turns = 3: preset math has no tools"),
-    "context": ("r2e", Dials(max_context=4000), "max_context = 4000: the longest prompt leaves no room for an answer; valid: an integer >= 8001."),
-}  # fmt: skip
+    "context": (
+        "r2e",
+        Dials(max_context=4000),
+        "max_context = 4000: the longest prompt leaves no room for an answer; valid: an integer >= 8001.",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", MISTAKES)

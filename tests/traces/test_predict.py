@@ -34,7 +34,9 @@ def test_one_way_analysis_of_variance() -> None:
     assert found is not None
     assert [found.eta2, found.epsilon2, found.icc] == pytest.approx([0.8, 14 / 20, 14 / 18])
     # A difference between strata is none between groups.
-    shifted = one_way([(0, "a", 1), (0, "a", 3), (0, "b", 5), (0, "b", 7), (1, "a", 101), (1, "a", 103), (1, "b", 105), (1, "b", 107)])
+    shifted = one_way(
+        [(0, "a", 1), (0, "a", 3), (0, "b", 5), (0, "b", 7), (1, "a", 101), (1, "a", 103), (1, "b", 105), (1, "b", 107)]
+    )
     assert shifted is not None
     assert shifted.eta2 == pytest.approx(0.8)
     assert one_way([(0, "a", 1), (0, "a", 2)]) is None

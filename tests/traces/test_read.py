@@ -23,12 +23,24 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def line(**changes: Any) -> dict[str, Any]:
-    turns = [{"new_tokens": 0, "gen_tokens": 5, "tool": "get", "outcome": "ok", "tool_s": 1}, {"new_tokens": 3, "gen_tokens": 4, "tool": None}]
+    turns = [
+        {"new_tokens": 0, "gen_tokens": 5, "tool": "get", "outcome": "ok", "tool_s": 1},
+        {"new_tokens": 3, "gen_tokens": 4, "tool": None},
+    ]
     return {"prompt_id": "p", "sample": 0, "prompt_tokens": 10, "turns": turns, "reward": None, **changes}
 
 
 def call(t: float, context: int, out: int, *hashes: int, **more: Any) -> dict[str, Any]:
-    return {"t": t, "type": "s", "model": "m", "in": context, "out": out, "hash_ids": hashes, "input_types": ["tool_result"], **more}
+    return {
+        "t": t,
+        "type": "s",
+        "model": "m",
+        "in": context,
+        "out": out,
+        "hash_ids": hashes,
+        "input_types": ["tool_result"],
+        **more,
+    }
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -55,7 +67,9 @@ def test_what_a_run_writes_is_read_as_it_is(tmp_path: Path) -> None:
     record["turns"][0].update(engine="r1.0", versions=[[0, 5]])
     # The tool's answer no longer fitted: the run opened a turn that generated nothing.
     record["turns"][1].update(tool="get", outcome="ok", tool_s=3.0)
-    record["turns"].append({"new_tokens": 900, "gen_tokens": 0, "tool": None, "outcome": None, "tool_s": 0.0, "engine": "", "versions": []})
+    record["turns"].append(
+        {"new_tokens": 900, "gen_tokens": 0, "tool": None, "outcome": None, "tool_s": 0.0, "engine": "", "versions": []}
+    )
     (one,) = read_trace(write(tmp_path / "trajectories.jsonl", record)).trajectories
     assert one.turns == (TurnRecord(0, 5, "get", "ok", 1.0), TurnRecord(3, 4))
 
@@ -63,14 +77,23 @@ def test_what_a_run_writes_is_read_as_it_is(tmp_path: Path) -> None:
 BAD = {
     "torn": ('{"prompt_id":"p","turns":[', "not JSON ("),
     "no turns": (line(turns=[]), "turns = []: no turns; valid: at least one turn"),
-    "negative": (line(turns=[{"new_tokens": 0, "gen_tokens": -5}]), "turns[0].gen_tokens = -5: negative; valid: an integer >= 1"),
+    "negative": (
+        line(turns=[{"new_tokens": 0, "gen_tokens": -5}]),
+        "turns[0].gen_tokens = -5: negative; valid: an integer >= 1",
+    ),
     "nothing generated": (line(turns=[{"new_tokens": 0, "gen_tokens": 0}]), "turns[0].gen_tokens = 0: too small"),
     "negative prompt": (line(prompt_tokens=-1), "prompt_tokens = -1: negative"),
-    "prompt twice": (line(turns=[{"new_tokens": 8, "gen_tokens": 1}]), "turns[0].new_tokens = 8: the context of the first turn is prompt_tokens"),
-    "negative time": (line(turns=[{"new_tokens": 0, "gen_tokens": 1, "tool_s": -1}] * 2), "turns[0].tool_s = -1: out of range"),
+    "prompt twice": (
+        line(turns=[{"new_tokens": 8, "gen_tokens": 1}]),
+        "turns[0].new_tokens = 8: the context of the first turn is prompt_tokens",
+    ),
+    "negative time": (
+        line(turns=[{"new_tokens": 0, "gen_tokens": 1, "tool_s": -1}] * 2),
+        "turns[0].tool_s = -1: out of range",
+    ),
     "wrong type": (line(sample="x"), "expected `int`, got `str` - at `$.sample`"),
     "missing": ({"prompt_id": "p", "turns": []}, "object missing required field `sample`"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -96,11 +119,15 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
     damaged.write_bytes(gzip.compress(json.dumps(line()).encode())[:-9])
     assert "the gzip file is damaged" in sentence(damaged)
     assert sentence(write(tmp_path / "empty")).endswith("the trace is empty.")
-    assert "of no known format; valid: libra, kv-cache-tester, mooncake, azure" in sentence(write(tmp_path / "b", '{"x": 1}'))
+    assert "of no known format; valid: libra, kv-cache-tester, mooncake, azure" in sentence(
+        write(tmp_path / "b", '{"x": 1}')
+    )
     assert "No such file" in sentence(tmp_path / "absent")
     assert "did you mean 'azure'?" in sentence(write(tmp_path / "c", line()), format="azur")
     assert "limit = 0" in sentence(tmp_path / "c", limit=0)
-    assert "no trajectory that can be read; bad lines: 1, the first: line 1: turns = []" in sentence(write(tmp_path / "d", line(turns=[])), skip_bad=True)
+    assert "no trajectory that can be read; bad lines: 1, the first: line 1: turns = []" in sentence(
+        write(tmp_path / "d", line(turns=[])), skip_bad=True
+    )
     assert "no trajectory" in sentence(write(tmp_path / "e.csv", "TIMESTAMP,ContextTokens,GeneratedTokens"))
     depth = 5000
     nested = '{"requests":[' + '{"type":"subagent","requests":[' * depth + "]}" * depth + "]}"
@@ -112,10 +139,17 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
 
 
 def test_azure_rows_are_trajectories_of_one_turn(tmp_path: Path) -> None:
-    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens\r", "2023-11-16 18:17:03.9799600,4808,10\r", "2023-11-16 18:17:04.0319600,3180,8\r"]
+    rows = [
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r",
+        "2023-11-16 18:17:03.9799600,4808,10\r",
+        "2023-11-16 18:17:04.0319600,3180,8\r",
+    ]
     trace = read_trace(write(tmp_path / "a.csv", *rows))
     assert trace.format == "azure"
-    assert [(one.prompt_tokens, one.turns) for one in trace.trajectories] == [(4808, (TurnRecord(0, 10),)), (3180, (TurnRecord(0, 8),))]
+    assert [(one.prompt_tokens, one.turns) for one in trace.trajectories] == [
+        (4808, (TurnRecord(0, 10),)),
+        (3180, (TurnRecord(0, 8),)),
+    ]
     assert len({one.prompt_id for one in trace.trajectories}) == 2
     with pytest.raises(UserError, match=r"line 3: GeneratedTokens = -8: negative"):
         read_trace(write(tmp_path / "b.csv", *rows[:2], "2023-11-16 18:17:04.0319600,3180,-8"))
@@ -123,7 +157,9 @@ def test_azure_rows_are_trajectories_of_one_turn(tmp_path: Path) -> None:
         read_trace(write(tmp_path / "c.csv", rows[0], "2023,x,8"))
     with pytest.raises(UserError, match=r"line 1: header = 'TIMESTAMP,ContextTokens': no column GeneratedTokens"):
         read_trace(write(tmp_path / "d.csv", "TIMESTAMP,ContextTokens", "2023,5"))
-    multimodal = read_trace(write(tmp_path / "e.csv", "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", "2024-10-15,2,70,9"))
+    multimodal = read_trace(
+        write(tmp_path / "e.csv", "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", "2024-10-15,2,70,9")
+    )
     assert (multimodal.trajectories[0].prompt_tokens, multimodal.trajectories[0].generated) == (70, 9)
 
 
@@ -146,16 +182,27 @@ def test_mooncake_sessions_are_recovered_by_their_prefix(tmp_path: Path) -> None
     assert trace.format == "mooncake"
     first, second, third, branch, again, short = trace.trajectories
     assert first.prompt_tokens == 1100
-    assert first.turns == (TurnRecord(0, 100, "gap", None, 4.0), TurnRecord(700, 200, "gap", None, 60.0), TurnRecord(100, 10))
+    assert first.turns == (
+        TurnRecord(0, 100, "gap", None, 4.0),
+        TurnRecord(700, 200, "gap", None, 60.0),
+        TurnRecord(100, 10),
+    )
     assert [len(one.turns) for one in (second, third, branch, again, short)] == [1] * 5
-    assert (second.prompt_id, second.sample, again.prompt_id, again.sample) == (second.prompt_id, 0, second.prompt_id, 1)
+    assert (second.prompt_id, second.sample, again.prompt_id, again.sample) == (
+        second.prompt_id,
+        0,
+        second.prompt_id,
+        1,
+    )
     assert len({one.prompt_id for one in trace.trajectories}) == 5
     with pytest.raises(UserError, match=r"line 1: output_length = -1: negative"):
         read_trace(write(tmp_path / "b.jsonl", request(0, 5, -1)))
 
 
 SESSION = {
-    "id": "s", "models": ["m"], "block_size": 64,
+    "id": "s",
+    "models": ["m"],
+    "block_size": 64,
     "requests": [
         call(0, 1000, 50, 1, 2, input_types=["text"]),
         call(9, 1000, 70, 1, 2, type="n", input_types=[]),  # the same context again: replaces the call before it
@@ -167,7 +214,7 @@ SESSION = {
         call(50, 1400, 11, 1, 2, 3, 4, input_types=["text"]),  # a person spoke
         call(60, 700, 12, 1, 60),  # the session was compacted
     ],
-}  # fmt: skip
+}
 
 
 def test_kv_cache_tester_sessions_become_episodes(tmp_path: Path) -> None:
@@ -176,7 +223,10 @@ def test_kv_cache_tester_sessions_become_episodes(tmp_path: Path) -> None:
     found = {one.prompt_id: (one.prompt_tokens, one.turns) for one in trace.trajectories}
     assert found == {
         # 20 - 9 s without api_time; then 30 - 20 - 4 s.
-        "s/0/0": (1000, (TurnRecord(0, 70, "tool", None, 11.0), TurnRecord(130, 80, "tool", None, 6.0), TurnRecord(0, 10))),
+        "s/0/0": (
+            1000,
+            (TurnRecord(0, 70, "tool", None, 11.0), TurnRecord(130, 80, "tool", None, 6.0), TurnRecord(0, 10)),
+        ),
         "s/0/1": (1400, (TurnRecord(0, 11),)),
         "s/0/2": (700, (TurnRecord(0, 12),)),
         "s/1/0": (300, (TurnRecord(0, 5),)),

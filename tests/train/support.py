@@ -15,7 +15,20 @@ from safetensors.torch import load_file
 
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
-from libra_hpc.protocol.trainer import Alive, Join, Joined, Sample, SaveCheckpoint, Saved, StepDone, StopWorker, TrainStep, WorkerReady, from_worker, to_worker
+from libra_hpc.protocol.trainer import (
+    Alive,
+    Join,
+    Joined,
+    Sample,
+    SaveCheckpoint,
+    Saved,
+    StepDone,
+    StopWorker,
+    TrainStep,
+    WorkerReady,
+    from_worker,
+    to_worker,
+)
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.grpo_trainer import GrpoTrainer
@@ -26,7 +39,8 @@ from libra_hpc.weights.names import ReplicaPlace
 
 VOCAB = 64
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
-"""A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients, which the comparisons below would otherwise measure."""
+"""A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients, which the comparisons
+below would otherwise measure."""
 ALGORITHM = AlgorithmSettings(kl_coef=0.1, temperature=0.8)
 MICRO_TOKENS = 96
 WAIT_S = 120.0
@@ -86,9 +100,12 @@ def loss_tokens(batch: list[Sample]) -> int:
 
 
 def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 1, minibatches: int = 1) -> TrainStep:
-    """Step ``step`` of the fixed run, as seen by one of ``replicas``: sample ``i`` goes to replica ``i mod replicas``."""
+    """Step ``step`` of the fixed run, as seen by one of ``replicas``: sample ``i`` goes to replica ``i mod
+    replicas``."""
     batches = [samples(100 * step + i) for i in range(minibatches)]
-    return TrainStep(step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches))
+    return TrainStep(
+        step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches)
+    )
 
 
 def build(
@@ -103,7 +120,9 @@ def build(
     return engine, trainer
 
 
-def fixed_run(model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
+def fixed_run(
+    model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1
+) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
     """The reference: one replica, no parallelism; returns every step's report and all tensors of the final state."""
     engine, trainer = build(model_dir, split)
     done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
@@ -132,7 +151,13 @@ class Replica:
         self.folder = base / name
         self.folder.mkdir(parents=True)
         self.model_dir = model_dir
-        settings = {"optimizer": OPTIMIZER, "algorithm": ALGORITHM, "micro_tokens": MICRO_TOKENS, "join_timeout_s": 60.0, **options}
+        settings = {
+            "optimizer": OPTIMIZER,
+            "algorithm": ALGORITHM,
+            "micro_tokens": MICRO_TOKENS,
+            "join_timeout_s": 60.0,
+            **options,
+        }
         self.processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
@@ -144,10 +169,25 @@ class Replica:
             listener.listen(1)
             listener.settimeout(WAIT_S)
             listeners.append(listener)
-            config = WorkerConfig(model_dir=str(model_dir), world_rendezvous=str(self.folder / "world"), tp=tp, pp=pp, local_rank=rank, **settings)
+            config = WorkerConfig(
+                model_dir=str(model_dir),
+                world_rendezvous=str(self.folder / "world"),
+                tp=tp,
+                pp=pp,
+                local_rank=rank,
+                **settings,
+            )
             write_config(config, self.folder / f"{rank}.json")
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-            command = [sys.executable, "-m", "libra_hpc.train.worker", "--socket", str(path), "--config", str(self.folder / f"{rank}.json")]
+            command = [
+                sys.executable,
+                "-m",
+                "libra_hpc.train.worker",
+                "--socket",
+                str(path),
+                "--config",
+                str(self.folder / f"{rank}.json"),
+            ]
             with (self.folder / f"{rank}.log").open("wb") as log:
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         for listener in listeners:
@@ -242,7 +282,9 @@ def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list
     return [replica.receive(Joined) for replica in replicas]
 
 
-def step_all(replicas: list[Replica], step: int, generation: int, kind: type[Any] = StepDone, minibatches: int = 1) -> list[Any]:
+def step_all(
+    replicas: list[Replica], step: int, generation: int, kind: type[Any] = StepDone, minibatches: int = 1
+) -> list[Any]:
     """Run one step of the fixed run over ``replicas``."""
     for rank, replica in enumerate(replicas):
         replica.send(train_step(step, generation, replica=rank, replicas=len(replicas), minibatches=minibatches))

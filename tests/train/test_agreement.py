@@ -1,4 +1,5 @@
-"""The two engines agree: log-probabilities that vLLM sampled under equal those Megatron recomputes from the same weights, before and after a swap.
+"""The two engines agree: log-probabilities that vLLM sampled under equal those Megatron recomputes from the same
+weights, before and after a swap.
 
 The importance ratio between rollout and training is only as good as this.
 """
@@ -34,7 +35,15 @@ def as_samples(done: list[Generated]) -> list[Sample]:
     for i, (prompt, answer) in enumerate(zip(PROMPTS, done, strict=True)):
         tokens = [*prompt, *tokens_of(answer)]
         mask = bytes([0] * len(prompt) + [1] * len(tokens_of(answer)))
-        samples.append(Sample(str(i), pack_i32(tokens), mask, pack_f32([0.0] * len(prompt) + logprobs_of(answer)), 1.0 if i % 2 else -1.0))
+        samples.append(
+            Sample(
+                str(i),
+                pack_i32(tokens),
+                mask,
+                pack_f32([0.0] * len(prompt) + logprobs_of(answer)),
+                1.0 if i % 2 else -1.0,
+            )
+        )
     return samples
 
 
@@ -51,9 +60,13 @@ def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(tied: bool, tmp_path: Path, world: ReplicaPlace) -> None:
+def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
+    tied: bool, tmp_path: Path, world: ReplicaPlace
+) -> None:
     model = make_model(tmp_path / "model", seed=3, tied=tied)
-    trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2))
+    trainer = TrainEngine(
+        read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2)
+    )
     checkpoint.load_policy(trainer, model.folder)
     engine = EngineUnderTest(tmp_path, engine_config(model))
     try:
@@ -68,12 +81,16 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(tied: bool, tm
         packs = pack([decode(s) for s in first], 256, trainer.device)
         trainer.forward_backward(packs, loss)
         trainer.update(1.0 / sum(len(p.targets) for p in packs))
-        assert gaps(trainer, first).max() > 10 * TOLERANCE, "the step must change the policy, or the swap proves nothing"
+        assert gaps(trainer, first).max() > 10 * TOLERANCE, (
+            "the step must change the policy, or the swap proves nothing"
+        )
 
         path = tmp_path / "export.safetensors"
         crc, _ = checkpoint.export(trainer, path)
         assert engine.apply(UpdateWeights(str(path), 1, crc)).version == 1
-        second = engine.generate(*(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)))
+        second = engine.generate(
+            *(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS))
+        )
         assert all(answer.versions == ((1, len(tokens_of(answer))),) for answer in second)
         assert gaps(trainer, as_samples(second)).max() < TOLERANCE
     finally:

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.process.dump import DUMP_SIGNAL
-from libra_hpc.protocol.trainer import Join, Joined, LoadCheckpoint, Loaded, SaveCheckpoint, Saved, Standby, StepFailed, TrainStep, WorkerError
+from libra_hpc.protocol.trainer import (
+    Join,
+    Joined,
+    LoadCheckpoint,
+    Loaded,
+    SaveCheckpoint,
+    Saved,
+    Standby,
+    StepFailed,
+    TrainStep,
+    WorkerError,
+)
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -38,7 +49,8 @@ def test_members_come_and_go_and_the_result_is_that_of_a_fixed_run(tmp_path: Pat
     assert second.tensors(3).keys() == final.keys()
     assert all((second.tensors(3)[n] == t).all() for n, t in first.tensors(3).items())
 
-    # A member dies in step 4: nothing is committed, the survivor is usable at once and redoes the step with all samples.
+    # A member dies in step 4: nothing is committed, the survivor is usable at once and redoes the step with all
+    # samples.
     before = first.tensors(3)
     second.kill()
     first.send(train_step(4, 2, replica=0, replicas=2, minibatches=2))
@@ -48,7 +60,8 @@ def test_members_come_and_go_and_the_result_is_that_of_a_fixed_run(tmp_path: Pat
     join_all([first], 3, tmp_path / "g3")
     reports += step_all([first], 4, 3, minibatches=2)
 
-    # A replacement, built from the model folder, catches up; the old one goes to standby, wakes, and finds itself behind.
+    # A replacement, built from the model folder, catches up; the old one goes to standby, wakes, and finds itself
+    # behind.
     third = Replica(tmp_path, "third", model_dir)
     third.ready()
     assert [a.step for a in join_all([third, first], 4, tmp_path / "g4")] == [4, 4]
@@ -101,7 +114,9 @@ def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Rep
 def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
-    first, second, third = (Replica(tmp_path, name, model_dir, join_timeout_s=10 * WAIT_S) for name in ("first", "second", "third"))
+    first, second, third = (
+        Replica(tmp_path, name, model_dir, join_timeout_s=10 * WAIT_S) for name in ("first", "second", "third")
+    )
     for replica in (first, second, third):
         replica.ready()
     # The third dies before it appears.  What was sent meanwhile is done afterwards, in order.

@@ -1,4 +1,5 @@
-"""Samples that are not finite: the update is skipped, the step commits, and nothing of it reaches weights or moments."""
+"""Samples that are not finite: the update is skipped, the step commits, and nothing of it reaches weights or
+moments."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def bad_advantage(sample: Sample) -> Sample:
 
 
 def bad_logprobs(sample: Sample) -> Sample:
-    values = [-math.inf if masked else value for value, masked in zip(unpack_f32(sample.logprobs), sample.loss_mask, strict=True)]
+    values = [
+        -math.inf if masked else value
+        for value, masked in zip(unpack_f32(sample.logprobs), sample.loss_mask, strict=True)
+    ]
     return msgspec.structs.replace(sample, logprobs=pack_f32(values))
 
 
@@ -54,7 +58,9 @@ def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: R
 
 
 @pytest.mark.parametrize("spoil", [bad_advantage, bad_logprobs])
-def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(tmp_path: Path, world: ReplicaPlace, spoil: Any) -> None:
+def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(
+    tmp_path: Path, world: ReplicaPlace, spoil: Any
+) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     trainer.step(train_step(1, 0))
@@ -73,7 +79,9 @@ def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(tm
     reference.step(train_step(1, 0))
     other.state.step = 2
     assert reference.step(train_step(3, 0)).loss == done.loss
-    assert all(torch.equal(now, want) for now, want in zip(engine.state.tensors(), other.state.tensors(), strict=True)), "as if the bad step had not been"
+    assert all(
+        torch.equal(now, want) for now, want in zip(engine.state.tensors(), other.state.tensors(), strict=True)
+    ), "as if the bad step had not been"
 
 
 def test_only_the_bad_minibatch_is_skipped(tmp_path: Path, world: ReplicaPlace) -> None:
@@ -100,6 +108,10 @@ def test_replicas_and_their_processes_agree_to_skip(tmp_path: Path) -> None:
     messages = [train_step(1, 1, replica=rank, replicas=2) for rank in range(2)]
     first.send(messages[0])
     second.send(spoiled(messages[1], 0))
-    assert [replica.receive(StepDone).skipped for replica in (first, second)] == [1, 1], "the bad sample is at one of them"
-    assert all((tensor == before[name]).all() for replica in (first, second) for name, tensor in replica.tensors(1).items())
+    assert [replica.receive(StepDone).skipped for replica in (first, second)] == [1, 1], (
+        "the bad sample is at one of them"
+    )
+    assert all(
+        (tensor == before[name]).all() for replica in (first, second) for name, tensor in replica.tensors(1).items()
+    )
     assert first.close() + second.close() == [0] * 4

@@ -11,7 +11,18 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.mesh import Batch, Committed, Fatal, Group, Log, MemberJoined, Publish, StepReport, ToReplica, TrainingFinished
+from libra_hpc.protocol.mesh import (
+    Batch,
+    Committed,
+    Fatal,
+    Group,
+    Log,
+    MemberJoined,
+    Publish,
+    StepReport,
+    ToReplica,
+    TrainingFinished,
+)
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -38,7 +49,11 @@ def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
 
 
 def batch(step: int) -> Batch:
-    return Batch(step, tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)), {"reward": 0.5})
+    return Batch(
+        step,
+        tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)),
+        {"reward": 0.5},
+    )
 
 
 class Replica:
@@ -67,13 +82,21 @@ class Replica:
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
-                self.world.reply(self.rank, StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0, self.skipped))
+                self.world.reply(
+                    self.rank,
+                    StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0, self.skipped),
+                )
             case Export(version=version):
                 self.bad_exports -= 1
-                self.world.reply(self.rank, ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0))
+                self.world.reply(
+                    self.rank,
+                    ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0),
+                )
             case SaveCheckpoint(folder=folder, step=step):
                 self.world.tried.append(step)
-                self.world.reply(self.rank, SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0))
+                self.world.reply(
+                    self.rank, SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0)
+                )
 
 
 class World:
@@ -106,9 +129,18 @@ class World:
             self.saved.append((at, order.low, sorted(order.extra)))
 
         self.leader = TrainLeader(
-            config, 1, step, DataOrder(2 * step), self.send, 3, lambda: (3,), saved, lambda: self.now,
-            rendezvous=Path("/rendezvous"), checkpoints=Path("/checkpoints"),
-        )  # fmt: skip
+            config,
+            1,
+            step,
+            DataOrder(2 * step),
+            self.send,
+            3,
+            lambda: (3,),
+            saved,
+            lambda: self.now,
+            rendezvous=Path("/rendezvous"),
+            checkpoints=Path("/checkpoints"),
+        )
 
     def send(self, rank: int, message: Any) -> None:
         self.sent.append((rank, message))
@@ -280,7 +312,9 @@ def test_members_that_failed_without_a_death_try_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(members, "RETRY_S", 0.02)
     world = World(steps=1)
     replica = world.add(1)
-    replica.take = lambda message: world.reply(1, WorkerError("a connection broke", False, message.generation, message.attempt))  # type: ignore[method-assign]
+    replica.take = lambda message: world.reply(
+        1, WorkerError("a connection broke", False, message.generation, message.attempt)
+    )  # type: ignore[method-assign]
 
     async def script() -> None:
         world.leader.on_generation(1, (1,))
@@ -394,7 +428,9 @@ def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> None:
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(
+    monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
     monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.001)
     world = World(steps=9, storage_s=1e9)
     world.add(1).full = True
@@ -417,7 +453,9 @@ def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(monkeyp
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_lack_it(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_lack_it(
+    monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
     monkeypatch.setattr(leader, "SAVE_LONGEST_S", 0.001)
     world = World(steps=1, storage_s=900.0)
     world.add(1).full = True
@@ -485,7 +523,11 @@ def test_another_exporter_is_asked_for_the_present_version_again() -> None:
     play(world, script)
     assert len(world.of(Publish)) == 2
     assert not world.of(Fatal)
-    exports = [(rank, m.message.version) for rank, m in world.sent if isinstance(m, ToReplica) and isinstance(m.message, Export)]
+    exports = [
+        (rank, m.message.version)
+        for rank, m in world.sent
+        if isinstance(m, ToReplica) and isinstance(m.message, Export)
+    ]
     assert exports == [(1, 0), (2, 0)]
 
 

@@ -22,7 +22,10 @@ from tests.train.support import OPTIMIZER, make_model
 
 
 def _pack(lengths: list[int]) -> Pack:
-    samples = [Sample(str(n), pack_i32([3] * n), bytes([0, *[1] * (n - 1)]), pack_f32([0.0, *[-1.0] * (n - 1)]), 1.0) for n in lengths]
+    samples = [
+        Sample(str(n), pack_i32([3] * n), bytes([0, *[1] * (n - 1)]), pack_f32([0.0, *[-1.0] * (n - 1)]), 1.0)
+        for n in lengths
+    ]
     (one,) = pack([decode(s) for s in samples], 1 << 20, torch.device("cpu"))
     return one
 
@@ -34,7 +37,8 @@ def _kept(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # A CPU's norms keep float32 intermediates, a GPU's kernel keeps its input instead: those are counted by hand below.
+        # A CPU's norms keep float32 intermediates, a GPU's kernel keeps its input instead: those are counted by hand
+        # below.
         if tensor.dtype is dtype and storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -70,7 +74,8 @@ def test_a_layer_keeps_what_the_planner_counts(lengths: list[int], tmp_path: Pat
     padding = len(lengths) * max(lengths) / sum(lengths)
     # Without padding values stay in the projection's output, and the attention's output is not copied.
     unpadded = counted - PADDING * (2 * q + 2 * kv) + q + kv
-    # With it the norms of queries and keys hold on to that output on a GPU; a CPU's keep float32 copies, which `_kept` does not count.
+    # With it the norms of queries and keys hold on to that output on a GPU; a CPU's keep float32 copies, which `_kept`
+    # does not count.
     padded = counted - (PADDING - padding) * (2 * q + 2 * kv) - (q + 2 * kv)
     want = unpadded if padding == 1.0 else padded
     assert kept / 2 == pytest.approx(want, rel=0.01)
@@ -83,7 +88,9 @@ def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path)
     for recompute in (False, True):
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
-            engine = TrainEngine(read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute)
+            engine = TrainEngine(
+                read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute
+            )
             load_policy(engine, tmp_path / "m")
             engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
             gradients.append([g.clone() for g in engine.gradients()])

@@ -19,13 +19,25 @@ from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.settings import OptimizerSettings
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import ALGORITHM, MICRO_TOKENS, OPTIMIZER, build, loss_tokens, make_model, read_tensors, samples, train_step
+from .support import (
+    ALGORITHM,
+    MICRO_TOKENS,
+    OPTIMIZER,
+    build,
+    loss_tokens,
+    make_model,
+    read_tensors,
+    samples,
+    train_step,
+)
 
 FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True)]
 
 
 @pytest.mark.parametrize(("kind", "tied"), FAMILIES)
-def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool) -> None:
+def test_logits_and_files_equal_those_of_transformers(
+    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool
+) -> None:
     reference = make_model(kind, tmp_path / "model", tied=tied)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     engine, _ = build(tmp_path / "model", world)
@@ -42,7 +54,8 @@ def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: Rep
     assert len(found) > 1
     assert (torch.cat(found) - want).abs().max() < 5e-6
 
-    # Hugging Face -> Megatron-Core -> Hugging Face is exact, for the export and for the checkpoint that transformers loads.
+    # Hugging Face -> Megatron-Core -> Hugging Face is exact, for the export and for the checkpoint that transformers
+    # loads.
     original = load_file(tmp_path / "model" / "model.safetensors")
     crc, size = checkpoint.export(engine, tmp_path / "out" / "weights.safetensors")
     written = (tmp_path / "out" / "weights.safetensors").read_bytes()
@@ -63,7 +76,13 @@ def test_llama3_frequency_scaling(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("llama", tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     path.write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 500.0, **rope}}))
     engine, _ = build(tmp_path / "model", world)
     found: list[torch.Tensor] = []
@@ -82,7 +101,9 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
     decayed = [p for p in reference.parameters() if p.dim() > 1]
     flat = [p for p in reference.parameters() if p.dim() == 1]
     adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": flat, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=OPTIMIZER.eps
+        [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": flat, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=OPTIMIZER.eps,
     )
     for step in (1, 2):
         batch = list(train_step(step, 0).minibatches[0])
@@ -90,7 +111,9 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
         for sample in batch:
             tokens = torch.tensor(unpack_i32(sample.tokens))
             where = torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
-            lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.temperature, -1)[where - 1, tokens[where]]
+            lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.temperature, -1)[
+                where - 1, tokens[where]
+            ]
             behaviour = torch.tensor(unpack_f32(sample.logprobs))[where]
             weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.is_truncation)
             k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)

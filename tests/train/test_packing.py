@@ -31,7 +31,9 @@ def test_every_loss_token_is_in_one_pack(lengths: list[int], micro_tokens: int) 
         sizes = [b - a for a, b in pairwise(bounds)]
         assert p.tokens.shape[1] <= micro_tokens or len(sizes) == 1
         assert p.layout.max_seqlen_q == max(sizes)
-        for where, target, behaviour, advantage in zip(p.where.tolist(), p.targets.tolist(), p.behaviour.tolist(), p.advantages.tolist(), strict=True):
+        for where, target, behaviour, advantage in zip(
+            p.where.tolist(), p.targets.tolist(), p.behaviour.tolist(), p.advantages.tolist(), strict=True
+        ):
             index, position = divmod(target, 1000)
             assert int(p.tokens[0, where]) == target - 1
             assert int(p.positions[0, where]) == position - 1
@@ -45,7 +47,9 @@ def test_every_loss_token_is_in_one_pack(lengths: list[int], micro_tokens: int) 
             assert max(inside) == block.width
             assert block.rows * block.width**2 <= PADDED_COST * sum(n * n for n in inside)
             if block.place is not None:
-                grid = torch.zeros(block.rows * block.width, dtype=torch.long).index_copy(0, block.place, p.tokens[0, block.begin : block.end])
+                grid = torch.zeros(block.rows * block.width, dtype=torch.long).index_copy(
+                    0, block.place, p.tokens[0, block.begin : block.end]
+                )
                 assert [int(row[0]) % 1000 for row in grid.view(block.rows, block.width)] == [0] * block.rows
     assert seen == {1000 * i + k for i, n in enumerate(lengths) for k in range(n) if k % 3 == 1}
 
@@ -56,7 +60,11 @@ def test_samples_without_loss_tokens_cost_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("mask", "logprobs", "complaint"),
-    [(bytes([0, 1]), [0.0] * 3, "2 mask entries"), (bytes([0, 1, 1]), [0.0] * 2, "2 log-probabilities"), (bytes([1, 1, 1]), [0.0] * 3, "nothing predicts it")],
+    [
+        (bytes([0, 1]), [0.0] * 3, "2 mask entries"),
+        (bytes([0, 1, 1]), [0.0] * 2, "2 log-probabilities"),
+        (bytes([1, 1, 1]), [0.0] * 3, "nothing predicts it"),
+    ],
 )
 def test_a_malformed_sample_is_named(mask: bytes, logprobs: list[float], complaint: str) -> None:
     with pytest.raises(ValueError, match=f"sample u7.*{complaint}"):

@@ -1,4 +1,5 @@
-"""Tensor and pipeline parallelism against one process: losses, gradients (Adam's first moments), weights, checkpoints across splits."""
+"""Tensor and pipeline parallelism against one process: losses, gradients (Adam's first moments), weights,
+checkpoints across splits."""
 
 from __future__ import annotations
 
@@ -10,14 +11,28 @@ from libra_hpc.protocol.trainer import LoadCheckpoint, Loaded, SaveCheckpoint, S
 from libra_hpc.train import checkpoint
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import Replica, assert_same_state, build, fixed_run, join_all, make_model, read_tensors, step_all, train_step
+from .support import (
+    Replica,
+    assert_same_state,
+    build,
+    fixed_run,
+    join_all,
+    make_model,
+    read_tensors,
+    step_all,
+    train_step,
+)
 
 pytestmark = pytest.mark.engine
 STEPS = 3
 
 
-@pytest.mark.parametrize(("kind", "tied", "tp", "pp"), [("qwen3", False, 2, 1), ("qwen2", True, 1, 2), ("qwen2", True, 2, 2)])
-def test_a_split_replica_equals_one_process(tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tied", "tp", "pp"), [("qwen3", False, 2, 1), ("qwen2", True, 1, 2), ("qwen2", True, 2, 2)]
+)
+def test_a_split_replica_equals_one_process(
+    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int
+) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, tied=tied)
     replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp)
@@ -30,12 +45,17 @@ def test_a_split_replica_equals_one_process(tmp_path: Path, world: ReplicaPlace,
         assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
         assert done.entropy == pytest.approx(reference.entropy, abs=2e-5)
         assert done.ratio_mean == pytest.approx(reference.ratio_mean, rel=2e-5)
-        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (reference.tokens, reference.loss_tokens, reference.ratio_truncated)
+        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (
+            reference.tokens,
+            reference.loss_tokens,
+            reference.ratio_truncated,
+        )
     folder = tmp_path / "saved"
     replica.ask(SaveCheckpoint(str(folder), STEPS), Saved)
     assert_same_state(read_tensors(folder), state)
 
-    # Across splits: one process continues from the split replica's checkpoint, and the split replica from one process's.
+    # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
+    # process's.
     engine, trainer = build(model_dir, world)
     checkpoint.load_state(engine, folder)
     assert (engine.state.step, engine.state.updates) == (STEPS, STEPS)

@@ -19,18 +19,26 @@ def make(index: int, lengths: list[int], advantages: list[float]) -> Group:
     return Group(index, tuple(samples))
 
 
-groups = st.lists(st.lists(st.tuples(st.integers(2, 50), st.sampled_from([0.0, 1.0, -1.0])), min_size=1, max_size=6), min_size=1, max_size=8)
+groups = st.lists(
+    st.lists(st.tuples(st.integers(2, 50), st.sampled_from([0.0, 1.0, -1.0])), min_size=1, max_size=6),
+    min_size=1,
+    max_size=8,
+)
 
 
 @given(groups, st.integers(1, 4), st.integers(1, 3))
-def test_every_useful_sample_goes_to_exactly_one_replica(spec: list[list[tuple[int, float]]], replicas: int, minibatches: int) -> None:
+def test_every_useful_sample_goes_to_exactly_one_replica(
+    spec: list[list[tuple[int, float]]], replicas: int, minibatches: int
+) -> None:
     batch = [make(i, [n for n, _ in group], [a for _, a in group]) for i, group in enumerate(spec)]
     shards, totals = shard(batch, replicas, minibatches, skip_zero_advantage=True)
     placed = sorted(s.uid for replica in shards for part in replica for s in part)
     assert placed == sorted(s.uid for g in batch for s in g.samples if s.advantage != 0.0)
     assert len(shards) == replicas
     assert {len(replica) for replica in shards} == {len(totals)}
-    assert sum(totals) == sum(loss_tokens_of(s) for g in batch for s in g.samples), "also samples that are left out count in the divisor"
+    assert sum(totals) == sum(loss_tokens_of(s) for g in batch for s in g.samples), (
+        "also samples that are left out count in the divisor"
+    )
 
 
 @given(groups, st.integers(2, 4))

@@ -1,4 +1,5 @@
-"""Full file systems under real workers: what could not be written is reported, nothing of it is left, and training goes on."""
+"""Full file systems under real workers: what could not be written is reported, nothing of it is left, and training
+goes on."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, a third of what a state of the tiny model takes."""
     where = tmp_path / "small"
     where.mkdir()
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)], capture_output=True, check=False).returncode:
+    if (
+        os.getuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("mounting a small file system takes root")
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
@@ -78,7 +84,9 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     replica.receive(StepDone)
     replica.receive(Warned)
     assert list(shm.iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == ["step-000001"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
+        "step-000001"
+    ]
     assert folders.verify(folder) == ""
     assert all((tensor == before[name]).all() for name, tensor in load_file(folder / "optimizer.safetensors").items())
     resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)

@@ -235,7 +235,9 @@ def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
     net.receivers[2].chunk(stale[1], stale[2], 0.0)
     assert net.receivers[2].version == 7
     for folder, prefix in ((net.folders[2], "weights"), (tmp_path, "export")):
-        assert sorted(int(path.stem.split("-")[1]) for path in folder.glob(f"{prefix}-*")) == list(range(7 - KEEP_VERSIONS, 8))
+        assert sorted(int(path.stem.split("-")[1]) for path in folder.glob(f"{prefix}-*")) == list(
+            range(7 - KEEP_VERSIONS, 8)
+        )
 
 
 def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) -> None:
@@ -302,7 +304,9 @@ def test_a_request_waits_while_weights_arrive(tmp_path: Path) -> None:
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = Net(tmp_path, [2])
     publisher = Publisher(net.send)
     monkeypatch.setattr(incoming.shutil, "disk_usage", lambda folder: Usage(0, 0, len(DATA) - 1))
@@ -341,7 +345,9 @@ def test_a_full_disk_is_relieved_of_all_but_the_newest_version(tmp_path: Path, m
     assert [path.name for path in net.folders[2].iterdir()] == ["weights-00000003.safetensors"]
 
 
-def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = Net(tmp_path, [2])
     publish(Publisher(net.send), tmp_path, 1, DATA, [2])
     net.deliver(net.queue[0])
@@ -351,7 +357,9 @@ def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(tmp_pat
 
     monkeypatch.setattr(os, "write", full)
     net.run()
-    assert net.events == [("weights_not_stored", {"version": 1, "reason": "No space left on device", "retry_s": RETRY_S})]
+    assert net.events == [
+        ("weights_not_stored", {"version": 1, "reason": "No space left on device", "retry_s": RETRY_S})
+    ]
     assert not list(net.folders[2].iterdir())
 
 

@@ -13,7 +13,12 @@ from libra_hpc.weights.safetensors_writer import write_safetensors
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_safetensors_reads_what_was_streamed_in_any_order(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(3, 5), "b.weight": torch.randn(7), "empty": torch.empty(0, 4), "scalar": torch.randn(())}
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b.weight": torch.randn(7),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.randn(()),
+    }
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     path = tmp_path / "w.safetensors"

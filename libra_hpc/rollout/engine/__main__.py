@@ -1,4 +1,5 @@
-"""``python -m libra_hpc.rollout.engine --socket PATH --config JSON``: one vLLM engine for the agent that listens on PATH."""
+"""``python -m libra_hpc.rollout.engine --socket PATH --config JSON``: one vLLM engine for the agent that listens on
+PATH."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """The engine: vLLM's core stepped in this thread, with turns in, answers out, and weights swapped between two steps.
 
-vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids already, a request's tokens are wanted once, at its end, and an
-aborted request must give back what it has.  Leaving out the front end's copies and per-token objects also makes short turns faster than ``LLM.generate``.
+vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids already, a request's tokens
+are wanted once, at its end, and an aborted request must give back what it has.  Leaving out the front end's copies and
+per-token objects also makes short turns faster than ``LLM.generate``.
 
-A weight update does not drain: running requests are put back into the queue, their KV cache and the prefix cache are dropped, and each is recomputed under
-the new weights before its next token.  Every recorded log-probability is therefore that of one model over the whole context, named by its version.
+A weight update does not drain: running requests are put back into the queue, their KV cache and the prefix cache are
+dropped, and each is recomputed under the new weights before its next token.  Every recorded log-probability is
+therefore that of one model over the whole context, named by its version.
 
 One thread only: vLLM keeps per-process state that two threads corrupt silently.
 """
@@ -48,8 +50,8 @@ class DuplicateRequest(Exception):
 class RolloutEngine:
     """One vLLM replica.
 
-    ``on_failure`` is called, from another thread, when a worker process of a tp > 1 engine dies.  Raises whatever vLLM raises when it cannot start, and
-    `WeightFileError` when ``config.weights`` does not fit the model.
+    ``on_failure`` is called, from another thread, when a worker process of a tp > 1 engine dies.  Raises whatever vLLM
+    raises when it cannot start, and `WeightFileError` when ``config.weights`` does not fit the model.
     """
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[], None] | None = None) -> None:
@@ -60,7 +62,9 @@ class RolloutEngine:
         model = vllm_config.model_config
         self._tied = bool(model.hf_text_config.tie_word_embeddings)
         self._vocab_size = model.get_vocab_size()
-        self._client = InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure)
+        self._client = InprocClient(
+            vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure
+        )
         scheduler = self._client.engine_core.scheduler
         assert isinstance(scheduler, PinningScheduler)
         self._scheduler = scheduler
@@ -120,7 +124,9 @@ class RolloutEngine:
         reports = profile(self.submit, self.step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache()
         self._counters = EngineCounters()
-        self.ready = msgspec.structs.replace(self.ready, warm_up=reports, start_s=self.ready.start_s + time.monotonic() - started)
+        self.ready = msgspec.structs.replace(
+            self.ready, warm_up=reports, start_s=self.ready.start_s + time.monotonic() - started
+        )
         return self.ready
 
     def submit(self, request: Generate) -> Generated | None:
@@ -184,8 +190,8 @@ class RolloutEngine:
     def apply(self, update: UpdateWeights) -> WeightsApplied:
         """Swap in an update that passed `check`, between two steps.
 
-        Raises `WeightFileError`, with the old weights in place, when the engine is asleep; any other exception leaves the model half-loaded and the engine
-        unusable.
+        Raises `WeightFileError`, with the old weights in place, when the engine is asleep; any other exception leaves
+        the model half-loaded and the engine unusable.
         """
         if self._client.is_sleeping():
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
@@ -222,7 +228,9 @@ class RolloutEngine:
         """The present load and the totals since start."""
         self._scheduler.pins.expire(time.monotonic())
         running, waiting = self._scheduler.get_request_counts()
-        return self._counters.message(self._version, running, waiting, *self._scheduler.pins.shares(), self._client.is_sleeping())
+        return self._counters.message(
+            self._version, running, waiting, *self._scheduler.pins.shares(), self._client.is_sleeping()
+        )
 
     def close(self) -> None:
         """Free the device and end the worker processes."""
@@ -272,4 +280,11 @@ class RolloutEngine:
 @lru_cache(maxsize=PARAMETER_SETS)
 def _sampling(temperature: float, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
     # Shared between requests: below the front end vLLM only reads it.
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=list(stop_ids), ignore_eos=True, logprobs=0, detokenize=False)
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )

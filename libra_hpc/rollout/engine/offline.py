@@ -1,6 +1,7 @@
 """The same engine in the caller's own process, without a socket: for evaluation, benchmarks and tests.
 
-One per process and one thread only.  Construct it before anything imports vLLM, best before torch, so that the environment it sets is the one they read.
+One per process and one thread only.  Construct it before anything imports vLLM, best before torch, so that the
+environment it sets is the one they read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class OfflineEngine:
             self._refused.append(refused)
 
     def poll(self) -> list[Generated]:
-        """Run one step and return what it finished, refused requests included; empty does not mean that nothing is in flight."""
+        """Run one step and return what it finished, refused requests included; empty does not mean that nothing is
+        in flight."""
         done, self._refused = self._refused, []
         if self.engine.busy:
             done += self.engine.step()
@@ -61,7 +63,8 @@ class OfflineEngine:
         return [answers[rid] for rid in order]
 
     def update_weights(self, update: UpdateWeights) -> WeightsApplied:
-        """Verify and swap in a weight file; raises `WeightFileError`, with the old weights in place, when it does not fit."""
+        """Verify and swap in a weight file; raises `WeightFileError`, with the old weights in place, when it does
+        not fit."""
         self.engine.check(update)
         return self.engine.apply(update)
 

@@ -1,13 +1,15 @@
 """KV blocks kept for the next turn of a trajectory while its tool runs.
 
-vLLM evicts a finished request's blocks in the order of their last use, whatever is known about their return.  A request with `Generate.keep_s` > 0
-has its full blocks *pinned* when it ends: `Pins` takes a reference on each, as a running request would, so that no other prefix's arrival evicts
-them.  A pin ends when its time is over, at a weight swap (the contents are stale), or as soon as anything needs the room: `PinningScheduler` releases
-pins, the one with the earliest expiry first, until an allocation that failed for lack of free blocks succeeds or no pin is left.  A request therefore
-runs, waits or is preempted exactly as if there were no pins.  A released block is evictable as any cached block that was used just then.
+vLLM evicts a finished request's blocks in the order of their last use, whatever is known about their return.  A request
+with `Generate.keep_s` > 0 has its full blocks *pinned* when it ends: `Pins` takes a reference on each, as a running
+request would, so that no other prefix's arrival evicts them.  A pin ends when its time is over, at a weight swap (the
+contents are stale), or as soon as anything needs the room: `PinningScheduler` releases pins, the one with the earliest
+expiry first, until an allocation that failed for lack of free blocks succeeds or no pin is left.  A request therefore
+runs, waits or is preempted exactly as if there were no pins.  A released block is evictable as any cached block that
+was used just then.
 
-`MOST_PINNED` = 0.5 of the blocks may be pinned, beyond that the earliest expiry is released too: the other half stays with vLLM's own order, which is
-what serves turns that nobody announced.
+`MOST_PINNED` = 0.5 of the blocks may be pinned, beyond that the earliest expiry is released too: the other half stays
+with vLLM's own order, which is what serves turns that nobody announced.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Pins:
         return self._heap[0][0] if self._heap else None
 
     def shares(self) -> tuple[float, float]:
-        """(share of the pool that requests hold, share that pins alone hold), 0..1; vLLM's own null block is no part of it."""
+        """(share of the pool that requests hold, share that pins alone hold), 0..1; vLLM's own null block is no part
+        of it."""
         pool = self._pool
         blocks = max(1, pool.num_gpu_blocks - 1)
         alone = sum(pool.blocks[block].ref_cnt == count for block, count in self._counts.items())

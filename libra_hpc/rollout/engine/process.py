@@ -1,11 +1,12 @@
 """The engine process's loop: messages in, steps, answers out, on one thread that sleeps when there is nothing to do.
 
-Between two steps the socket is drained without blocking, so a request joins the next batch; all answers of a step leave in one system call.  An idle engine
-blocks in ``select`` and reports once a second.  A weight file is verified in a thread while steps go on, then applied between two of them, in the order
-received.
+Between two steps the socket is drained without blocking, so a request joins the next batch; all answers of a step leave
+in one system call.  An idle engine blocks in ``select`` and reports once a second.  A weight file is verified in a
+thread while steps go on, then applied between two of them, in the order received.
 
-How it ends: `Shutdown`, or the agent closing the socket, or SIGTERM: exit 0.  A failed step or a half-applied update: every request in flight is answered
-with finish reason ``error``, then `EngineError` with ``fatal``, exit 1.  If the agent vanishes while a step or the start-up hangs, a watcher ends the process.
+How it ends: `Shutdown`, or the agent closing the socket, or SIGTERM: exit 0.  A failed step or a half-applied update:
+every request in flight is answered with finish reason ``error``, then `EngineError` with ``fatal``, exit 1.  If the
+agent vanishes while a step or the start-up hangs, a watcher ends the process.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from .settings import EngineConfig
 from .stats import IDLE_INTERVAL_S, Pacer
 
 HANGUP_GRACE_S = 10.0
-"""Seconds the main thread has to notice that the agent is gone before the watcher ends the process: longer than a step and an orderly shutdown."""
+"""Seconds the main thread has to notice that the agent is gone before the watcher ends the process: longer than a
+step and an orderly shutdown."""
 
 
 def serve(socket_path: str, config: EngineConfig) -> int:
-    """Run an engine on the agent's socket until it ends; returns the exit code.  Raises `ConnectionError` or `OSError` when nobody listens there."""
+    """Run an engine on the agent's socket until it ends; returns the exit code.  Raises `ConnectionError` or
+    `OSError` when nobody listens there."""
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock: EngineSocket[FromEngine] = EngineSocket(socket_path, to_engine, from_engine)

@@ -1,18 +1,21 @@
 """What one engine is: its configuration file, and the environment and vLLM arguments that follow from it.
 
-This is the one place where the device decides anything: which environment variables vLLM finds when it is imported, and which arguments differ.
-Everything after it takes the same path on CPU and on GPU.
+This is the one place where the device decides anything: which environment variables vLLM finds when it is imported, and
+which arguments differ. Everything after it takes the same path on CPU and on GPU.
 
 Choices that hold on every device, and why:
 
-- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's core runs in this process (start in 2 s instead of 9, no child to orphan); with tp > 1 only the workers
-  are children.
-- ``logprobs_mode = processed_logprobs``: log-probabilities of the distribution sampled from (after temperature); vLLM's default is before it.
-- ``enable_chunked_prefill = True``: long prompts do not stall running turns.  It forbids per-request seeds on CPU (vLLM dies), so requests carry none and
-  ``seed`` seeds the engine.
-- ``async_scheduling = False``: every batch's output is known before the next is formed, so a weight swap or an abort falls exactly between two batches.
+- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's core runs in this process (start in 2 s instead of 9, no child to
+  orphan); with tp > 1 only the workers are children.
+- ``logprobs_mode = processed_logprobs``: log-probabilities of the distribution sampled from (after temperature); vLLM's
+  default is before it.
+- ``enable_chunked_prefill = True``: long prompts do not stall running turns.  It forbids per-request seeds on CPU (vLLM
+  dies), so requests carry none and ``seed`` seeds the engine.
+- ``async_scheduling = False``: every batch's output is known before the next is formed, so a weight swap or an abort
+  falls exactly between two batches.
 - ``skip_tokenizer_init``: token ids in, token ids out.
-- ``VLLM_CPU_OMP_THREADS_BIND=nobind``: thread placement is Slurm's; vLLM's own binding puts every engine of a node on the same first cores.
+- ``VLLM_CPU_OMP_THREADS_BIND=nobind``: thread placement is Slurm's; vLLM's own binding puts every engine of a node on
+  the same first cores.
 """
 
 from __future__ import annotations
@@ -30,13 +33,23 @@ TRANSFER_BACKEND = "libra_file"
 SCHEDULER = "libra_hpc.rollout.engine.pinning.PinningScheduler"
 WORKER_EXTENSION = "libra_hpc.rollout.engine.transfer.WorkerExtension"
 MIB = 1 << 20
-CAPTURED = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1024, 64), *range(1024, 2049, 256))
+CAPTURED = (
+    1,
+    2,
+    4,
+    *range(8, 64, 8),
+    *range(64, 256, 16),
+    *range(256, 512, 32),
+    *range(512, 1024, 64),
+    *range(1024, 2049, 256),
+)
 """Tokens per step for which CUDA graphs are captured.
 
-vLLM stops at twice ``max_num_seqs``, at 512 at most.  In agentic rollout every turn brings some hundred tokens of tool output, so that a large share of
-the steps is above that, and without a graph the host takes longer to launch a step than the device to compute it: on an H200 steps with 384 prompt
-tokens took 25 to 38 ms without a graph, those with 96 and a graph 10 to 16, those with 1,536 (no graph, but the device is busy) 38 to 47
-(docs/lab/0.1-h200.md).  Up to 2,048 tokens, where computing takes over, in strides that waste an eighth at most.
+vLLM stops at twice ``max_num_seqs``, at 512 at most.  In agentic rollout every turn brings some hundred tokens of tool
+output, so that a large share of the steps is above that, and without a graph the host takes longer to launch a step
+than the device to compute it: on an H200 steps with 384 prompt tokens took 25 to 38 ms without a graph, those with 96
+and a graph 10 to 16, those with 1,536 (no graph, but the device is busy) 38 to 47 (docs/lab/0.1-h200.md).  Up to 2,048
+tokens, where computing takes over, in strides that waste an eighth at most.
 """
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,7 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One engine, as its agent writes it to a JSON file."""
 
     model: str
-    """Hugging Face folder: ``config.json`` and ``*.safetensors``, whose tensor names and shapes every later weight file must have."""
+    """Hugging Face folder: ``config.json`` and ``*.safetensors``, whose tensor names and shapes every later weight
+    file must have."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tp: Positive = 1
     max_model_len: Annotated[int, msgspec.Meta(ge=2)] = 4096
@@ -90,7 +104,9 @@ def check_config(config: EngineConfig) -> None:
     if not (folder / "config.json").is_file():
         raise invalid("model", config.model, "no config.json there", "a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
-        raise invalid("model", config.model, "no *.safetensors there", "a Hugging Face model folder with safetensors weights")
+        raise invalid(
+            "model", config.model, "no *.safetensors there", "a Hugging Face model folder with safetensors weights"
+        )
     if config.weights and not Path(config.weights).is_file():
         raise invalid("weights", config.weights, "no such file", "an HF-named safetensors file, or an empty string")
 

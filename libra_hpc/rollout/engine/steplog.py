@@ -1,9 +1,10 @@
 """A log of single engine steps, from a live engine: what a calibration is fitted to.
 
-The file is JSON lines.  The first is a `StepLogHeader`; each further one is a step, ``[decodes, kv_tokens, prefill, context, seconds]`` as in
-`libra_hpc.hardware.measured.StepPoint`.  Prompt chunks of several requests in one step are added up as the simulator does: one chunk after a context chosen
-so that the number of attended pairs is kept.  ``seconds`` is the wall time of the whole pass of the engine's loop (messages in, step, answers out), in which
-nothing else happens while there is work: the sum over a busy stretch is its length.
+The file is JSON lines.  The first is a `StepLogHeader`; each further one is a step, ``[decodes, kv_tokens, prefill,
+context, seconds]`` as in `libra_hpc.hardware.measured.StepPoint`.  Prompt chunks of several requests in one step are
+added up as the simulator does: one chunk after a context chosen so that the number of attended pairs is kept.
+``seconds`` is the wall time of the whole pass of the engine's loop (messages in, step, answers out), in which nothing
+else happens while there is work: the sum over a busy stretch is its length.
 
 Writing is buffered, `FLUSH` lines at a time (some 40 bytes each), so that a step costs no system call of its own.
 """
@@ -111,5 +112,7 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
             decodes, held, prefill, context, seconds = decoder.decode(line)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise invalid("step log", f"{path}, line {number}", str(error), "a step") from error
-        points.append(StepPoint(tp=header.tp, decodes=decodes, kv_tokens=held, prefill=prefill, context=context, seconds=seconds))
+        points.append(
+            StepPoint(tp=header.tp, decodes=decodes, kv_tokens=held, prefill=prefill, context=context, seconds=seconds)
+        )
     return header, points

@@ -1,11 +1,13 @@
-"""Weights into a running vLLM, in place: our engine for vLLM's weight-transfer API, and what every worker process needs besides.
+"""Weights into a running vLLM, in place: our engine for vLLM's weight-transfer API, and what every worker process needs
+besides.
 
-vLLM imports this module in each worker (it is named as the worker extension); importing it registers `FileTransferEngine` and, in a worker that is a
-child process, ties its life to the engine process.
+vLLM imports this module in each worker (it is named as the worker extension); importing it registers
+`FileTransferEngine` and, in a worker that is a child process, ties its life to the engine process.
 
-An update is ``start_weight_update``, ``update_weights``, ``finish_weight_update`` on all workers, between two batches.  CPU linears keep their weights in a
-packed copy, so loading goes through vLLM's layer-wise reload, which unpacks, loads and re-packs each layer into its old storage (CUDA graphs stay valid).
-The reload skips a tied output head, because no tensor of the file is its own: its packed copy would go on serving the old weights.  It is re-packed here.
+An update is ``start_weight_update``, ``update_weights``, ``finish_weight_update`` on all workers, between two batches.
+CPU linears keep their weights in a packed copy, so loading goes through vLLM's layer-wise reload, which unpacks, loads
+and re-packs each layer into its old storage (CUDA graphs stay valid). The reload skips a tied output head, because no
+tensor of the file is its own: its packed copy would go on serving the old weights.  It is re-packed here.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class FileUpdate(WeightTransferUpdateInfo):
 
 
 class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
-    """Full update from one HF-named safetensors file; every worker maps the file and takes its own tensor-parallel shard."""
+    """Full update from one HF-named safetensors file; every worker maps the file and takes its own tensor-parallel
+    shard."""
 
     init_info_cls = FileInit
     update_info_cls = FileUpdate

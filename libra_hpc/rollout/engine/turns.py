@@ -25,8 +25,8 @@ class TurnRejected(Exception):
 def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[int]:
     """The prompt's token ids; raises `TurnRejected` for a request that vLLM could not run.
 
-    A prompt must leave room for one token: ``1 <= len(prompt) < max_model_len``.  A longer ``max_tokens`` than the room left is no mistake: the turn then ends
-    with finish reason ``length``.
+    A prompt must leave room for one token: ``1 <= len(prompt) < max_model_len``.  A longer ``max_tokens`` than the room
+    left is no mistake: the turn then ends with finish reason ``length``.
     """
     if len(request.prompt) % 4:
         raise TurnRejected(f"prompt: {len(request.prompt)} bytes are not int32 token ids.")
@@ -48,7 +48,17 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 
 def refusal(rid: str, why: str) -> Generated:
     """The answer to a request that was never run."""
-    return Generated(rid=rid, tokens=b"", logprobs=b"", finish="error", versions=(), cached_tokens=0, queue_s=0.0, run_s=0.0, error=why)
+    return Generated(
+        rid=rid,
+        tokens=b"",
+        logprobs=b"",
+        finish="error",
+        versions=(),
+        cached_tokens=0,
+        queue_s=0.0,
+        run_s=0.0,
+        error=why,
+    )
 
 
 class TurnInFlight:

@@ -1,15 +1,18 @@
 """`autellix`: program-level least attained service (PLAS) of Autellix (arXiv 2502.13965); a trajectory is its program.
 
-* Service of a program: seconds its turns so far were decoding (tokens times the engine's measured seconds per token, `DECODE_S` = 0.02 while unmeasured).
-* Discretised: queue q holds programs with service in [`QUANTUM_S` 2^(q-1), `QUANTUM_S` 2^q), queue 0 those below `QUANTUM_S` = 2 s, `QUEUES` = 8 in all.
-  Lower queues first, first come, first served within one.
-* Anti-starvation: a program whose total waiting time W reaches `BETA` = 1 times its service T is served from queue 0.  A turn's place is therefore one
-  number, the moment it belongs to queue 0: ready_at + max(0, `BETA` T - W), with T rounded down to its queue's lower boundary.
-* Data locality: contexts up to `LOCAL_TOKENS` = 2,048 tokens go to the engine with the fewest turns in flight, longer ones to their program's engine (the one
-  of its first long context), or the least used one when that is not eligible, which it then keeps.
+* Service of a program: seconds its turns so far were decoding (tokens times the engine's measured seconds per token,
+  `DECODE_S` = 0.02 while unmeasured).
+* Discretised: queue q holds programs with service in [`QUANTUM_S` 2^(q-1), `QUANTUM_S` 2^q), queue 0 those below
+  `QUANTUM_S` = 2 s, `QUEUES` = 8 in all. Lower queues first, first come, first served within one.
+* Anti-starvation: a program whose total waiting time W reaches `BETA` = 1 times its service T is served from queue 0.
+  A turn's place is therefore one number, the moment it belongs to queue 0: ready_at + max(0, `BETA` T - W), with T
+  rounded down to its queue's lower boundary.
+* Data locality: contexts up to `LOCAL_TOKENS` = 2,048 tokens go to the engine with the fewest turns in flight, longer
+  ones to their program's engine (the one of its first long context), or the least used one when that is not eligible,
+  which it then keeps.
 
-The queues, W/T and the locality rule are the paper's; the constants other than 2,048 are not published and are chosen here (quanta that double, as in
-FastServe).  Within an engine the queue is the priority.
+The queues, W/T and the locality rule are the paper's; the constants other than 2,048 are not published and are chosen
+here (quanta that double, as in FastServe).  Within an engine the queue is the priority.
 """
 
 from __future__ import annotations
@@ -78,8 +81,11 @@ class Autellix(Baseline):
         program.waited_s += now - turn.ready_at
         program.decode_s = chosen.decode_s or DECODE_S
         numbers: dict[str, float | str] = {
-            "queue": float(queue), "service_s": program.service_s, "waited_s": program.waited_s, "engine": chosen.engine,
-        }  # fmt: skip
+            "queue": float(queue),
+            "service_s": program.service_s,
+            "waited_s": program.waited_s,
+            "engine": chosen.engine,
+        }
         return Decision(chosen.engine, queue, chosen.level, reason, numbers)
 
     def forget(self, trajectory: str) -> None:

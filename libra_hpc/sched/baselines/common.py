@@ -1,4 +1,5 @@
-"""What the baselines share: which engines are eligible, live trajectories per engine, who goes first of a prompt, the search through preferred TP degrees."""
+"""What the baselines share: which engines are eligible, live trajectories per engine, who goes first of a prompt,
+the search through preferred TP degrees."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Baseline:
 def eligible(turn: TurnView, board: Board) -> list[EngineView]:
     """Open engines with a free slot that can hold the context.
 
-    When no engine on the board could hold it, all free ones: refusing the context is then the engine's business, waiting would be for ever.
+    When no engine on the board could hold it, all free ones: refusing the context is then the engine's business,
+    waiting would be for ever.
     """
     context = turn.context_tokens
     free = [e for e in board.engines.values() if e.open and e.inflight < e.cap]
@@ -41,7 +43,13 @@ def eligible(turn: TurnView, board: Board) -> list[EngineView]:
 
 def wait(board: Board, level: int = 0, priority: int = 0) -> Decision:
     """No engine is eligible."""
-    return Decision("", priority, level, "wait: none of {engines:.0f} engines has a free slot that fits", {"engines": float(len(board.engines))})
+    return Decision(
+        "",
+        priority,
+        level,
+        "wait: none of {engines:.0f} engines has a free slot that fits",
+        {"engines": float(len(board.engines))},
+    )
 
 
 def last_engine(turn: TurnView, among: Iterable[EngineView]) -> EngineView | None:
@@ -49,8 +57,11 @@ def last_engine(turn: TurnView, among: Iterable[EngineView]) -> EngineView | Non
     return next((e for e in among if e.engine == turn.engine), None) if turn.engine else None
 
 
-def first_of_tps(tps: Iterable[int], among: Sequence[EngineView], load: Callable[[EngineView], float]) -> EngineView | None:
-    """The least loaded engine of the first TP degree in ``tps`` that has any among the given ones; the first registered wins ties."""
+def first_of_tps(
+    tps: Iterable[int], among: Sequence[EngineView], load: Callable[[EngineView], float]
+) -> EngineView | None:
+    """The least loaded engine of the first TP degree in ``tps`` that has any among the given ones; the first
+    registered wins ties."""
     for tp in tps:
         members = [e for e in among if e.tp == tp]
         if members:
@@ -86,7 +97,8 @@ class Forerunners:
 
 
 class Homes:
-    """The engine each live trajectory counts at, tool time included: the "connections" of a least-connections balancer."""
+    """The engine each live trajectory counts at, tool time included: the "connections" of a least-connections
+    balancer."""
 
     def __init__(self) -> None:
         self._home: dict[str, str] = {}

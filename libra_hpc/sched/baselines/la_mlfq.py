@@ -1,13 +1,16 @@
-"""`la_mlfq`: length-aware MLFQ with scouts, the ``la_mlfq`` scheduler of Libra's code (arXiv 2606.03077), on the buckets of `length_buckets`.
+"""`la_mlfq`: length-aware MLFQ with scouts, the ``la_mlfq`` scheduler of Libra's code (arXiv 2606.03077), on the
+buckets of `length_buckets`.
 
-* The first sample of a prompt without history is its *scout* and starts in the shortest bucket; its siblings wait until it ends, at most `FOLLOW_S` = 60 s,
-  then they start in the shortest bucket too.
-* When a trajectory ends, its prompt's history becomes the bucket of its length, which later samples start in.  History lives `TTL_VERSIONS` = 5 weight
-  versions (epochs, in the original).
-* A running trajectory that has generated more than its bucket's threshold moves up to the bucket of what it has generated.  (In the original nothing calls
-  this check; without it scouts of long prompts would never leave the shortest bucket.)
+* The first sample of a prompt without history is its *scout* and starts in the shortest bucket; its siblings wait until
+  it ends, at most `FOLLOW_S` = 60 s, then they start in the shortest bucket too.
+* When a trajectory ends, its prompt's history becomes the bucket of its length, which later samples start in.  History
+  lives `TTL_VERSIONS` = 5 weight versions (epochs, in the original).
+* A running trajectory that has generated more than its bucket's threshold moves up to the bucket of what it has
+  generated.  (In the original nothing calls this check; without it scouts of long prompts would never leave the
+  shortest bucket.)
 
-Otherwise it stays on the engine of its last turn while that is eligible.  Siblings that wait are placed behind every turn that is ready now.
+Otherwise it stays on the engine of its last turn while that is eligible.  Siblings that wait are placed behind every
+turn that is ready now.
 """
 
 from __future__ import annotations
@@ -44,12 +47,21 @@ class LaMlfq(Baseline):
             return Decision("", 0, 0, "wait: {scout} scouts for this prompt", {"scout": self._scouts.claim(turn)})
         levels = len(board.classes)
         old = self._level.get(turn.trajectory, -1)
-        level = min(self._start(turn, levels) if old < 0 else max(old, self._buckets.level(turn.attained_tokens, levels)), max(0, levels - 1))
+        level = min(
+            self._start(turn, levels) if old < 0 else max(old, self._buckets.level(turn.attained_tokens, levels)),
+            max(0, levels - 1),
+        )
         numbers: dict[str, float | str] = {"attained": float(turn.attained_tokens), "bucket": float(level)}
         if level == old:
             last = last_engine(turn, eligible(turn, board))
             if last is not None:
-                return Decision(last.engine, 0, last.level, "stay in bucket {bucket:.0f} on {engine}", {**numbers, "engine": last.engine})
+                return Decision(
+                    last.engine,
+                    0,
+                    last.level,
+                    "stay in bucket {bucket:.0f} on {engine}",
+                    {**numbers, "engine": last.engine},
+                )
         chosen = self._buckets.choose(level, turn, board)
         if chosen is None:
             return wait(board, level)

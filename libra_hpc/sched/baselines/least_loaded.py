@@ -1,10 +1,12 @@
 """Three rules without any knowledge of lengths or prompts: every turn to the engine with the least load.
 
-* `least_loaded`: load = KV tokens of turns in flight.  One 32k-token turn weighs more than ten short ones, and a trajectory whose tool runs weighs nothing.
-  Ties: fewer turns, then the engine of the last turn (its prefix may still be cached), then the first to join.  Not sticky otherwise.
-* `least_requests`: load = turns in flight, ties rotating: the "least connections" of Libra's ``load_balance`` scheduler and of vLLM's routers.  Not sticky.
-* `sticky`: the engine of the last turn while it is eligible, else the one with the fewest turns in flight: verl's ``GlobalRequestLoadBalancer``
-  (verl/workers/rollout/llm_server.py).  The first turn decides for the whole trajectory.
+* `least_loaded`: load = KV tokens of turns in flight.  One 32k-token turn weighs more than ten short ones, and a
+  trajectory whose tool runs weighs nothing. Ties: fewer turns, then the engine of the last turn (its prefix may still
+  be cached), then the first to join.  Not sticky otherwise.
+* `least_requests`: load = turns in flight, ties rotating: the "least connections" of Libra's ``load_balance`` scheduler
+  and of vLLM's routers.  Not sticky.
+* `sticky`: the engine of the last turn while it is eligible, else the one with the fewest turns in flight: verl's
+  ``GlobalRequestLoadBalancer`` (verl/workers/rollout/llm_server.py).  The first turn decides for the whole trajectory.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class LeastLoaded(Baseline):
             return wait(board)
         best = min(free, key=lambda e: (e.inflight_tokens, e.inflight, e.engine != turn.engine))
         numbers = {**_numbers(best), "inflight_tokens": float(best.inflight_tokens)}
-        return Decision(best.engine, 0, best.level, "{engine} has the fewest KV tokens in flight: {inflight_tokens:.0f}", numbers)
+        return Decision(
+            best.engine, 0, best.level, "{engine} has the fewest KV tokens in flight: {inflight_tokens:.0f}", numbers
+        )
 
 
 class LeastRequests(Baseline):

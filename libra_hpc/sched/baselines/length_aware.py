@@ -1,11 +1,14 @@
-"""`length_aware`: the prompt decides the TP degree, as in the ``length_aware`` scheduler of Libra's code (arXiv 2606.03077).
+"""`length_aware`: the prompt decides the TP degree, as in the ``length_aware`` scheduler of Libra's code (arXiv
+2606.03077).
 
-Prompt tokens at admission, not the length of what will be generated, choose a list of preferred TP degrees for the whole trajectory:
+Prompt tokens at admission, not the length of what will be generated, choose a list of preferred TP degrees for the
+whole trajectory:
 
     <= 5,000: 1, 2      <= 10,000: 2, 4      <= 15,000: 4, 8      longer: 8, 4
 
-The first degree in the list that has an eligible engine is used, then any other in ascending order; within it the engine with the fewest live trajectories
-(tool time included).  Each turn is routed anew by that rule, so the engine of the last turn is not preferred.
+The first degree in the list that has an eligible engine is used, then any other in ascending order; within it the
+engine with the fewest live trajectories (tool time included).  Each turn is routed anew by that rule, so the engine of
+the last turn is not preferred.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ class LengthAware(Baseline):
 
     name = "length_aware"
 
-    def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, preferred: tuple[tuple[int, ...], ...] = PREFERRED) -> None:
+    def __init__(
+        self, thresholds: tuple[int, ...] = THRESHOLDS, preferred: tuple[tuple[int, ...], ...] = PREFERRED
+    ) -> None:
         self._thresholds, self._preferred = thresholds, preferred
         self._prompt: dict[str, int] = {}
         self._homes = Homes()
@@ -44,7 +49,9 @@ class LengthAware(Baseline):
             return wait(board)
         self._homes.put(turn.trajectory, chosen.engine)
         numbers: dict[str, float | str] = {"prompt": float(prompt), "tp": float(tps[0]), "engine": chosen.engine}
-        return Decision(chosen.engine, 0, chosen.level, "a prompt of {prompt:.0f} tokens prefers TP {tp:.0f}: {engine}", numbers)
+        return Decision(
+            chosen.engine, 0, chosen.level, "a prompt of {prompt:.0f} tokens prefers TP {tp:.0f}: {engine}", numbers
+        )
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""

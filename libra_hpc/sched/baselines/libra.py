@@ -1,13 +1,15 @@
-"""`libra`: the published C-MLFQ rule (arXiv 2606.03077 and its code), with the tree of `prefix_tree` and the buckets of `length_buckets`.
+"""`libra`: the published C-MLFQ rule (arXiv 2606.03077 and its code), with the tree of `prefix_tree` and the buckets of
+`length_buckets`.
 
 * A new trajectory starts in the shortest bucket, whatever is known of its prompt.
-* After each tool return the node of its path is looked up.  With no samples it stays.  With mean m and 90th percentile p of the remaining tokens, the
-  target is the bucket of m if that is also the bucket of p; if they disagree it stays.
-* Target = present bucket: it stays on its engine, with its prefix (the rule is sticky).  Otherwise it moves at once, up or down, any distance, whatever the
-  prefill of its context costs; no minimum of evidence, no margin.
+* After each tool return the node of its path is looked up.  With no samples it stays.  With mean m and 90th percentile
+  p of the remaining tokens, the target is the bucket of m if that is also the bucket of p; if they disagree it stays.
+* Target = present bucket: it stays on its engine, with its prefix (the rule is sticky).  Otherwise it moves at once, up
+  or down, any distance, whatever the prefill of its context costs; no minimum of evidence, no margin.
 * Turns go first come, first served, in the queue and in the engines.
 
-One addition: a trajectory whose engine is full is placed anew in its bucket, where the original would queue at that engine.
+One addition: a trajectory whose engine is full is placed anew in its bucket, where the original would queue at that
+engine.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ class Libra(Baseline):
         if target == level:
             last = last_engine(turn, eligible(turn, board))
             if last is not None:
-                return Decision(last.engine, 0, last.level, f"stay on {{engine}}: {reason}", {**numbers, "engine": last.engine})
+                return Decision(
+                    last.engine, 0, last.level, f"stay on {{engine}}: {reason}", {**numbers, "engine": last.engine}
+                )
         chosen = self._buckets.choose(target, turn, board)
         if chosen is None:
             return wait(board, target)
         self._level[turn.trajectory] = target
         numbers |= {"engine": chosen.engine, "bucket": float(target)}
-        return Decision(chosen.engine, 0, chosen.level, f"bucket {{bucket:.0f}}, least connections {{engine}}: {reason}", numbers)
+        return Decision(
+            chosen.engine, 0, chosen.level, f"bucket {{bucket:.0f}}, least connections {{engine}}: {reason}", numbers
+        )
 
     def finished(self, record: Finished, now: float) -> None:
         """See `Policy.finished`."""

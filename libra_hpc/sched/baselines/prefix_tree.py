@@ -1,14 +1,18 @@
-"""Libra's published prefix tree (arXiv 2606.03077, `cmlfq_prefix_tree.py` of its code): statistics of remaining length by sequence of tool returns.
+"""Libra's published prefix tree (arXiv 2606.03077, `cmlfq_prefix_tree.py` of its code): statistics of remaining length
+by sequence of tool returns.
 
-One tree per prompt and a global one; a path is the sequence of symbols (tool, payload class, status).  When a trajectory of T generated tokens with tool
-returns at p_1..p_m (m >= 1) ends, the root gets the sample T and the node at depth i gets max(0, T - p_i), in both trees.  A node keeps its count, the
-mean of all its samples ever, and the last `RING` = 200 of them, whose 90th percentile (nearest rank) is its p90.  A look-up walks the prompt's own tree
-as deep as it matches, when there is one, otherwise the global tree.
+One tree per prompt and a global one; a path is the sequence of symbols (tool, payload class, status).  When a
+trajectory of T generated tokens with tool returns at p_1..p_m (m >= 1) ends, the root gets the sample T and the node at
+depth i gets max(0, T - p_i), in both trees.  A node keeps its count, the mean of all its samples ever, and the last
+`RING` = 200 of them, whose 90th percentile (nearest rank) is its p90.  A look-up walks the prompt's own tree as deep as
+it matches, when there is one, otherwise the global tree.
 
-Payload classes are small up to 500 and medium up to 5,000 tokens.  The published status is derived from the text of the answer and misfires on
-"0 errors" or ``error: null``; here it comes from the signal's outcome, so the baseline sees better signals than the original did.
+Payload classes are small up to 500 and medium up to 5,000 tokens.  The published status is derived from the text of the
+answer and misfires on "0 errors" or ``error: null``; here it comes from the signal's outcome, so the baseline sees
+better signals than the original did.
 
-Every `REBUILD_VERSIONS` = 5 weight versions (steps, in the published 48-GPU configuration) the trees are rebuilt from the last `RECENT` = 5,000 trajectories.
+Every `REBUILD_VERSIONS` = 5 weight versions (steps, in the published 48-GPU configuration) the trees are rebuilt from
+the last `RECENT` = 5,000 trajectories.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ Symbol = tuple[str, int, str]
 
 
 def symbol(signal: Signal) -> Symbol:
-    """(tool, payload class 0..2, ``success`` | ``failure`` | ``timeout``); a task's own outcome class counts as success, as any unknown status did."""
+    """(tool, payload class 0..2, ``success`` | ``failure`` | ``timeout``); a task's own outcome class counts as
+    success, as any unknown status did."""
     size = 0 if signal.payload_tokens <= SMALL else 1 if signal.payload_tokens <= MEDIUM else 2
     return signal.tool, size, {"error": "failure", "timeout": "timeout"}.get(signal.outcome, "success")
 

@@ -1,6 +1,7 @@
 """`round_robin`: every turn to the next engine in the order they joined, whatever their load.
 
-The default of simple routers.  It does not prefer the engine of the last turn, so a prefix is found in the cache only by chance.
+The default of simple routers.  It does not prefer the engine of the last turn, so a prefix is found in the cache only
+by chance.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""`seer`: probe first, then approximately longest first (Seer, arXiv 2511.14617, the context-aware scheduling of its section on rollout).
+"""`seer`: probe first, then approximately longest first (Seer, arXiv 2511.14617, the context-aware scheduling of its
+section on rollout).
 
-* The first sample of each prompt is its probe.  Probes go before everything else, among themselves the one that has generated least first, so that every
-  group gets an estimate soon.
-* A group's estimate is the longest finished trajectory of its prompt; a group without one is taken to be as long as can be.  The other samples go by
-  descending estimate, first come, first served among equals.
-* Any engine may run the next chunk: the one with the fewest KV tokens in flight.  In the published system a shared KV pool makes that free.  Without a pool
-  the context would be computed again at every turn, so here a trajectory stays on the engine of its last turn while that is eligible; ``pooled=True``
-  restores the published choice.
+* The first sample of each prompt is its probe.  Probes go before everything else, among themselves the one that has
+  generated least first, so that every group gets an estimate soon.
+* A group's estimate is the longest finished trajectory of its prompt; a group without one is taken to be as long as can
+  be.  The other samples go by descending estimate, first come, first served among equals.
+* Any engine may run the next chunk: the one with the fewest KV tokens in flight.  In the published system a shared KV
+  pool makes that free.  Without a pool the context would be computed again at every turn, so here a trajectory stays on
+  the engine of its last turn while that is eligible; ``pooled=True`` restores the published choice.
 """
 
 from __future__ import annotations
@@ -45,9 +46,19 @@ class Seer(Baseline):
         last = None if self._pooled else last_engine(turn, free)
         chosen = last or min(free, key=lambda e: (e.inflight_tokens, e.inflight))
         known = self._longest.get(turn.prompt_id)
-        who = "probe" if self._probes.of(turn.prompt_id) == turn.trajectory else "group of unknown length" if known is None else "group of {length:.0f} tokens"
+        who = (
+            "probe"
+            if self._probes.of(turn.prompt_id) == turn.trajectory
+            else "group of unknown length"
+            if known is None
+            else "group of {length:.0f} tokens"
+        )
         where = "stays on {engine}" if last else "{engine} has the fewest KV tokens in flight"
-        numbers: dict[str, float | str] = {"length": float(known or 0), "engine": chosen.engine, "inflight_tokens": float(chosen.inflight_tokens)}
+        numbers: dict[str, float | str] = {
+            "length": float(known or 0),
+            "engine": chosen.engine,
+            "inflight_tokens": float(chosen.inflight_tokens),
+        }
         return Decision(chosen.engine, place, chosen.level, f"{who}: {where}", numbers)
 
     def finished(self, record: Finished, now: float) -> None:

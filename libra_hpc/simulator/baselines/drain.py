@@ -1,16 +1,18 @@
 """How long an engine needs to finish known trajectories: the model the clairvoyant oracle plans with.
 
-All trajectories of an engine run side by side, each with a known number of tokens still to decode, prompt tokens still to prefill and seconds of tools
-still to wait.  Sorted by remaining tokens, the engine drains in stages: while the shortest has tokens left everybody decodes one token a step; then it
-leaves and the batch shrinks.  A stage of n tokens takes
+All trajectories of an engine run side by side, each with a known number of tokens still to decode, prompt tokens still
+to prefill and seconds of tools still to wait.  Sorted by remaining tokens, the engine drains in stages: while the
+shortest has tokens left everybody decodes one token a step; then it leaves and the batch shrinks.  A stage of n tokens
+takes
 
     n * (step_s(batch, KV tokens) * max(1, demand / room) + sum of prefill seconds per token),
 
-where batch counts each trajectory by the share of its time it is not in a tool, and room is how many fit (slots and KV cache): beyond it they take turns.
-A trajectory ends when its last stage does plus its own tool time; the engine ends with the last.  Prefill is spread evenly over a trajectory's tokens.
+where batch counts each trajectory by the share of its time it is not in a tool, and room is how many fit (slots and KV
+cache): beyond it they take turns. A trajectory ends when its last stage does plus its own tool time; the engine ends
+with the last.  Prefill is spread evenly over a trajectory's tokens.
 
-`REUSE` = 0.8: a step time is computed anew only when the batch has shrunk to that share, which is exact for the last few trajectories (they decide the end)
-and costs a logarithmic number of look-ups for many.
+`REUSE` = 0.8: a step time is computed anew only when the batch has shrunk to that share, which is exact for the last
+few trajectories (they decide the end) and costs a logarithmic number of look-ups for many.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Load(NamedTuple):
 
 
 def prefill_s(steps: StepTimes, tokens: int, context: int) -> float:
-    """Seconds that computing ``tokens`` prompt tokens after ``context`` cached ones adds to an engine that is decoding."""
+    """Seconds that computing ``tokens`` prompt tokens after ``context`` cached ones adds to an engine that is
+    decoding."""
     if tokens <= 0:
         return 0.0
     chunk = min(tokens, CHUNK)
@@ -50,7 +53,8 @@ def prefill_s(steps: StepTimes, tokens: int, context: int) -> float:
 
 
 def drain_s(loads: Sequence[Load], steps: StepTimes, slots: int) -> float:
-    """Seconds until the last of ``loads`` (ascending) ends at an engine with ``slots`` turns in flight at most; 0.0 for none."""
+    """Seconds until the last of ``loads`` (ascending) ends at an engine with ``slots`` turns in flight at most; 0.0
+    for none."""
     if not loads:
         return 0.0
     pace = steps.step_s(len(loads), sum(load.context for load in loads))

@@ -1,21 +1,25 @@
 """`oracle`: clairvoyant scheduling, the bound the other policies are measured against.
 
-It is told, for every trajectory, what remains to decode, to prefill and to wait for tools (`Foresight.truth`), and how fast engines of each TP degree are
-(`Foresight.steps`).  With the model of `drain` it keeps, per engine, the time its trajectories will have ended:
+It is told, for every trajectory, what remains to decode, to prefill and to wait for tools (`Foresight.truth`), and how
+fast engines of each TP degree are (`Foresight.steps`).  With the model of `drain` it keeps, per engine, the time its
+trajectories will have ended:
 
-* Who goes first: longest remaining time first (LPT, within 4/3 - 1/(3m) of the best makespan on m identical machines, Graham 1969), in the queue and as the
-  engines' priority.
-* Where it starts: the engine that then ends first.  Because step times grow slowly with the batch, long trajectories fill the large TP degrees until these
-  end no earlier than a smaller degree would, and the short ones fill the rest.
+* Who goes first: longest remaining time first (LPT, within 4/3 - 1/(3m) of the best makespan on m identical machines,
+  Graham 1969), in the queue and as the engines' priority.
+* Where it starts: the engine that then ends first.  Because step times grow slowly with the batch, long trajectories
+  fill the large TP degrees until these end no earlier than a smaller degree would, and the short ones fill the rest.
   The engine at which a sibling started last has the prompt cached, and is priced without it.
-* In a tool gap it may move: from engine h to the engine e for which the later end of the two, max(end h, end e), falls most.  It prices the context it would
-  compute again, and moves only when that end falls by more than `MARGIN` = 5 %: the plan is slightly out of date between two turns of the others, and on
-  simulated workloads margins of 2 % and less paid for more moves than they won.  Otherwise it stays, with its prefix.
-* A full engine counts like any other (its plan says how long its trajectories take with the slots it has): when it is better than every free one by the same
-  margin, the turn waits for it, and is in its plan meanwhile.  The choice is made anew when a trajectory has ended.
+* In a tool gap it may move: from engine h to the engine e for which the later end of the two, max(end h, end e), falls
+  most.  It prices the context it would compute again, and moves only when that end falls by more than `MARGIN` = 5 %:
+  the plan is slightly out of date between two turns of the others, and on simulated workloads margins of 2 % and less
+  paid for more moves than they won.  Otherwise it stays, with its prefix.
+* A full engine counts like any other (its plan says how long its trajectories take with the slots it has): when it is
+  better than every free one by the same margin, the turn waits for it, and is in its plan meanwhile.  The choice is
+  made anew when a trajectory has ended.
 
-Among engines of one TP degree only the one that ends first is priced: the rest are the same machine with more work.  The rule is greedy: its makespan is not a
-proven lower bound, only one that no policy without foresight is expected to reach.
+Among engines of one TP degree only the one that ends first is priced: the rest are the same machine with more work.
+The rule is greedy: its makespan is not a proven lower bound, only one that no policy without foresight is expected to
+reach.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class OracleWork(msgspec.Struct, frozen=True):
 
     decode_tokens: int
     fresh_tokens: int
-    """Tokens at the end of its present context that no engine has computed: the prompt at admission, later what the last tool added."""
+    """Tokens at the end of its present context that no engine has computed: the prompt at admission, later what the
+    last tool added."""
     new_tokens: int
     """Tokens the environment will add in later turns."""
     tool_s: float
@@ -85,15 +90,25 @@ class Oracle(Baseline):
         work = self._truth(turn.trajectory, turn.turns)
         steps = self._steps[max(self._steps)]
         pace = steps.step_s(1, turn.context_tokens + work.decode_tokens // 2)
-        return -(work.decode_tokens * pace + prefill_s(steps, work.fresh_tokens + work.new_tokens, turn.context_tokens) + work.tool_s)
+        return -(
+            work.decode_tokens * pace
+            + prefill_s(steps, work.fresh_tokens + work.new_tokens, turn.context_tokens)
+            + work.tool_s
+        )
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """See `Policy.route`."""
         priority = round(self.key(turn, now) * PRIORITIES_PER_S)
         name, ends = self._waits.get(turn.trajectory, ("", -1))
         if ends == self._ends and name in board.engines and _full(board.engines[name]):
-            return Decision("", priority, board.engines[name].level, "wait: {engine} is full and still the best", {"engine": name})
-        options = [e for e in board.engines.values() if e.open and e.kv_capacity >= turn.context_tokens and (e.inflight < e.cap or e.inflight > 0)]
+            return Decision(
+                "", priority, board.engines[name].level, "wait: {engine} is full and still the best", {"engine": name}
+            )
+        options = [
+            e
+            for e in board.engines.values()
+            if e.open and e.kv_capacity >= turn.context_tokens and (e.inflight < e.cap or e.inflight > 0)
+        ]
         options = options or eligible(turn, board)
         if not options:
             return wait(board, priority=priority)
@@ -111,10 +126,21 @@ class Oracle(Baseline):
         if not turn.attained_tokens:
             self._siblings[turn.prompt_id] = turn.trajectory
         self._placed[turn.trajectory] = _Placed(best.engine, best.version, load)
-        numbers: dict[str, float | str] = {"engine": best.engine, "end_s": plan.end_s, "left": float(work.decode_tokens), "gain_s": gain}
+        numbers: dict[str, float | str] = {
+            "engine": best.engine,
+            "end_s": plan.end_s,
+            "left": float(work.decode_tokens),
+            "gain_s": gain,
+        }
         if _full(best):
             self._waits[turn.trajectory] = best.engine, self._ends
-            return Decision("", priority, best.level, "wait: {engine} is full and still the best: all there ends in {end_s:.2f} s", numbers)
+            return Decision(
+                "",
+                priority,
+                best.level,
+                "wait: {engine} is full and still the best: all there ends in {end_s:.2f} s",
+                numbers,
+            )
         if best is near:
             reason = "with {left:.0f} tokens left, {engine} ends first, for it has the prompt cached: {end_s:.2f} s"
         elif home is None:
@@ -138,7 +164,13 @@ class Oracle(Baseline):
             self._plans[placed.engine].remove(placed.load)
 
     def _best(
-        self, turn: TurnView, work: OracleWork, home: EngineView | None, cached: bool, near: EngineView | None, options: list[EngineView]
+        self,
+        turn: TurnView,
+        work: OracleWork,
+        home: EngineView | None,
+        cached: bool,
+        near: EngineView | None,
+        options: list[EngineView],
     ) -> tuple[EngineView, Load, float]:
         """The engine to be at, the load there, and the seconds the end falls by going there."""
         best, best_load, gain, stay_s = home, None, 0.0, 0.0

@@ -1,10 +1,12 @@
 """The embedded cluster: a real Slurm of eight virtual nodes on this machine, for one user, without root.
 
-`Cluster.up` is idempotent and repairs: it starts what is missing, restarts everything when the configuration changed (host renamed, ports taken
-over by others), and returns once every node has registered.  `Cluster.down` cancels the jobs, stops the daemons and leaves the state, so job ids go on
-counting.  Both hold a file lock, so two callers never race.
+`Cluster.up` is idempotent and repairs: it starts what is missing, restarts everything when the configuration changed
+(host renamed, ports taken over by others), and returns once every node has registered.  `Cluster.down` cancels the
+jobs, stops the daemons and leaves the state, so job ids go on counting.  Both hold a file lock, so two callers never
+race.
 
-Layout of the home folder: ``etc run state log munge fakedev spool/<node> tmp/<node>``, ``cluster.json`` (`ClusterRecord`) and ``lock``.
+Layout of the home folder: ``etc run state log munge fakedev spool/<node> tmp/<node>``, ``cluster.json``
+(`ClusterRecord`) and ``lock``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ CANCEL_TIMEOUT_S = 20.0
 KILL_TIMEOUT_S = 5.0
 """A killed process is gone within milliseconds, unless it hangs in the kernel, where nobody can help."""
 PORT_RANGE = (20000, 32000)
-"""Below Linux's ephemeral range (32768 upwards), so that no outgoing connection takes one of our ports between two starts."""
+"""Below Linux's ephemeral range (32768 upwards), so that no outgoing connection takes one of our ports between two
+starts."""
 POLL_S = 0.1
 DOWN_STATES = ("down", "drain", "fail", "inval", "unknown")
 
@@ -72,13 +75,16 @@ class Cluster:
     """The embedded cluster in one home folder: ``$LIBRA_HPC_CLUSTER``, or ``~/.libra-hpc/cluster``."""
 
     def __init__(self, home: Path | None = None) -> None:
-        self.home = Path(home or os.environ.get("LIBRA_HPC_CLUSTER") or Path.home() / ".libra-hpc" / "cluster").absolute()
+        self.home = Path(
+            home or os.environ.get("LIBRA_HPC_CLUSTER") or Path.home() / ".libra-hpc" / "cluster"
+        ).absolute()
         self.conf = self.home / "etc" / "slurm.conf"
 
     def up(self, progress: Callable[[str], None] = lambda message: None) -> ClusterInfo:
         """Make the cluster run and return it; ``progress`` gets short messages.
 
-        Raises `UserError` when the home folder cannot hold sockets, `OperationError` when the packages cannot be had or a daemon does not start.
+        Raises `UserError` when the home folder cannot hold sockets, `OperationError` when the packages cannot be had or
+        a daemon does not start.
         """
         if len(str(self.home)) > files.LONGEST_HOME or any(character.isspace() for character in str(self.home)):
             valid = f"a path of at most {files.LONGEST_HOME} characters without spaces"
@@ -87,18 +93,23 @@ class Cluster:
         try:
             self.home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OperationError(f"The embedded Slurm's folder {self.home} cannot be made: {error.strerror}.") from error
+            raise OperationError(
+                f"The embedded Slurm's folder {self.home} cannot be made: {error.strerror}."
+            ) from error
         with locked(self.home / "lock"):
             try:
                 self._start(tools, progress)
             except OperationError:
-                # Half alive (a daemon hangs, a port was lost): once more from a clean stop; a second failure is the user's to see.
+                # Half alive (a daemon hangs, a port was lost): once more from a clean stop; a second failure is the
+                # user's to see.
                 progress("restarting the embedded Slurm")
                 self._stop(tools)
                 self._start(tools, progress)
         info = self.info()
         if info is None:
-            raise OperationError(f"The embedded Slurm ended right after its start: {last_line(self.home / 'log' / 'slurmctld.log')}.")
+            raise OperationError(
+                f"The embedded Slurm ended right after its start: {last_line(self.home / 'log' / 'slurmctld.log')}."
+            )
         return info
 
     def down(self) -> list[str]:
@@ -118,7 +129,9 @@ class Cluster:
         pids = {daemon.name: pid for daemon in self._daemons(tools) if (pid := daemon.pid()) is not None}
         if not {"munged", "slurmctld"} <= pids.keys():
             return None
-        return ClusterInfo(self.home, self.conf, tools.environment(self.conf), files.NODES, files.PARTITIONS, record.ports, pids)
+        return ClusterInfo(
+            self.home, self.conf, tools.environment(self.conf), files.NODES, files.PARTITIONS, record.ports, pids
+        )
 
     def _record(self) -> ClusterRecord | None:
         try:
@@ -132,7 +145,8 @@ class Cluster:
         run, log, conf = self.home / "run", self.home / "log", str(self.conf)
         munged = (
             str(tools.sbin / "munged"),
-            # Forced, because munged would otherwise refuse a socket below a private home directory; ours serves this user alone.
+            # Forced, because munged would otherwise refuse a socket below a private home directory; ours serves this
+            # user alone.
             "--force",
             f"--socket={files.munge_socket(self.home)}",
             f"--key-file={self.home}/munge/munge.key",
@@ -144,7 +158,9 @@ class Cluster:
         slurmctld = (str(tools.sbin / "slurmctld"), "-f", conf)
         slurmd, stepd = str(tools.sbin / "slurmd"), str(tools.sbin / "slurmstepd")
         return [
-            Daemon("munged", munged, (f"--socket={files.munge_socket(self.home)}",), run / "munged.pid", log / "munged.log"),
+            Daemon(
+                "munged", munged, (f"--socket={files.munge_socket(self.home)}",), run / "munged.pid", log / "munged.log"
+            ),
             Daemon("slurmctld", slurmctld, (conf,), run / "slurmctld.pid", log / "slurmctld.log"),
             *(
                 Daemon(
@@ -169,7 +185,8 @@ class Cluster:
         self._wait_ready(daemons, env)
 
     def _configure(self, tools: SlurmTools, progress: Callable[[str], None]) -> None:
-        """Write folders, key and configuration; when the configuration on disk is another one, stop what still runs under it."""
+        """Write folders, key and configuration; when the configuration on disk is another one, stop what still runs
+        under it."""
         nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in files.NODES]
         for folder in (*(self.home / name for name in ("etc", "run", "log", "fakedev", "munge", "state")), *nodes):
             folder.mkdir(parents=True, exist_ok=True)
@@ -189,12 +206,18 @@ class Cluster:
         running = any(daemon.pid() for daemon in self._daemons(tools))
         address = _host_address()
         names = ("slurmctld", *files.NODES)
-        if record is None or record.ports.keys() != set(names) or not (running or _all_free(record.ports.values(), address)):
+        if (
+            record is None
+            or record.ports.keys() != set(names)
+            or not (running or _all_free(record.ports.values(), address))
+        ):
             first = record.first_job_id if record else int(time.time()) % 50_000_000 + 1000
             record = ClusterRecord(str(tools.root), _free_ports(names, address), first)
         else:
             record = msgspec.structs.replace(record, root=str(tools.root))
-        site = files.ClusterFacts(self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id)
+        site = files.ClusterFacts(
+            self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id
+        )
         texts = {self.conf: files.slurm_conf(site, tools), self.conf.with_name("gres.conf"): files.gres_conf(self.home)}
         if any(not path.exists() or path.read_text() != text for path, text in texts.items()):
             if running:
@@ -215,7 +238,10 @@ class Cluster:
         resumed = False
         while True:
             listing = self._client(env, "sinfo", "--noheader", "--Node", "--format=%N|%T|%v")
-            states = {node: (state, version) for node, state, version in (line.split("|") for line in listing.splitlines() if line.count("|") == 2)}
+            states = {
+                node: (state, version)
+                for node, state, version in (line.split("|") for line in listing.splitlines() if line.count("|") == 2)
+            }
             bad = [node for node in files.NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
             if not bad:
                 return
@@ -223,7 +249,10 @@ class Cluster:
             waited = time.monotonic() - started
             if dead or waited > READY_TIMEOUT_S:
                 culprit = dead[0] if dead else next(daemon for daemon in daemons if daemon.name.endswith(bad[0]))
-                raise OperationError(f"The embedded Slurm is not ready: {culprit.name} says {last_line(culprit.log)!r} (log: {culprit.log}).")
+                raise OperationError(
+                    f"The embedded Slurm is not ready: {culprit.name} says {last_line(culprit.log)!r} (log:"
+                    f" {culprit.log})."
+                )
             if waited > RESUME_AFTER_S and not resumed:
                 resumed = True
                 self._client(env, "scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME")
@@ -243,7 +272,9 @@ class Cluster:
         """End what a slurmd that was killed left behind: scripts, tasks and the daemons of their steps."""
         deadline = time.monotonic() + KILL_TIMEOUT_S
         # More than one look: a task may have started another one between look and signal.
-        while left := job_processes(self.conf, files.NODES) + step_daemons(tools.sbin / "slurmstepd", self.home / "log"):
+        while left := job_processes(self.conf, files.NODES) + step_daemons(
+            tools.sbin / "slurmstepd", self.home / "log"
+        ):
             for pid in left:
                 send(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -260,9 +291,12 @@ class Cluster:
             jobs = self._client(env, "squeue", "--noheader", "--format=%A").split()
 
     def _client(self, env: dict[str, str], *argv: str) -> str:
-        """Standard output of a Slurm command of this cluster; empty when it fails, which the caller's next look shows."""
+        """Standard output of a Slurm command of this cluster; empty when it fails, which the caller's next look
+        shows."""
         try:
-            return subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CANCEL_TIMEOUT_S).stdout
+            return subprocess.run(
+                argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CANCEL_TIMEOUT_S
+            ).stdout
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
@@ -298,4 +332,6 @@ def _free_ports(names: tuple[str, ...], address: str) -> dict[str, int]:
         ports = {name: first + offset for offset, name in enumerate(names)}
         if _all_free(ports.values(), address):
             return ports
-    raise OperationError(f"The embedded Slurm found no {len(names)} consecutive free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}.")
+    raise OperationError(
+        f"The embedded Slurm found no {len(names)} consecutive free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}."
+    )

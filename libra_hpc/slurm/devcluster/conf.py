@@ -1,8 +1,8 @@
 """The embedded cluster's configuration files, as pure functions of a few facts about the machine.
 
-Virtual nodes: one slurmd per node on one machine, told apart by name and port.  They advertise the shape of real A800 nodes whatever the
-machine has (``config_overrides``), so a run file written for a real cluster is accepted unchanged.  Fake GPUs are links to ``/dev/null``: plain
-files are refused by slurmd, and a count without files drains the node.
+Virtual nodes: one slurmd per node on one machine, told apart by name and port.  They advertise the shape of real A800
+nodes whatever the machine has (``config_overrides``), so a run file written for a real cluster is accepted unchanged.
+Fake GPUs are links to ``/dev/null``: plain files are refused by slurmd, and a count without files drains the node.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ NODES = tuple(name for group in GROUPS for name in group.names)
 PARTITIONS = ("a800", "spot", "cpu")
 
 LONGEST_HOME = 60
-"""Characters.  A Unix socket path holds 107; slurmstepd appends up to 45 (``/spool/a800-0/a800-0_50000000.4294967291``)."""
+"""Characters.  A Unix socket path holds 107; slurmstepd appends up to 45
+(``/spool/a800-0/a800-0_50000000.4294967291``)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class ClusterFacts:
     host: str
     """This machine's name as ``gethostname`` gives it: slurmctld compares it."""
     address: str
-    """IPv4 address the name resolves to; empty: it does not, and the daemons listen on every interface (munge still guards them)."""
+    """IPv4 address the name resolves to; empty: it does not, and the daemons listen on every interface (munge still
+    guards them)."""
     user: str
     ports: Mapping[str, int]
     """Port of ``slurmctld`` and of each node's slurmd."""
@@ -71,7 +73,8 @@ def munge_socket(home: Path) -> Path:
 def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
     """Text of ``slurm.conf``."""
     home, address = site.home, site.address or "127.0.0.1"
-    # Listening on the address of the host name alone keeps the ports off the network where that address is a loopback one.
+    # Listening on the address of the host name alone keeps the ports off the network where that address is a loopback
+    # one.
     binding = "NoAddrCache,NoInAddrAny,NoCtldInAddrAny" if site.address else "NoAddrCache"
     lines = [
         "ClusterName=libra",
@@ -84,7 +87,8 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
         f"SlurmdUser={site.user}",
         "AuthType=auth/munge",
         "CredType=cred/munge",
-        # A requeued job waits until the old credentials have expired, hence far below the default of 120 s; a busy machine needs some seconds.
+        # A requeued job waits until the old credentials have expired, hence far below the default of 120 s; a busy
+        # machine needs some seconds.
         f"AuthInfo=socket={munge_socket(home)},cred_expire=15",
         f"CommunicationParameters={binding}",
         f"StateSaveLocation={home}/state",
@@ -132,8 +136,14 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
     ]
     for group in GROUPS:
         gres = f" Gres=gpu:{group.gpu_type}:{group.gpus}" if group.gpus else ""
-        shape = f"Boards=1 Sockets={group.sockets} CoresPerSocket={group.cores} ThreadsPerCore=1 RealMemory={group.memory_mb}{gres} State=UNKNOWN"
-        lines += [f"NodeName={name} NodeHostname={site.host} NodeAddr={address} Port={site.ports[name]} {shape}" for name in group.names]
+        shape = (
+            f"Boards=1 Sockets={group.sockets} CoresPerSocket={group.cores} ThreadsPerCore=1"
+            f" RealMemory={group.memory_mb}{gres} State=UNKNOWN"
+        )
+        lines += [
+            f"NodeName={name} NodeHostname={site.host} NodeAddr={address} Port={site.ports[name]} {shape}"
+            for name in group.names
+        ]
     gpu, cpu = GPU_NODES.hostlist, CPU_NODES.hostlist
     lines += [
         f"PartitionName=a800 Nodes={gpu} Default=YES MaxTime=INFINITE State=UP PriorityTier=10",
@@ -146,5 +156,7 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
 def gres_conf(home: Path) -> str:
     """Text of ``gres.conf``."""
     return "".join(
-        f"NodeName={group.hostlist} Name=gpu Type={group.gpu_type} File={home}/fakedev/nvidia[0-{group.gpus - 1}]\n" for group in GROUPS if group.gpus
+        f"NodeName={group.hostlist} Name=gpu Type={group.gpu_type} File={home}/fakedev/nvidia[0-{group.gpus - 1}]\n"
+        for group in GROUPS
+        if group.gpus
     )

@@ -1,7 +1,7 @@
 """One daemon of the embedded cluster: start it, find it again, stop it.
 
-A process is ours only if its pid file names it *and* its command line shows our program with our configuration: pids are reused, and a pid file
-survives a crash of the machine.  Nothing is ever signalled on the pid file's word alone.
+A process is ours only if its pid file names it *and* its command line shows our program with our configuration: pids
+are reused, and a pid file survives a crash of the machine.  Nothing is ever signalled on the pid file's word alone.
 """
 
 from __future__ import annotations
@@ -46,17 +46,28 @@ class Daemon:
     def is_at(self, pid: int) -> bool:
         """Whether the process ``pid`` is this daemon."""
         arguments = command_line(pid)
-        return bool(arguments) and Path(arguments[0]).name == Path(self.argv[0]).name and set(self.identity) <= set(arguments)
+        return (
+            bool(arguments)
+            and Path(arguments[0]).name == Path(self.argv[0]).name
+            and set(self.identity) <= set(arguments)
+        )
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Start it and wait until its pid file names it; raises `OperationError` with the end of its log when it does not come up."""
+        """Start it and wait until its pid file names it; raises `OperationError` with the end of its log when it
+        does not come up."""
         self.pid_file.unlink(missing_ok=True)
         # A file, not a pipe: a daemon that keeps its standard streams would never close the pipe.
         output_path = self.log.with_suffix(".start")
         with output_path.open("wb") as output:
             try:
                 code = subprocess.run(
-                    self.argv, env=dict(env), cwd=self.log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=START_TIMEOUT_S
+                    self.argv,
+                    env=dict(env),
+                    cwd=self.log.parent,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=START_TIMEOUT_S,
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = -1
@@ -68,7 +79,10 @@ class Daemon:
                 code = -1
             time.sleep(POLL_S)
         if code:
-            raise OperationError(f"{self.name} of the embedded Slurm did not start: {last_line(output_path) or last_line(self.log)} (log: {self.log}).")
+            raise OperationError(
+                f"{self.name} of the embedded Slurm did not start: {last_line(output_path) or last_line(self.log)}"
+                f" (log: {self.log})."
+            )
 
 
 def command_line(pid: int) -> list[str]:
@@ -81,7 +95,8 @@ def command_line(pid: int) -> list[str]:
 
 
 def stop(daemons: Sequence[Daemon]) -> list[str]:
-    """Stop the running ones among ``daemons`` together, with SIGTERM and after `TERM_TIMEOUT_S` with SIGKILL; returns what was stopped."""
+    """Stop the running ones among ``daemons`` together, with SIGTERM and after `TERM_TIMEOUT_S` with SIGKILL;
+    returns what was stopped."""
     running = {daemon: pid for daemon in daemons if (pid := daemon.pid()) is not None}
     for pid in running.values():
         send(pid, signal.SIGTERM)
@@ -108,7 +123,8 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def job_processes(conf: Path, nodes: Sequence[str]) -> list[int]:
-    """Scripts and tasks of jobs of the cluster with this ``conf``, found by what Slurm put into their environment: left over when a slurmd was killed."""
+    """Scripts and tasks of jobs of the cluster with this ``conf``, found by what Slurm put into their environment:
+    left over when a slurmd was killed."""
     wanted_conf = f"SLURM_CONF={conf}".encode()
     wanted_nodes = {f"SLURMD_NODENAME={node}".encode() for node in nodes}
     found = []
@@ -123,10 +139,11 @@ def job_processes(conf: Path, nodes: Sequence[str]) -> list[int]:
 
 
 def step_daemons(program: Path, folder: Path) -> list[int]:
-    """Processes of ``program`` (slurmstepd) that work in ``folder``, where a slurmd of the cluster works and starts them.
+    """Processes of ``program`` (slurmstepd) that work in ``folder``, where a slurmd of the cluster works and starts
+    them.
 
-    They outlive a killed slurmd, and their job too when no controller takes its end.  Their command line says nothing: Slurm writes a title over it and
-    over the beginning of their environment.
+    They outlive a killed slurmd, and their job too when no controller takes its end.  Their command line says nothing:
+    Slurm writes a title over it and over the beginning of their environment.
     """
     wanted = program.resolve(), folder.resolve()
     found = []

@@ -1,8 +1,9 @@
-"""Debian 12's Slurm, unpacked but not installed: what the embedded cluster runs without root and without touching the system.
+"""Debian 12's Slurm, unpacked but not installed: what the embedded cluster runs without root and without touching the
+system.
 
-`apt-get download` works for every user when it is given its own state and cache folders; `dpkg-deb -x` then unpacks the archives side by side.
-The result is one folder per Slurm series and machine type that every later start reuses.  It appears under its final name only when complete,
-so an interrupted download leaves nothing that looks usable.
+`apt-get download` works for every user when it is given its own state and cache folders; `dpkg-deb -x` then unpacks the
+archives side by side. The result is one folder per Slurm series and machine type that every later start reuses.  It
+appears under its final name only when complete, so an interrupted download leaves nothing that looks usable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ SERIES = "22.05"
 """Slurm release of Debian 12, the one this cluster's configuration was written for."""
 CODENAME = "bookworm"
 PACKAGES = ("munge", "libmunge2", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins")
-LIBRARIES = ("libhwloc15", "libnuma1", "libjson-c5", "libhttp-parser2.9", "libyaml-0-2", "libjansson4", "libjwt0", "libreadline8")
+LIBRARIES = (
+    "libhwloc15",
+    "libnuma1",
+    "libjson-c5",
+    "libhttp-parser2.9",
+    "libyaml-0-2",
+    "libjansson4",
+    "libjwt0",
+    "libreadline8",
+)
 """Shared libraries a minimal system may lack; the C library and what `apt` itself needs are always there."""
 ROLES = ("slurmctld", "slurmd", "slurmstepd")
 """Slurm derives its role from the program's name; Debian installs these under ``NAME-wlm``."""
@@ -114,7 +124,11 @@ def _require_debian() -> None:
     missing = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
     if codename == CODENAME and not missing:
         return
-    why = f"this machine lacks {' and '.join(missing)}" if codename == CODENAME else f"this machine is not Debian 12 ({codename or 'unknown release'})"
+    why = (
+        f"this machine lacks {' and '.join(missing)}"
+        if codename == CODENAME
+        else f"this machine is not Debian 12 ({codename or 'unknown release'})"
+    )
     raise OperationError(f"The embedded Slurm needs Debian 12's packages and {why}; {WAY_OUT}.")
 
 
@@ -126,8 +140,9 @@ def _download(target: Path, progress: Progress) -> None:
             folder.mkdir(parents=True)
         conf = work / "apt.conf"
         conf.write_text(
-            f'Dir::State "{work}/apt"; Dir::State::lists "{lists}"; Dir::State::status "/var/lib/dpkg/status"; Dir::Cache "{archives}";\n'
-            'Debug::NoLocking "1"; APT::Sandbox::User ""; Acquire::Retries "2"; Acquire::http::Timeout "30";\n'
+            f'Dir::State "{work}/apt"; Dir::State::lists "{lists}"; Dir::State::status "/var/lib/dpkg/status";'
+            f' Dir::Cache "{archives}";\nDebug::NoLocking "1"; APT::Sandbox::User ""; Acquire::Retries "2";'
+            ' Acquire::http::Timeout "30";\n'
         )
         env = {**os.environ, "APT_CONFIG": str(conf), "LC_ALL": "C"}
         _apt(["update", "-qq"], "reading the package lists", lists, env, debs, progress)
@@ -139,7 +154,9 @@ def _download(target: Path, progress: Progress) -> None:
             (root / "usr" / "sbin" / role).symlink_to(f"{role}-wlm")
         root.rename(target)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise OperationError(f"The packages of the embedded Slurm could not be unpacked into {target}: {error}; {WAY_OUT}.") from error
+        raise OperationError(
+            f"The packages of the embedded Slurm could not be unpacked into {target}: {error}; {WAY_OUT}."
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -149,7 +166,9 @@ def _apt(arguments: list[str], what: str, growing: Path, env: dict[str, str], cw
     progress(what)
     log = cwd.parent / "apt.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(["apt-get", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            ["apt-get", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     try:
         while True:
@@ -160,7 +179,9 @@ def _apt(arguments: list[str], what: str, growing: Path, env: dict[str, str], cw
                 megabytes = sum(file.stat().st_size for file in growing.rglob("*") if file.is_file()) / 1e6
                 progress(f"{what}: {megabytes:.1f} MB")
                 if time.monotonic() > deadline:
-                    raise OperationError(f"Downloading the embedded Slurm took longer than {DOWNLOAD_TIMEOUT_S:.0f} s; {WAY_OUT}.") from None
+                    raise OperationError(
+                        f"Downloading the embedded Slurm took longer than {DOWNLOAD_TIMEOUT_S:.0f} s; {WAY_OUT}."
+                    ) from None
     finally:
         if process.poll() is None:
             process.kill()
@@ -168,4 +189,6 @@ def _apt(arguments: list[str], what: str, growing: Path, env: dict[str, str], cw
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("E:")]
         reason = lines[-1].removeprefix("E:").strip() if lines else f"apt-get {arguments[0]} ended with {code}"
-        raise OperationError(f"The packages of the embedded Slurm cannot be downloaded ({reason.rstrip('.')}); {WAY_OUT}.")
+        raise OperationError(
+            f"The packages of the embedded Slurm cannot be downloaded ({reason.rstrip('.')}); {WAY_OUT}."
+        )

@@ -1,4 +1,5 @@
-"""Tiny random models, their reference log-probabilities from transformers, and a client that drives an engine process over its socket."""
+"""Tiny random models, their reference log-probabilities from transformers, and a client that drives an engine
+process over its socket."""
 
 from __future__ import annotations
 
@@ -177,7 +178,15 @@ class EngineUnderTest:
         """Reports that came before the message received last."""
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "libra_hpc.rollout.engine", "--socket", str(self.socket_path), "--config", str(self.config_path)]
+        return [
+            sys.executable,
+            "-m",
+            "libra_hpc.rollout.engine",
+            "--socket",
+            str(self.socket_path),
+            "--config",
+            str(self.config_path),
+        ]
 
     def ready(self) -> EngineReady:
         self._listener.settimeout(PATIENCE_S)

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LENGTH, SEQUENCES = 320, 4
 
 
-@pytest.mark.parametrize(("length", "sequences", "capacity"), [(1024, 8, 2048), (4096, 64, 16384), (320, 1, 100_000), (32768, 256, 400_000)])
+@pytest.mark.parametrize(
+    ("length", "sequences", "capacity"), [(1024, 8, 2048), (4096, 64, 16384), (320, 1, 100_000), (32768, 256, 400_000)]
+)
 def test_plans_keep_the_limits_of_the_engine(length: int, sequences: int, capacity: int) -> None:
     found = list(plans(length, sequences, capacity))
     kinds = {(plan.decodes > 0, plan.prefill > 0) for plan in found}
@@ -33,9 +35,23 @@ def test_plans_keep_the_limits_of_the_engine(length: int, sequences: int, capaci
 
 def run(folder: Path, model: Model, tp: int, out: Path, device: str = "this cpu") -> subprocess.CompletedProcess[str]:
     config = folder / f"tp{tp}.json"
-    settings = msgspec.structs.replace(engine_config(model, tp=tp, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=4)
+    settings = msgspec.structs.replace(
+        engine_config(model, tp=tp, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=4
+    )
     config.write_bytes(msgspec.json.encode(settings))
-    command = [sys.executable, "-m", "libra_hpc.rollout.measure_steps", "--config", str(config), "--device", device, "--model", "tiny", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.rollout.measure_steps",
+        "--config",
+        str(config),
+        "--device",
+        device,
+        "--model",
+        "tiny",
+        "--out",
+        str(out),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -1,4 +1,5 @@
-"""How engines start, end and die: from a weight file, with a tied head, under tensor parallelism, and with their parent or a worker killed."""
+"""How engines start, end and die: from a weight file, with a tied head, under tensor parallelism, and with their
+parent or a worker killed."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Pa
         engine.close()
 
 
-def test_tensor_parallel_engine_swaps_weights_idles_and_leaves_no_orphans_when_killed(old: Model, new: Model, folder: Path) -> None:
+def test_tensor_parallel_engine_swaps_weights_idles_and_leaves_no_orphans_when_killed(
+    old: Model, new: Model, folder: Path
+) -> None:
     engine = EngineUnderTest(folder, engine_config(old, tp=2, version=1))
     try:
         assert engine.ready().tp == 2
@@ -102,7 +105,12 @@ def test_a_dead_worker_fails_every_request_and_ends_the_engine(old: Model, folde
         engine.ready()
         engine.start(turn("a", CONTEXT, 1000), turn("b", CONTEXT, 1000))
         below = descendants(engine.process.pid)
-        worker = next(pid for pid in below if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text() or "VLLM" in Path(f"/proc/{pid}/comm").read_text())
+        worker = next(
+            pid
+            for pid in below
+            if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+            or "VLLM" in Path(f"/proc/{pid}/comm").read_text()
+        )
         os.kill(worker, signal.SIGKILL)
         answers = [engine.expect(Generated) for _ in range(2)]
         error = engine.expect(EngineError)
@@ -137,7 +145,12 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
     config, where = folder / "engine.json", str(folder / "s")
     config.write_bytes(msgspec.json.encode(engine_config(old)))
     command = [sys.executable, "-m", "libra_hpc.rollout.engine", "--socket", where, "--config", str(config)]
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, json.dumps(command), where], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, json.dumps(command), where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert agent.stdout is not None
     engine = 0
     try:
@@ -164,7 +177,8 @@ from libra_hpc.rollout.engine.settings import EngineConfig
 
 job = json.loads(sys.argv[1])
 with OfflineEngine(msgspec.convert(job["config"], EngineConfig)) as engine:
-    batch = engine.generate([Generate(str(n), pack_i32(job["context"][:n]), 6, temperature=0.0) for n in job["lengths"]])
+    prefixes = [(str(n), pack_i32(job["context"][:n])) for n in job["lengths"]]
+    batch = engine.generate([Generate(name, tokens, 6, temperature=0.0) for name, tokens in prefixes])
     # Two turns of three tokens each: the second continues the first.
     context, turns = list(job["context"]), 0
     engine.submit(Generate("0", pack_i32(context), 3, temperature=0.0))
@@ -201,7 +215,15 @@ def test_offline_engine_generates_batches_and_turns(old: Model, new: Model) -> N
 def test_a_bad_configuration_ends_with_two_and_one_sentence(tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
     config.write_text(json.dumps({"model": str(tmp_path), "tp": 1}))
-    command = [sys.executable, "-m", "libra_hpc.rollout.engine", "--socket", str(tmp_path / "s"), "--config", str(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.rollout.engine",
+        "--socket",
+        str(tmp_path / "s"),
+        "--config",
+        str(config),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1

@@ -70,7 +70,11 @@ def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() 
 
 def test_devices_differ_in_graphs_and_sleep_only() -> None:
     cpu, cuda = (engine_arguments(EngineConfig(model="m", device=device)) for device in ("cpu", "cuda"))  # type: ignore[arg-type]
-    assert {key for key in cpu if cpu[key] != cuda[key]} == {"enforce_eager", "cudagraph_capture_sizes", "enable_sleep_mode"}
+    assert {key for key in cpu if cpu[key] != cuda[key]} == {
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+        "enable_sleep_mode",
+    }
     assert "TORCHDYNAMO_DISABLE" not in environment(EngineConfig(model="m", device="cuda"))
 
 

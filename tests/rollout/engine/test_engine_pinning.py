@@ -1,4 +1,5 @@
-"""Kept prefixes on one real engine with a KV cache of 64 blocks: they outlive pressure, yield to every request, and leave nothing behind."""
+"""Kept prefixes on one real engine with a KV cache of 64 blocks: they outlive pressure, yield to every request, and
+leave nothing behind."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_kept_prefixes_give_way_to_running_and_to_waiting_requests(small: Engine
     kept = [turn(f"kept{i}", prompt(320), 1, keep_s=LONG_S + 100 * i) for i in range(3)]
     small.generate(*kept)
     assert pinned(small) == pytest.approx(30 / 63)
-    # The prompts alone fit beside the pins; what they generate does not, and a third one waits for a block that only a pin can give.
+    # The prompts alone fit beside the pins; what they generate does not, and a third one waits for a block that only a
+    # pin can give.
     pair = small.generate(*(turn(f"long{i}", prompt(440), 440) for i in range(2)), turn("third", prompt(200), 4))
     assert [len(tokens_of(done)) for done in pair] == [440, 440, 4]
     after = small.idle()
@@ -80,7 +82,10 @@ def test_the_earliest_expiry_is_given_up_first(small: EngineUnderTest) -> None:
     for i, keep_s in enumerate((LONG_S, 3 * LONG_S, 2 * LONG_S)):
         small.generate(turn(f"k{i}", contexts[i], 1, keep_s=keep_s))
     small.generate(turn("wide", prompt(1000), 16))
-    cached = [done.cached_tokens for done in small.generate(*(turn(f"a{i}", [*context, 1], 1) for i, context in enumerate(contexts)))]
+    cached = [
+        done.cached_tokens
+        for done in small.generate(*(turn(f"a{i}", [*context, 1], 1) for i, context in enumerate(contexts)))
+    ]
     # 32 blocks are wanted of 63 - 30, so all three stay; 12 more are not there without one of them.
     assert cached == [320, 320, 320]
     small.generate(turn("wide", prompt(900), 90), turn("wider", prompt(400), 8))

@@ -14,9 +14,28 @@ import pytest
 import torch
 
 from libra_hpc.process.dump import DUMP_SIGNAL
-from libra_hpc.protocol.rollout import Abort, EngineError, Generate, Generated, Sleep, UpdateWeights, Wake, WeightsApplied
+from libra_hpc.protocol.rollout import (
+    Abort,
+    EngineError,
+    Generate,
+    Generated,
+    Sleep,
+    UpdateWeights,
+    Wake,
+    WeightsApplied,
+)
 from libra_hpc.rollout.engine.turns import NOT_FINITE
-from tests.rollout.engine.engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn, wait_until
+from tests.rollout.engine.engine_harness import (
+    VOCAB,
+    EngineUnderTest,
+    Model,
+    cpu_ticks,
+    logprobs_of,
+    rewrite,
+    tokens_of,
+    turn,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -42,7 +61,9 @@ def _start_from_old(engine: EngineUnderTest, old: Model) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(engine: EngineUnderTest, old: Model, temperature: float) -> None:
+def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
+    engine: EngineUnderTest, old: Model, temperature: float
+) -> None:
     requests = [turn(f"r{i}", prompt(5 + 9 * i), 24, temperature=temperature) for i in range(6)]
     for request, done in zip(requests, engine.generate(*requests), strict=True):
         assert (done.finish, len(tokens_of(done)), done.error) == ("length", 24, "")
@@ -55,7 +76,9 @@ def test_greedy_tokens_and_stop_ids(engine: EngineUnderTest, old: Model) -> None
     context = prompt(12)
     expected = old.greedy(context, 16)
     stop = expected[5]
-    whole, stopped = engine.generate(turn("whole", context, 16, temperature=0.0), turn("stopped", context, 16, temperature=0.0, stop_ids=(stop,)))
+    whole, stopped = engine.generate(
+        turn("whole", context, 16, temperature=0.0), turn("stopped", context, 16, temperature=0.0, stop_ids=(stop,))
+    )
     assert tokens_of(whole) == expected
     assert stopped.finish == "stop"
     assert tokens_of(stopped) == expected[: expected.index(stop) + 1]
@@ -93,7 +116,9 @@ def test_swap_in_flight_recomputes_running_requests(engine: EngineUnderTest, old
         assert sum(count for _, count in done.versions) == len(tokens) == 300
         assert [version for version, _ in done.versions] == sorted({version for version, _ in done.versions})
         split = sum(count for version, count in done.versions if version != after)
-        expected = old.logprobs(context + tokens, len(context))[:split] + new.logprobs(context + tokens, len(context))[split:]
+        expected = (
+            old.logprobs(context + tokens, len(context))[:split] + new.logprobs(context + tokens, len(context))[split:]
+        )
         assert logprobs_of(done) == pytest.approx(expected, abs=TOLERANCE)
         mixed += 0 < split < 300
     assert mixed >= 4
@@ -140,10 +165,20 @@ def integers(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "names"),
-    [(missing, "model.norm.weight"), (unknown, "model.extra.weight"), (reshaped, "[65], expected [64]"), (integers, "I32")],
+    [
+        (missing, "model.norm.weight"),
+        (unknown, "model.extra.weight"),
+        (reshaped, "[65], expected [64]"),
+        (integers, "I32"),
+    ],
 )
 def test_bad_tensors_leave_the_old_weights_serving(
-    engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], names: str
+    engine: EngineUnderTest,
+    old: Model,
+    new: Model,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    names: str,
 ) -> None:
     bad = rewrite(new.weights, tmp_path / "bad.safetensors", change)
     assert names in engine.refuse(UpdateWeights(str(bad), next(versions), zlib.crc32(bad.read_bytes())))
@@ -151,7 +186,9 @@ def test_bad_tensors_leave_the_old_weights_serving(
     assert_agrees(old, request, engine.generate(request)[0])
 
 
-def test_damaged_files_leave_the_old_weights_serving(engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path) -> None:
+def test_damaged_files_leave_the_old_weights_serving(
+    engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
+) -> None:
     request = turn("still", prompt(9), 8)
     version = engine.generate(request)[0].versions[0][0]
     assert "crc32" in engine.refuse(new.update(next(versions), crc32=1))
@@ -257,11 +294,21 @@ def test_idle_it_reports_every_second(engine: EngineUnderTest) -> None:
     engine.wait_stats(since, lambda report: len(engine.stats) >= since + 2)
 
 
-def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_serve_again(engine: EngineUnderTest, new: Model, tmp_path: Path) -> None:
-    broken = rewrite(new.weights, tmp_path / "nan.safetensors", lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_serve_again(
+    engine: EngineUnderTest, new: Model, tmp_path: Path
+) -> None:
+    broken = rewrite(
+        new.weights, tmp_path / "nan.safetensors", lambda tensors: tensors["model.norm.weight"].fill_(float("nan"))
+    )
     engine.apply(UpdateWeights(str(broken), next(versions), zlib.crc32(broken.read_bytes())))
     for done in engine.generate(turn("sampled", prompt(9), 8), turn("greedy", prompt(9), 8, temperature=0.0)):
-        assert (done.finish, done.error, done.tokens, done.logprobs, done.versions) == ("error", NOT_FINITE, b"", b"", ())
+        assert (done.finish, done.error, done.tokens, done.logprobs, done.versions) == (
+            "error",
+            NOT_FINITE,
+            b"",
+            b"",
+            (),
+        )
     engine.apply(new.update(next(versions)))
     request = turn("after", prompt(9), 8)
     assert_agrees(new, request, engine.generate(request)[0])

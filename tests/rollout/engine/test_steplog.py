@@ -11,7 +11,10 @@ from libra_hpc.errors import UserError
 from libra_hpc.rollout.engine.steplog import read_steps
 from tests.rollout.engine.engine_harness import EngineUnderTest, Model, engine_config, turn, wait_until
 
-HEADER = b'{"tp":2,"kv_tokens":640,"block_size":32,"max_num_seqs":4,"max_num_batched_tokens":2048,"format":"libra-hpc steps 1"}\n'
+HEADER = (
+    b'{"tp":2,"kv_tokens":640,"block_size":32,"max_num_seqs":4,"max_num_batched_tokens":2048,"format":"libra-hpc steps'
+    b' 1"}\n'
+)
 
 
 @pytest.fixture
@@ -36,7 +39,12 @@ def test_every_token_of_every_step_is_in_the_log(logged: EngineUnderTest, folder
     # The log is written after the report is sent.
     wait_until(lambda: len(read_steps(path)[1]) >= last.steps, "the last step in the log")
     header, steps = read_steps(path)
-    assert (header.tp, header.kv_tokens, header.block_size, header.max_num_seqs) == (1, 16 * 2**20 // (2 * 2 * 64 * 4), 32, 4)
+    assert (header.tp, header.kv_tokens, header.block_size, header.max_num_seqs) == (
+        1,
+        16 * 2**20 // (2 * 2 * 64 * 4),
+        32,
+        4,
+    )
     assert header.max_num_batched_tokens >= 1024
     assert len(steps) == last.steps
     assert sum(step.prefill for step in steps) == last.prefill_tokens
@@ -60,7 +68,12 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(b"", "steps.jsonl"), (b'{"tp":1}\n', "format"), (HEADER + b"[1,10,0,0,0.5]\n[1,2]\n", "line 3"), (HEADER.replace(b"steps 1", b"steps 2"), "steps 2")],
+    [
+        (b"", "steps.jsonl"),
+        (b'{"tp":1}\n', "format"),
+        (HEADER + b"[1,10,0,0,0.5]\n[1,2]\n", "line 3"),
+        (HEADER.replace(b"steps 1", b"steps 2"), "steps 2"),
+    ],
 )
 def test_what_is_no_log_is_named(content: bytes, named: str, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"

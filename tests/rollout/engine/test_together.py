@@ -1,4 +1,5 @@
-"""Several engines calibrated at once: all are measured while all are loaded, and one that fails is an error with its own words."""
+"""Several engines calibrated at once: all are measured while all are loaded, and one that fails is an error with its
+own words."""
 
 from __future__ import annotations
 
