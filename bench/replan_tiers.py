@@ -3,7 +3,7 @@
 The site is written as a run file, from which the planner is made by the function a live run uses
 (`libra_hpc.planning.live`).  When it proposes another layout, the pool stops at the next step boundary and starts again
 in it, and a new planner begins with what is written there, knowing nothing of before, as live.  At most one in an hour
-(`libra_hpc.control.second_tier.EVERY_S`).
+(`libra_hpc.control.repartition_choice.EVERY_S`).
 
 The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or
 PP does not come.
@@ -20,7 +20,7 @@ from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
-from libra_hpc.control.second_tier import EVERY_S
+from libra_hpc.control.repartition_choice import EVERY_S
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import ModelShape

@@ -16,7 +16,7 @@ import random
 import re
 
 from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
-from libra_hpc.tasks.outcome import signal_of
+from libra_hpc.tasks.tool_outcome import signal_of
 
 
 def weigh(hidden: int, guess: int) -> str:

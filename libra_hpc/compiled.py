@@ -32,7 +32,7 @@ MODULES = (
     "concurrency",
     "speed",
     "board",
-    "seats",
+    "engine_loads",
     "ttl",
     "cmlfq",
 )

@@ -47,9 +47,9 @@ from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
 
 from .evidence import Evidence
-from .hysteresis import Brake, Direction
+from .hysteresis import Direction, Hysteresis
 from .node_scaling import Scaling
-from .second_tier import Repartition
+from .repartition_choice import Repartition
 from .stage_times import Correction, Measured, Split, Times, ahead, predict, with_work
 
 ERRORS = 1.645
@@ -118,7 +118,10 @@ class Planner:
     """Keeps what was learned from moves and drifts; everything else comes with the snapshot."""
 
     def __init__(
-        self, settings: PlannerSection, law: RolloutByNodes | None = None, repartition: Repartition | None = None
+        self,
+        settings: PlannerSection,
+        rollout_model: RolloutByNodes | None = None,
+        repartition: Repartition | None = None,
     ) -> None:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""
@@ -126,7 +129,7 @@ class Planner:
         """What both stages take at the split of the last snapshot; None while too little is measured, or nothing can
         move."""
         self._settings = settings
-        self.law, self.repartition = law, repartition
+        self.rollout_model, self.repartition = rollout_model, repartition
         self.repartition_after = -inf
         """Another layout of the core is not looked for before this time; after one, never without a change of the
         workload."""
@@ -134,9 +137,9 @@ class Planner:
         """The first look."""
         self._looked = self._sought = -inf
         self._alarmed = False
-        self._scaling = Scaling(law)
-        self._evidence = Evidence(law, self._scaling)
-        self._brake = Brake(settings)
+        self._scaling = Scaling(rollout_model)
+        self._evidence = Evidence(rollout_model, self._scaling)
+        self._hysteresis = Hysteresis(settings)
         self._pending: _Pending | None = None
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
@@ -153,7 +156,9 @@ class Planner:
             return _hold(f"hold: node {moving[0].rank} is in state {moving[0].role}")
         if split.train == 0 or split.rollout == 0:
             return _hold("hold: one of the stages has no node")
-        measured = self._evidence.measure(snapshot, split, self._brake.proposal.at if self._brake.proposal else None)
+        measured = self._evidence.measure(
+            snapshot, split, self._hysteresis.proposal.at if self._hysteresis.proposal else None
+        )
         if self._evidence.direct is not None:
             self._judge(self._evidence.direct, now)
         if isinstance(measured, str):
@@ -162,7 +167,7 @@ class Planner:
         numbers = self._numbers(snapshot, measured)
         triggers = self._triggers(snapshot, measured, now)
         if not triggers:
-            self._brake.proposal = None
+            self._hysteresis.proposal = None
             return _hold(
                 f"hold: the stages balance (train {measured.times.train:.2f} s, rollout {measured.times.rollout:.2f} s)"
                 " and nothing drifts",
@@ -179,7 +184,7 @@ class Planner:
         )
         decision = self._confirmed(decision, measured, snapshot, now)
         sought = self.repartition if self._lasting(now) else None
-        if decision.action == "hold" and sought and not self._brake.proposal and not (moves and moves[0].blocked):
+        if decision.action == "hold" and sought and not self._hysteresis.proposal and not (moves and moves[0].blocked):
             self._sought = now
             decision = (
                 sought.advise(
@@ -204,12 +209,12 @@ class Planner:
         """Take in what is new of the workload and of the nodes; returns the present split."""
         if self._evidence.observe(snapshot, now):
             self._pending, self._alarmed = None, True
-            self._brake.forgive()
+            self._hysteresis.forgive()
             self._scaling.forget_pairs()
-        self._brake.observe(snapshot.nodes, now)
+        self._hysteresis.observe(snapshot.nodes, now)
         split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
         if self._evidence.split(split, now):
-            self._brake.proposal = None
+            self._hysteresis.proposal = None
         return split
 
     def _judge(self, measured: Measured, now: float) -> None:
@@ -233,7 +238,7 @@ class Planner:
         realised = with_work(before, measured).batch - measured.times.batch
         self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, predicted, realised, count))
         if realised < 0.0:
-            self._brake.failed(pending.direction)
+            self._hysteresis.failed(pending.direction)
 
     def _triggers(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> tuple[str, ...]:
         times, queue = measured.times, snapshot.queue
@@ -285,8 +290,8 @@ class Planner:
         if share > 0.0 and (measured.train_trend.rate or measured.rollout_trend.rate):
             mean = fmean(_gain(ahead(measured, point * horizon), to, correction)[1] for point in POINTS)
         stage = measured.split.rollout if direction == "to_train" else measured.split.train
-        cost = self._brake.cost(direction, snapshot) * len(nodes) / stage
-        needed = self._brake.times(direction) * cost
+        cost = self._hysteresis.cost(direction, snapshot) * len(nodes) / stage
+        needed = self._hysteresis.times(direction) * cost
         blocked = self._blocked(nodes, snapshot, measured, now)
         ranks = tuple(n.rank for n in nodes)
         return _Move(
@@ -300,8 +305,8 @@ class Planner:
                 f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s of at least"
                 f" {self._settings.min_dwell_s:.0f} s"
             )
-        if len(nodes) > self._brake.left:
-            return f"{self._brake.left} of the {self._settings.moves_per_hour} moves an hour are left"
+        if len(nodes) > self._hysteresis.left:
+            return f"{self._hysteresis.left} of the {self._settings.moves_per_hour} moves an hour are left"
         times, waits, gated = measured.times, snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
         contradicted = waits > gated
         if times.train <= times.rollout:
@@ -352,12 +357,12 @@ class Planner:
     ) -> PlanDecision:
         """The decision; but a move of a settled loop only when it was proposed before."""
         if decision.action == "hold" or decision.action == "repartition":
-            self._brake.proposal = None
+            self._hysteresis.proposal = None
             return decision
         evidence = self._evidence
         begun = max(evidence.since, evidence.drifted)
         settled = not evidence.changing(snapshot) and sum(s.at > begun for s in snapshot.steps) >= SETTLED
-        if not self._brake.passes(decision.action, settled, now):
+        if not self._hysteresis.passes(decision.action, settled, now):
             return _hold(
                 f"hold: nothing changed for {SETTLED} steps, so new ones must confirm this first: {decision.reason}",
                 decision.numbers,
@@ -384,7 +389,7 @@ class Planner:
             "rollout_nodes": float(measured.split.rollout),
             "horizon_s": self._horizon(snapshot, measured),
             "trainer_wait_share": snapshot.queue.trainer_wait,
-            "moves_left": float(self._brake.left),
+            "moves_left": float(self._hysteresis.left),
         }
         if measured.train_trend.rate or measured.rollout_trend.rate:
             numbers |= {

@@ -28,7 +28,7 @@ from libra_hpc.cost_models.rollout_by_nodes import MODEL_ERROR, RolloutByNodes
 from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 
 from .change_detection import Drift, DriftDetector
-from .in_flight import InFlightWork, UnderWay
+from .in_flight import InFlight, InFlightWork
 from .node_scaling import Scaling
 from .stage_times import MAX_STEPS, Measured, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
 
@@ -47,7 +47,7 @@ PROMPTS = 4
 class Evidence:
     """`observe` every snapshot, then `measure`."""
 
-    def __init__(self, law: RolloutByNodes | None, scaling: Scaling) -> None:
+    def __init__(self, rollout_model: RolloutByNodes | None, scaling: Scaling) -> None:
         self.drift: Drift | None = None
         """The last change found."""
         self.drifted = -inf
@@ -58,21 +58,21 @@ class Evidence:
         """When the present split began."""
         self.direct: Measured | None = None
         """What was measured at the present split, whatever `measure` answered."""
-        self._law, self._scaling = law, scaling
+        self._model, self._scaling = rollout_model, scaling
         self._began = -inf
         self._split: Split | None = None
         self._base: Measured | None = None
         self._learned = -inf
         self._lengths: DriftDetector | None = None
-        self._under_way: UnderWay | None = None
+        self._in_flight: InFlight | None = None
         self._next_index = 0
 
     def observe(self, snapshot: PlanSnapshot, now: float) -> bool:
         """Take in new trajectories and groups; whether the workload changed."""
-        if self._lengths is None or self._under_way is None:
+        if self._lengths is None or self._in_flight is None:
             self._lengths = DriftDetector(snapshot.group_size, snapshot.prompts_per_step)
-            self._under_way = UnderWay(snapshot.group_size, snapshot.prompts_per_step)
-        prompts = self._under_way.observe(snapshot)
+            self._in_flight = InFlight(snapshot.group_size, snapshot.prompts_per_step)
+        prompts = self._in_flight.observe(snapshot)
         if prompts is not None:
             self.drift, self.changed = replace(prompts, quantity=PROMPTS), now
         fresh = [t for t in snapshot.trajectories if t.index >= self._next_index]
@@ -108,19 +108,19 @@ class Evidence:
         self.direct = (
             None
             if isinstance(measured, str)
-            else self._with_law(snapshot, measured, lengths_then(snapshot, split, begun))
+            else self._with_cost_model(snapshot, measured, lengths_then(snapshot, split, begun))
         )
-        if since is None and self._law is not None:
-            foreseen = self._foreseen(snapshot, split, self._law)
+        if since is None and self._model is not None:
+            foreseen = self._foreseen(snapshot, split, self._model)
             if isinstance(foreseen, Measured):
                 return foreseen
         return self.direct or self._renewed(snapshot, split, since) or measured
 
-    def _with_law(self, snapshot: PlanSnapshot, measured: Measured, done: list[TrajectoryFact]) -> Measured:
+    def _with_cost_model(self, snapshot: PlanSnapshot, measured: Measured, done: list[TrajectoryFact]) -> Measured:
         """Put the cost model's rollout in place of one that trainers hold up; learn from one that holds up trainers."""
-        if self._law is None or snapshot.eta == 0:
+        if self._model is None or snapshot.eta == 0:
             return measured
-        self._law.observe_work(snapshot, done)
+        self._model.observe_work(snapshot, done)
         nodes, times = measured.split.rollout, measured.times
         if measured.starved:
             if (
@@ -128,10 +128,10 @@ class Evidence:
                 and snapshot.steps[-1].at > self._learned
                 and not self.changing(snapshot)
             ):
-                self._law.learn(nodes, times.rollout)
+                self._model.learn(nodes, times.rollout)
                 self._learned = snapshot.steps[-1].at
             return measured
-        free = self._law.unthrottled(nodes)
+        free = self._model.unthrottled(nodes)
         if free is None or free >= times.rollout:
             return measured
         error = max(measured.rollout_error, MODEL_ERROR)
@@ -139,16 +139,16 @@ class Evidence:
 
     def _renewed(self, snapshot: PlanSnapshot, split: Split, since: float | None) -> Measured | None:
         """What was measured before the workload changed, for the lengths since."""
-        if self._law is None or self.drifted <= self.since or since is not None:
+        if self._model is None or self.drifted <= self.since or since is not None:
             return None
         before = measure(snapshot, split, self.since, self.drifted)
         if isinstance(before, str):
             return None
-        self._law.observe(snapshot, self.drifted)
-        return renewed(before, snapshot, self.drifted, self._law.unthrottled(split.rollout), MODEL_ERROR)
+        self._model.observe(snapshot, self.drifted)
+        return renewed(before, snapshot, self.drifted, self._model.unthrottled(split.rollout), MODEL_ERROR)
 
-    def _foreseen(self, snapshot: PlanSnapshot, split: Split, law: RolloutByNodes) -> Measured | None:
-        assert self._under_way is not None
+    def _foreseen(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Measured | None:
+        assert self._in_flight is not None
         steps = [s for s in snapshot.steps if s.at > self.since and s.replicas == split.train and s.tokens > 0]
         plain = measure(snapshot, split, self.since, inf)
         if isinstance(plain, Measured):
@@ -157,7 +157,7 @@ class Evidence:
         if snapshot.eta == 0 or not (first or self.changing(snapshot)):
             return None
         base = self._base or _begun(split, steps, snapshot.eta)
-        work = self._under_way.work(snapshot)
+        work = self._in_flight.work(snapshot)
         if base is None or work is None:
             return None
         there = self._scaling.correction(base.split, split).train * base.split.train / split.train
@@ -171,8 +171,8 @@ class Evidence:
             and split != base.split
         ):
             return None
-        law.observe_work(snapshot, work.done)
-        rollout = law.unthrottled(split.rollout)
+        rollout_model.observe_work(snapshot, work.done)
+        rollout = rollout_model.unthrottled(split.rollout)
         if rollout is None:
             return None
         size = snapshot.prompts_per_step * snapshot.group_size

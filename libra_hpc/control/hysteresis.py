@@ -33,7 +33,7 @@ class Proposal(NamedTuple):
     at: float
 
 
-class Brake:
+class Hysteresis:
     """Watches the nodes of every snapshot."""
 
     def __init__(self, settings: PlannerSection) -> None:

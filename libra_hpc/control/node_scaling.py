@@ -1,5 +1,5 @@
 """How a stage's time changes with its nodes: even division, or the cost model's ratio for rollout where there is one
-(`law`), and what moves taught beyond.
+(`RolloutByNodes`), and what moves taught beyond.
 
 A judged move gives a correction for exactly its two splits (`model.correct`), which is kept and used when either is
 considered again.  For other splits the lesson is carried over as an exponent: with e = log(correction) / log(nodes
@@ -30,8 +30,8 @@ LESSONS = 8
 class Scaling:
     """Learns from moves, corrects predictions."""
 
-    def __init__(self, law: RolloutByNodes | None = None) -> None:
-        self._law = law
+    def __init__(self, rollout_model: RolloutByNodes | None = None) -> None:
+        self._model = rollout_model
         self._pairs: dict[tuple[Split, Split], Correction] = {}
         self._train: list[tuple[float, float]] = []
         self._rollout: list[tuple[float, float]] = []
@@ -43,7 +43,7 @@ class Scaling:
         self._train = [*self._train, (math.log(after.split.train / before.split.train), math.log(there.train))][
             -LESSONS:
         ]
-        if self._law is not None and not (before.starved and after.starved):
+        if self._model is not None and not (before.starved and after.starved):
             return
         missed = there.rollout / self._expected(before.split, after.split)
         self._rollout = [*self._rollout, (math.log(after.split.rollout / before.split.rollout), math.log(missed))][
@@ -62,12 +62,12 @@ class Scaling:
         known = self._pairs.get((there, to))
         rollout = self._expected(there, to) * (to.rollout / there.rollout) ** _exponent(self._rollout)
         if known is not None:
-            return known if self._law is None else Correction(known.train, rollout)
+            return known if self._model is None else Correction(known.train, rollout)
         return Correction((to.train / there.train) ** _exponent(self._train), rollout)
 
     def _expected(self, there: Split, to: Split) -> float:
         """Rollout of the cost model over even division."""
-        return 1.0 if self._law is None else self._law.ratio(there.rollout, to.rollout) * to.rollout / there.rollout
+        return 1.0 if self._model is None else self._model.ratio(there.rollout, to.rollout) * to.rollout / there.rollout
 
 
 def _exponent(lessons: list[tuple[float, float]]) -> float:

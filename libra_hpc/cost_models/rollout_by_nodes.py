@@ -10,7 +10,7 @@ step-time tables and the lengths just seen; from it come
   they could do shows only while trainers wait for them.  The quotient of measured and model seconds at such times is
   kept (median of `KEPT` = 8) and used when they do not; 1 before the first.
 
-Unlike a plan before the run the law counts a group's prompt once per engine that gets some of the group, and the
+Unlike a plan before the run the model counts a group's prompt once per engine that gets some of the group, and the
 contexts that every weight update has computed again: where prompts are long that is most of the work, three times as
 much at nine nodes as at two.
 """

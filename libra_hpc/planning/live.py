@@ -3,10 +3,10 @@ by measurements alone elsewhere.
 
 `RolloutByNodes` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both
 need to know device, model and the engines of every node.  A run on CPU nodes, of a model or device in no table, or with
-engines of several TP degrees under a policy that does not sort by length has no law, and its planner divides evenly and
-learns from its moves; with training and rollout nodes of different kinds there is a law, and no repartition, because
-the nodes cannot change places; where they are of one kind but the job has more of some than of others, a repartition is
-advice.
+engines of several TP degrees under a policy that does not sort by length has no cost model, and its planner divides
+evenly and learns from its moves; with training and rollout nodes of different kinds there is one, and no repartition,
+because the nodes cannot change places; where they are of one kind but the job has more of some than of others, a
+repartition is advice.
 
 In a dry run seconds pass ``simulated.speedup`` times as fast, and so do step times here.
 """
@@ -19,7 +19,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
-from libra_hpc.control.second_tier import Repartition, RunningLayout
+from libra_hpc.control.repartition_choice import Repartition, RunningLayout
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import Device
@@ -68,9 +68,9 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
             steps(rolls.device, asked.shape, tp)
     except UserError:
         return Planner(config.planner)
-    law = RolloutByNodes(NodeEngines(asked.shape, rolls.device, engines, asked.options), steps)
+    rollout_model = RolloutByNodes(NodeEngines(asked.shape, rolls.device, engines, asked.options), steps)
     if len(asked.pools) > 1:
-        return Planner(config.planner, law)
+        return Planner(config.planner, rollout_model)
     running = RunningLayout(config.train.tp, config.train.pp, config.train.recompute, engines)
     # Whether layers are recomputed is open: a resolved configuration does not tell whether the user chose it.
     space = msgspec.structs.replace(
@@ -98,7 +98,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         sorted_lengths=sorted_lengths,
         words=words if alike else None,
     )
-    return Planner(config.planner, law, repartition)
+    return Planner(config.planner, rollout_model, repartition)
 
 
 def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:

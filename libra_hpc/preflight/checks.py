@@ -1,8 +1,8 @@
 """What the schema alone cannot see: fields that contradict each other, the model folder, the task file.
 
 * Each check is a small function from facts to the mistakes it finds.
-* `problems` runs them in the order a user would fix them; `check_run` adds the files (`libra_hpc.preflight.files`) and
-  the memory (`libra_hpc.preflight.resources`).
+* `problems` runs them in the order a user would fix them; `check_run` adds the files
+  (`libra_hpc.preflight.named_files`) and the memory (`libra_hpc.preflight.resources`).
 * Whether the job fits the cluster is the question of `libra_hpc.slurm.fit`.
 """
 
@@ -24,7 +24,7 @@ from libra_hpc.sched.registry import check_policy
 from libra_hpc.simulated.dry_run import check_simulated
 from libra_hpc.slurm.query import slurm_seconds
 
-from .files import check_run_dir, check_task, read_model_config
+from .named_files import check_run_dir, check_task, read_model_config
 from .resources import check_memory, check_nodes
 
 TIME_FORMATS = (

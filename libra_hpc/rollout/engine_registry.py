@@ -16,8 +16,8 @@ from libra_hpc.process.deadlines import DeadlineLimits
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.midturn import Running
 from libra_hpc.sched.protocol import TurnView
+from libra_hpc.sched.turn_migration import Running
 
 from .trajectory import Trajectory
 from .turn_watch import TurnWatch

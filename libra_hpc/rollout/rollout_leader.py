@@ -65,9 +65,9 @@ class RolloutLeader:
         self._send, self._train_leader, self._log = send, train_leader, log
         self._ended, self._routed = ended, routed
         self._board = Board(config.rollout.max_inflight)
-        self._fleet = EngineRegistry(self._board, config.deadlines, clock)
+        self._engines = EngineRegistry(self._board, config.deadlines, clock)
         self._queue = Dispatcher(policy, self._board)
-        self._supply: PromptOrder | None = None
+        self._order: PromptOrder | None = None
         self._environments = Environments(
             config.task.hosts,
             config.algorithm.group_size,
@@ -98,23 +98,23 @@ class RolloutLeader:
         (by prompt) is sampled again."""
         algorithm, in_order = self._config.algorithm, self._config.algorithm.batch_order == "data"
         gate = StalenessGate(algorithm.eta, algorithm.prompts_per_step, self._config.max_open_groups, step, in_order)
-        self._supply = PromptOrder(
+        self._order = PromptOrder(
             gate, step, low, extra, self._config.run.steps, algorithm.group_size, kept or {}, self._log
         )
         self._kick()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
         """A step is trained: its groups are forgotten."""
-        if self._supply is not None:
-            self._supply.trained(indices)
+        if self._order is not None:
+            self._order.trained(indices)
 
     def _admit(self) -> None:
         now = self._clock()
-        if self._supply is None or not self._environments.up or not self._fleet.engines:
+        if self._order is None or not self._environments.up or not self._engines.engines:
             self._attempts.book.unable(now)
             return
         most = self._attempts.evaluate(len(self._environments.episodes), now)
-        for group in self._supply.admit(now, most):
+        for group in self._order.admit(now, most):
             for sample in group.missing:
                 trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
                 if most is None:
@@ -129,8 +129,8 @@ class RolloutLeader:
         self._environments.open(trajectory)
 
     def _progress(self, index: int) -> float:
-        assert self._supply is not None
-        return self._supply.progress(index)
+        assert self._order is not None
+        return self._order.progress(index)
 
     # --- environment hosts
     # ------------------------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ class RolloutLeader:
                 decision.priority,
                 decision.keep_s,
             )
-            outbox.setdefault(self._fleet.engines[name].rank, []).append((name, request))
-            self._fleet.send(name, rid, trajectory)
+            outbox.setdefault(self._engines.engines[name].rank, []).append((name, request))
+            self._engines.send(name, rid, trajectory)
             trajectory.engine, trajectory.place, trajectory.sent_at = name, "engine", now
             self._routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
@@ -204,24 +204,24 @@ class RolloutLeader:
     def _rebalance(self) -> None:
         """Interrupt turns that should go on elsewhere; each comes back as aborted, and is routed again with its
         partial output."""
-        for move in self._queue.rebalance(self._fleet.running(self._view), self._clock()):
-            rid = self._fleet.request(move.source, move.trajectory)
+        for move in self._queue.rebalance(self._engines.running(self._view), self._clock()):
+            rid = self._engines.request(move.source, move.trajectory)
             self._abort(move.source, rid)
             self._log(
                 "turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason
             )
 
     def _abort(self, engine: str, rid: str) -> None:
-        self._send(self._fleet.engines[engine].rank, Turns(((engine, Abort(rid)),)))
+        self._send(self._engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         """Answers of engines."""
         for name, generated in items:
             overdue, nothing = (
-                self._fleet.turns.overdue((name, generated.rid)),
+                self._engines.turns.overdue((name, generated.rid)),
                 generated.finish == "abort" and not generated.tokens,
             )
-            trajectory = self._fleet.take(name, generated.rid, counts=not nothing)
+            trajectory = self._engines.take(name, generated.rid, counts=not nothing)
             if trajectory is None:
                 continue
             if overdue and nothing:
@@ -234,7 +234,7 @@ class RolloutLeader:
                     self._resubmit(trajectory, generated.error)
             else:
                 self._take(trajectory, generated, name, overdue)
-            self._maybe_drained(self._fleet.engines[name].rank)
+            self._maybe_drained(self._engines.engines[name].rank)
         self._kick()
 
     def _take(self, trajectory: Trajectory, generated: Generated, engine: str, overdue: bool) -> None:
@@ -267,9 +267,9 @@ class RolloutLeader:
     def _drop(self, trajectory: Trajectory, now: float) -> None:
         """This attempt is over; answers to it will find nothing."""
         self._environments.forget(trajectory)
-        for name, rid in self._fleet.drop(trajectory):
+        for name, rid in self._engines.drop(trajectory):
             self._abort(name, rid)
-            self._maybe_drained(self._fleet.engines[name].rank)
+            self._maybe_drained(self._engines.engines[name].rank)
         # Siblings that wait for this one to finish would wait for ever.
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
         self._kick()
@@ -285,14 +285,14 @@ class RolloutLeader:
     def _failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
         """This attempt failed: try again later, or let the group go on without the trajectory, or give the group up
         with its last one."""
-        now, supply, index = self._clock(), self._supply, trajectory.index
-        assert supply is not None
+        now, order, index = self._clock(), self._order, trajectory.index
+        assert order is not None
         self._environments.close(trajectory)
         self._drop(trajectory, now)
         prompt = trajectory.prompt_id or f"number {index} of the data order"
         if self._attempts.failed(trajectory, Failure(kind, self._config.task.name, prompt, error), now):
-            supply.groups[index].retried += 1
-        elif not supply.close(index, failed=True):
+            order.groups[index].retried += 1
+        elif not order.close(index, failed=True):
             self._attempts.book.settled(index)
             self._log(
                 "prompt_given_up",
@@ -315,20 +315,20 @@ class RolloutLeader:
         self._queue.finished(trajectory.finished(self._config.task.name), now)
         self._lengths.append(length_of(trajectory))
         self._ended(TrajectoryEnd(trajectory, time.time(), now - trajectory.started_at))
-        assert self._supply is not None
-        self._supply.groups[trajectory.index].done.append(trajectory)
-        self._supply.close(trajectory.index)
+        assert self._order is not None
+        self._order.groups[trajectory.index].done.append(trajectory)
+        self._order.close(trajectory.index)
         self._kick()
 
     def _compose(self) -> None:
-        while self._supply is not None and (due := self._supply.next_batch()):
+        while self._order is not None and (due := self._order.next_batch()):
             step, groups = due
             stats = batch_stats(groups, step - 1)
             stats["rollout_s"] = (
-                stats.get("gen_tokens", 0.0) * self._fleet.busy_per_token() / max(1, len(self._fleet.engines))
+                stats.get("gen_tokens", 0.0) * self._engines.busy_per_token() / max(1, len(self._engines.engines))
             )
             composed = tuple(group.to_group() for group in groups)
-            self._send(self._train_leader, Batch(step, composed, stats, self._supply.take_given_up()))
+            self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
 
     # --- engines
     # ----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class RolloutLeader:
         """An engine accepts turns."""
         self._lose(up.engine, "replaced")
         self._draining.discard(up.rank)
-        self._fleet.up(up)
+        self._engines.up(up)
         self._applied()
         self._kick()
 
@@ -350,7 +350,7 @@ class RolloutLeader:
             self._kick()
 
     def _lose(self, name: str, reason: str) -> int | None:
-        gone = self._fleet.down(name)
+        gone = self._engines.down(name)
         if gone is None:
             return None
         for held in gone.inflight.values():
@@ -359,36 +359,36 @@ class RolloutLeader:
 
     def on_rank_lost(self, rank: int) -> None:
         """A node is gone with all its engines."""
-        for name in self._fleet.of(rank):
+        for name in self._engines.of(rank):
             self.on_engine_down(name, f"node {rank} lost")
 
     def on_drain(self, rank: int) -> None:
         """A node is about to leave the rollout stage: it gets no more turns."""
         self._draining.add(rank)
-        self._fleet.drain(rank)
+        self._engines.drain(rank)
         self._maybe_drained(rank)
 
     def _maybe_drained(self, rank: int) -> None:
-        if rank in self._draining and self._fleet.empty(rank):
+        if rank in self._draining and self._engines.empty(rank):
             self._draining.discard(rank)
             self._send(0, TurnsDrained(rank))
 
     def on_engine_version(self, engine: str, version: int) -> None:
         """An engine applied new weights."""
-        if engine in self._fleet.engines:
-            self._fleet.applied(engine, version)
+        if engine in self._engines.engines:
+            self._engines.applied(engine, version)
             self._applied()
 
     def _applied(self) -> None:
-        oldest = self._fleet.oldest
-        if self._supply is not None and oldest is not None:
-            self._supply.applied(oldest)
-            self._fleet.admit(self._supply.gate.version)
+        oldest = self._engines.oldest
+        if self._order is not None and oldest is not None:
+            self._order.applied(oldest)
+            self._engines.admit(self._order.gate.version)
             self._kick()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
         """Counters of an engine."""
-        self._fleet.load(name, stats)
+        self._engines.load(name, stats)
 
     # --- deadlines
     # ----------------------------------------------------------------------------------------------
@@ -397,20 +397,20 @@ class RolloutLeader:
         """Fail steps of environments that have not ended in time, and send overdue turns elsewhere; about once a
         second."""
         self._environments.watch()
-        for action, engine, rid, sentence in self._fleet.turns.evaluate(self._clock()):
+        for action, engine, rid, sentence in self._engines.turns.evaluate(self._clock()):
             if action == "slow":
                 self._log("slow", part=f"engine {engine}", reason=f"The {sentence}.")
             elif action == "abort":
                 self._abort(engine, rid)
-            elif trajectory := self._fleet.take(engine, rid, counts=False):
+            elif trajectory := self._engines.take(engine, rid, counts=False):
                 self._overdue(trajectory, f"At engine {engine} the {sentence}, and is not aborted either.")
-                self._maybe_drained(self._fleet.engines[engine].rank)
+                self._maybe_drained(self._engines.engines[engine].rank)
 
     def discount(self, seconds: float) -> None:
         """This process stood still for so long."""
         self._attempts.book.discount(seconds)
         self._environments.discount(seconds)
-        self._fleet.turns.discount(seconds)
+        self._engines.turns.discount(seconds)
 
     # --- reports
     # ----------------------------------------------------------------------------------------------
@@ -420,26 +420,26 @@ class RolloutLeader:
         # Time alone may change a policy's mind about a turn it has let wait.
         self._kick()
         lengths, self._lengths = tuple(self._lengths), []
-        fleet, supply, episodes, now = self._fleet, self._supply, self._environments.episodes.values(), self._clock()
-        ready, outstanding = (supply.gate.ready, supply.gate.outstanding) if supply else (0, 0)
+        engines, order, episodes, now = self._engines, self._order, self._environments.episodes.values(), self._clock()
+        ready, outstanding = (order.gate.ready, order.gate.outstanding) if order else (0, 0)
         return RolloutReport(
             len(episodes) + len(self._attempts),
             len(self._queue),
-            fleet.inflight,
+            engines.inflight,
             sum(1 for t in episodes if t.place == "tool"),
             ready,
             outstanding,
             self.resubmitted,
-            supply.blocked_share(now) if supply else 0.0,
-            fleet.generated,
-            fleet.prefilled,
-            fleet.busy_s,
-            fleet.decode_s(),
-            fleet.buckets(episodes),
+            order.blocked_share(now) if order else 0.0,
+            engines.generated,
+            engines.prefilled,
+            engines.busy_s,
+            engines.decode_s(),
+            engines.buckets(episodes),
             lengths,
-            open_groups(episodes, now, fleet.decode_s()),
+            open_groups(episodes, now, engines.decode_s()),
             self._attempts.book.counts,
             self._attempts.book.paused
             or self._environments.missing
-            or ("" if fleet.engines else "No engine accepts turns."),
+            or ("" if engines.engines else "No engine accepts turns."),
         )

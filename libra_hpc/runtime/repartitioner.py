@@ -14,8 +14,8 @@ What is left behind is checkpoint, configuration, file, and then the event, in t
 the run resumes as it was and the next attempt refuses the order; killed later, it goes on in the new layout, and its
 rank 0 writes the event that is missing.
 
-The planner proposes at most one in an hour (`libra_hpc.control.second_tier.EVERY_S`).  An operator may know better and
-is not held to it; but what an operator ordered counts for the planner's hour.
+The planner proposes at most one in an hour (`libra_hpc.control.repartition_choice.EVERY_S`).  An operator may know
+better and is not held to it; but what an operator ordered counts for the planner's hour.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.control.second_tier import EVERY_S
+from libra_hpc.control.repartition_choice import EVERY_S
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.rank_roles import SameLayout, describe, repartitioned

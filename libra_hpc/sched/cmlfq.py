@@ -6,7 +6,7 @@ sequence.  What a trajectory has left and what it may *reach* come from the caus
 cost at its load from its reports (`costs`).
 
 **Where a turn goes.**  A batch ends with its last trajectory, so the aim is a short makespan, not a short turn.  Every
-engine is credited with the work of the trajectories that sit there (`seats`), which gives the second at which it would
+engine is credited with the work of the trajectories that sit there (`loads`), which gives the second at which it would
 finish.  A turn goes where it adds least to
 
     sum over engines of finish ** 4,
@@ -30,8 +30,8 @@ finds it cached for the next.  So the engine of the sibling that started last is
 prompt.  Siblings are long together, which the sum above does not know, so it must add `NEAR_MARGIN` = 0.8 times as much
 as any other at most.
 
-A turn so long that no gap comes may be moved while it runs (`midturn`); where it goes on was then decided before it was
-interrupted.
+A turn so long that no gap comes may be moved while it runs (`turn_migration`); where it goes on was then decided before
+it was interrupted.
 
 **Who goes first.**  A turn ready at time t counts as ready at t - credit, in the queue and as the engine's priority.
 The credit is `AGEING_S` = 300 s for the first sibling of a group (the probe: the sooner it runs, the sooner the group
@@ -53,11 +53,11 @@ from msgspec.structs import astuple
 from libra_hpc.protocol.env import Signal
 
 from .board import Board, EngineView
-from .midturn import INTERRUPTS, TAIL, Move, Runner, Running, moves
+from .engine_loads import EngineLoad, EngineLoads, Resident
 from .protocol import Decision, Finished, TurnView
-from .seats import Resident, Seat, Seats
 from .tree import CausalTree, Cursor
 from .ttl import KeepTimes
+from .turn_migration import INTERRUPTS, TAIL, Move, Runner, Running, moves
 
 MOVE_MARGIN: Final = 3.0
 OWN: Final = 0.02
@@ -118,7 +118,7 @@ class CausalMlfq:
     def __init__(self, tree: CausalTree | None = None) -> None:
         self.tree = tree if tree is not None else CausalTree()
         self.keep = KeepTimes()
-        self._seats = Seats()
+        self._loads = EngineLoads()
         self._tracked: dict[str, _Tracked] = {}
         """Oldest first."""
         self._started: dict[str, _Tracked] = {}
@@ -150,20 +150,20 @@ class CausalMlfq:
             tracked = self._tracked[turn.trajectory]
         if tracked.going is not None and (decision := self._go_on(tracked, tracked.going, turn, board)):
             return decision
-        seats, cursor, context, before, last = (
-            self._seats,
+        loads, cursor, context, before, last = (
+            self._loads,
             tracked.cursor,
             turn.context_tokens,
-            tracked.seat,
+            tracked.load,
             turn.engine,
         )
-        if board.generation != seats.generation:
-            seats.follow(board)
+        if board.generation != loads.generation:
+            loads.follow(board)
         reach, work = cursor.reach, cursor.work(context)
         if before is not None:
             before.leave(tracked)
         # The engine of the last turn.
-        home, crowded, limit = seats.get(last), False, inf
+        home, crowded, limit = loads.get(last), False, inf
         kept, fresh = cursor.future, context + cursor.future
         if home is not None:
             view = home.view
@@ -176,20 +176,20 @@ class CausalMlfq:
             else:
                 home = None
         # Another one only if it adds less than the limit; a turn has to go somewhere unless its engine is free.
-        best: Seat | None = None
+        best: EngineLoad | None = None
         best_add = inf if crowded else limit
         best_finish = 0.0
         for members in board.classes:
-            seat = seats.lightest(members)
-            if seat is None or seat is home or (seat.kv_capacity < context and self._fits(board, context)):
+            load = loads.lightest(members)
+            if load is None or load is home or (load.kv_capacity < context and self._fits(board, context)):
                 continue
-            alone = seat.finish
+            alone = load.finish
             # Its steps will be no fewer, so the time of the tokens alone tells most of those that cannot win.
             if _added(alone, alone + members.slope_s * work + members.prefill_s * fresh) < best_add:
-                finish = seat.finish_with(reach, work, fresh)
+                finish = load.finish_with(reach, work, fresh)
                 add = _added(alone, finish) + OWN * (finish - alone)
                 if add < best_add:
-                    best, best_add, best_finish = seat, add, finish
+                    best, best_add, best_finish = load, add, finish
         starts, shared = not turn.attained_tokens, False
         if starts and (near := self._near(turn.prompt_id)) is not None:
             finish = near.finish_with(reach, work, cursor.future)
@@ -200,7 +200,7 @@ class CausalMlfq:
             return self._wait(tracked, before, home)
         numbers: dict[str, float | str] = {"remaining": cursor.left, "own": cursor.prompt.finished}
         if best is not None:
-            seat, finish, prefill, template = best, best_finish, fresh, MOVES
+            load, finish, prefill, template = best, best_finish, fresh, MOVES
             if shared:
                 prefill, template = cursor.future, NEAR
             elif home is None or crowded:
@@ -208,25 +208,25 @@ class CausalMlfq:
             else:
                 numbers["ratio"] = limit * MOVE_MARGIN / best_add
         elif home is not None and not crowded:
-            seat, finish, prefill, template = home, home_finish, kept, STAYS
+            load, finish, prefill, template = home, home_finish, kept, STAYS
         else:
             return self._wait(tracked, before, None)
-        seat.sit(tracked, reach, work, prefill, finish)
+        load.sit(tracked, reach, work, prefill, finish)
         if before is not None:
-            seats.changed(before)
+            loads.changed(before)
         if starts:
             self._started[turn.prompt_id] = tracked
-        view = seat.view
+        view = load.view
         numbers["finish_s"], numbers["engine"] = finish, view.engine
         return self._send(tracked, view, template, numbers)
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
-        """Running turns that should go on elsewhere; each is seated there at once."""
+        """Running turns that should go on elsewhere; each is placed there at once."""
         if len(self._tracked) > TAIL * len(board.engines):
             return []
-        seats = self._seats
-        if board.generation != seats.generation:
-            seats.follow(board)
+        loads = self._loads
+        if board.generation != loads.generation:
+            loads.follow(board)
         runners: dict[str, Runner] = {}
         middle: dict[str, Cursor] = {}
         for run in running:
@@ -241,14 +241,14 @@ class CausalMlfq:
             )
             runners[turn.trajectory] = Runner(turn.trajectory, turn.turns, turn.engine, cursor.left, context, generated)
         for name, tracked in self._tracked.items():
-            if name not in runners and tracked.seat is not None:
+            if name not in runners and tracked.load is not None:
                 left = max(1.0, tracked.cursor.left)
-                runners[name] = Runner(name, 0, tracked.seat.view.engine, left, tracked.work / left, 0.0)
+                runners[name] = Runner(name, 0, tracked.load.view.engine, left, tracked.work / left, 0.0)
         found = moves(board, runners.values())
         for move in found:
             going, target, prefill = (
                 self._tracked[move.trajectory],
-                seats.get(move.target),
+                loads.get(move.target),
                 runners[move.trajectory].context,
             )
             assert target is not None
@@ -288,10 +288,10 @@ class CausalMlfq:
             del self._started[tracked.prompt_id]
 
     def _stand_up(self, tracked: _Tracked) -> None:
-        seat = tracked.seat
-        if seat is not None:
-            seat.leave(tracked)
-            self._seats.changed(seat)
+        load = tracked.load
+        if load is not None:
+            load.leave(tracked)
+            self._loads.changed(load)
 
     def _go_on(self, tracked: _Tracked, move: Move, turn: TurnView, board: Board) -> Decision | None:
         """Send an interrupted turn where it was to go; None when it ended by itself, or when that engine takes no
@@ -302,20 +302,20 @@ class CausalMlfq:
             turn.turns != move.turns
             or view is None
             or not view.free
-            or tracked.seat is None
-            or tracked.seat.view is not view
+            or tracked.load is None
+            or tracked.load.view is not view
         ):
             return None
         return self._send(tracked, view, INTERRUPTS, move.numbers)
 
-    def _near(self, prompt_id: str) -> Seat | None:
+    def _near(self, prompt_id: str) -> EngineLoad | None:
         """The engine that has a prompt cached because the sibling that started last sits there, if it has a free
         slot."""
         sibling = self._started.get(prompt_id)
-        if sibling is None or sibling.seat is None:
+        if sibling is None or sibling.load is None:
             return None
-        seat, view = sibling.seat, sibling.seat.view
-        return seat if view.free and view.version == sibling.version and self._seats.get(view.engine) is seat else None
+        load, view = sibling.load, sibling.load.view
+        return load if view.free and view.version == sibling.version and self._loads.get(view.engine) is load else None
 
     def _send(self, tracked: _Tracked, view: EngineView, template: str, numbers: Mapping[str, float | str]) -> Decision:
         tracked.version = view.version
@@ -323,8 +323,8 @@ class CausalMlfq:
         keep_s = self.keep.keep_s(tracked.cursor.last[0], members.tp, members.prefill_s, view.kv_capacity)
         return Decision(view.engine, tracked.priority, view.level, template, numbers, keep_s)
 
-    def _wait(self, tracked: _Tracked, before: Seat | None, wanted: Seat | None) -> Decision:
-        """It keeps its seat while it waits."""
+    def _wait(self, tracked: _Tracked, before: EngineLoad | None, wanted: EngineLoad | None) -> Decision:
+        """It keeps its load while it waits."""
         left, priority = tracked.cursor.left, tracked.priority
         if before is not None:
             before.sit(

@@ -7,8 +7,8 @@ has a free slot or no longer takes turns.  One pass gives up after `MAX_REFUSED`
 policy is being choosy for some engines' sake, and asking thousands of turns the same question in every pass would cost
 more than it finds.
 
-A policy that moves running turns (`midturn`) is asked for moves while nothing waits, at most every `LOOK_S` = 5 s: a
-turn worth moving has minutes to go.
+A policy that moves running turns (`turn_migration`) is asked for moves while nothing waits, at most every `LOOK_S` = 5
+s: a turn worth moving has minutes to go.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from .board import Board
-from .midturn import Move, Rebalances, Running
 from .protocol import Decision, Finished, Policy, TurnView
+from .turn_migration import Move, Rebalances, Running
 
 MAX_REFUSED = 32
 LOOK_S = 5.0

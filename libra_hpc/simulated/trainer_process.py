@@ -1,9 +1,9 @@
 """The simulated Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON
 --pace JSON``.
 
-It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `law` in place of the computation and a
-counter in place of the state: a step is refused unless it is the next one of the present generation, a newcomer takes
-the state of the member with the highest step, a rebuilt replica starts from its newest snapshot.  What differs: a
+It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `ReplicaTime` in place of the computation
+and a counter in place of the state: a step is refused unless it is the next one of the present generation, a newcomer
+takes the state of the member with the highest step, a rebuilt replica starts from its newest snapshot.  What differs: a
 member whose peer dies in mid-step finishes and commits it, which the train leader accepts as a step that some survivor
 committed.
 """
@@ -48,7 +48,7 @@ from libra_hpc.train.settings import WorkerConfig, read_config
 
 from .clock import wait
 from .entry import run
-from .law import TrainLaw
+from .replica_time import ReplicaTime
 from .settings import Pace
 
 TOKEN_BYTES = 4
@@ -61,7 +61,7 @@ class Trainer:
         self._pulse = Pulse(socket)
         self._config, self._speedup, self._socket = config, pace.speedup, socket
         shape = model_shape(pace.model)
-        self._law = TrainLaw(
+        self._time = ReplicaTime(
             shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s
         )
         self._generation, self._size = -1, 1
@@ -115,8 +115,8 @@ class Trainer:
             return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
         received = 0
         if truth != mine:
-            received = self._law.state_bytes
-            self._take(self._law.receive_s, begin)
+            received = self._time.state_bytes
+            self._take(self._time.receive_s, begin)
         self._state, self._generation, self._size = truth, message.generation, message.size
         seconds = time.monotonic() - begin
         return [Joined(message.generation, truth.step, received, seconds, attempt=message.attempt)]
@@ -131,7 +131,7 @@ class Trainer:
             )
             return [StepFailed(message.step, message.generation, why)]
         samples = [sample for minibatch in message.minibatches for sample in minibatch]
-        compute_s, reduce_s = self._law.compute_s(map(_tokens, samples)), self._law.reduce_s(self._size)
+        compute_s, reduce_s = self._time.compute_s(map(_tokens, samples)), self._time.reduce_s(self._size)
         self._take(compute_s + reduce_s, begin)
         skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped

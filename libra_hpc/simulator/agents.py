@@ -14,10 +14,10 @@ from libra_hpc.sched.protocol import TurnView
 
 from .event_queue import STEP, Events
 from .result import Recorder
-from .run import Sent
 from .settings import EngineSpec, SimSettings
 from .sim_engine import IDLE, Engine
 from .sim_request import SimRequest
+from .simulated_run import Sent
 
 
 class Agents:

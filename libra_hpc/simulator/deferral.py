@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .abandon import Abandons, OpenTrajectory
-from .run import Run
+from .simulated_run import Run
 
 
 class Deferral:

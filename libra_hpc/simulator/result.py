@@ -96,7 +96,7 @@ class SimResult(msgspec.Struct, frozen=True):
     """Turns, or rests of interrupted ones, on another engine than what came before."""
     tp_moves: int
     """... of another TP degree."""
-    midturn_moves: int
+    turn_migrations: int
     """... in the middle of a turn, which went on there."""
     preemptions: int
     recomputed: int
@@ -127,7 +127,7 @@ class Recorder:
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
         self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = (
-            self.midturn_moves
+            self.turn_migrations
         ) = self.waits = self.decisions = 0
         self._by_level: dict[int, int] = {}
         self._sampled: list[tuple[float, TurnView, Decision]] = []
@@ -193,7 +193,7 @@ class Recorder:
             queue_wait=quantiles(self.wait_s),
             moves=self.moves,
             tp_moves=self.tp_moves,
-            midturn_moves=self.midturn_moves,
+            turn_migrations=self.turn_migrations,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
             abandoned=self.abandoned,

@@ -28,7 +28,7 @@ class Bucket(msgspec.Struct, frozen=True):
     tp: int
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class SimulatedEngines(msgspec.Struct, frozen=True):
     """What was asked for, made concrete."""
 
     engines: list[EngineSpec]
@@ -60,7 +60,7 @@ def build_fleet(
     calibration: Path | None = None,
     devices_file: Path | None = None,
     source: str = "auto",
-) -> Fleet:
+) -> SimulatedEngines:
     """Engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
@@ -87,4 +87,4 @@ def build_fleet(
         words = steps.source.replace(f" on {bucket.tp} x {device}", "")
         if words not in sources:
             sources.append(words)
-    return Fleet(engines, copies * size, max(0, gpus - copies * size), "; ".join(sources))
+    return SimulatedEngines(engines, copies * size, max(0, gpus - copies * size), "; ".join(sources))

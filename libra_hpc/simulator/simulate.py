@@ -18,16 +18,16 @@ from libra_hpc.errors import OperationError
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
-from libra_hpc.sched.midturn import Running
 from libra_hpc.sched.protocol import Policy
+from libra_hpc.sched.turn_migration import Running
 
 from .agents import Agents
 from .deferral import Deferral
 from .event_queue import ROUTING, Events
 from .result import Recorder, SimResult
-from .run import Run, Sent, grouped
 from .settings import EngineSpec, SimSettings, Training, check
 from .sim_request import SimRequest
+from .simulated_run import Run, Sent, grouped
 from .training_stage import TrainingStage
 
 STALLED_S = 3600.0
@@ -199,7 +199,7 @@ class Simulation:
                 again = "eviction" if run.version == engine.version else "swap"
             elif turn.engine:
                 recorder.moves += 1
-                recorder.midturn_moves += run.partial > 0
+                recorder.turn_migrations += run.partial > 0
                 last = self.engines.get(turn.engine)
                 recorder.tp_moves += last is not None and last.tp != engine.tp
             request = SimRequest(

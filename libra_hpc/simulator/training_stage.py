@@ -14,8 +14,8 @@ import msgspec
 
 from libra_hpc.sched.staleness import StalenessGate
 
-from .run import Run
 from .settings import SimSettings, Training
+from .simulated_run import Run
 
 
 class SimulatedStep(msgspec.Struct):

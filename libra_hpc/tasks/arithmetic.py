@@ -28,7 +28,7 @@ from typing import Any
 from libra_hpc.errors import UserError, invalid
 
 from .base import Episode, Signal, Task, TaskTokenizer, ToolResult, Tools, Turn
-from .outcome import signal_of
+from .tool_outcome import signal_of
 
 TAGS = ("<calc>", "</calc>", "<python>", "</python>", "<result>", "</result>", "<answer>", "</answer>")
 """Tags that a tokenizer made for this task has as single tokens."""

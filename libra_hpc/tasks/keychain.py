@@ -33,7 +33,7 @@ from typing import Any
 from libra_hpc.errors import invalid
 
 from .base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
-from .outcome import signal_of
+from .tool_outcome import signal_of
 
 KEYS, VALUES = 64, 32
 """Size of the two alphabets; a chain of 12 hops uses 24 keys."""

@@ -41,7 +41,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """Correlation of the lowest sample of a group with each of the others."""
 
 
-class Signal(msgspec.Struct, frozen=True):
+class SignalStrength(msgspec.Struct, frozen=True):
     """How much one signal tells about the log of what remains, at equal turn."""
 
     signal: str
@@ -70,7 +70,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     prompt: list[Prompt]
     """Empty: no siblings."""
-    signals: list[Signal]
+    signals: list[SignalStrength]
     residual: list[Residual]
     trend: str
     """``rises`` | ``falls`` | ``flat`` | ``too few``"""
@@ -144,7 +144,7 @@ def _points(trajectories: Sequence[TrajectoryRecord]) -> Iterator[_Point]:
                 )
 
 
-def _signals(points: Sequence[_Point]) -> list[Signal]:
+def _signals(points: Sequence[_Point]) -> list[SignalStrength]:
     said = [point for point in points if point.outcome is not None]
     classes = {point.outcome for point in said}
     tested = [point for point in points if point.failed is not None]
@@ -157,7 +157,7 @@ def _signals(points: Sequence[_Point]) -> list[Signal]:
         result.append(_correlated("error streak", [(point.turn, float(point.streak), point.left) for point in said]))
     else:
         note = f"every outcome is {classes.pop()!r}" if classes else "no outcomes"
-        result.append(Signal("last outcome", "eta2", None, None, len(said), note))
+        result.append(SignalStrength("last outcome", "eta2", None, None, len(said), note))
     if tested:
         result.append(
             _correlated("failed tests", [(point.turn, float(point.failed or 0), point.left) for point in tested])
@@ -167,17 +167,17 @@ def _signals(points: Sequence[_Point]) -> list[Signal]:
     return result
 
 
-def _classes(name: str, rows: Sequence[tuple[int, Hashable, float]]) -> Signal:
+def _classes(name: str, rows: Sequence[tuple[int, Hashable, float]]) -> SignalStrength:
     anova = one_way(rows)
     if anova is None:
-        return Signal(name, "eta2", None, None, len(rows), "too few")
-    return Signal(name, "eta2", anova.eta2, anova.epsilon2, len(rows))
+        return SignalStrength(name, "eta2", None, None, len(rows), "too few")
+    return SignalStrength(name, "eta2", anova.eta2, anova.epsilon2, len(rows))
 
 
-def _correlated(name: str, rows: Sequence[tuple[int, float, float]]) -> Signal:
+def _correlated(name: str, rows: Sequence[tuple[int, float, float]]) -> SignalStrength:
     r = pearson(centred(rows))
     note = "" if r is not None else "no turn before the last" if not rows else "constant, or too few"
-    return Signal(name, "r", r, None if r is None else r * r, len(rows), note)
+    return SignalStrength(name, "r", r, None if r is None else r * r, len(rows), note)
 
 
 def _residual(trajectories: Sequence[TrajectoryRecord]) -> list[Residual]:

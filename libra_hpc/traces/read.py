@@ -15,8 +15,9 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.traces import azure, kv_cache_tester, libra, mooncake
 
+from . import azure, kv_cache_tester, mooncake
+from . import own_format as libra
 from .record import Bad
 
 Reader = Callable[[Iterable[tuple[int, bytes]], Bad], Iterator[TrajectoryRecord]]

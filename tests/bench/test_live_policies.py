@@ -13,7 +13,7 @@ from bench.live_task import HeldKeyChain
 from libra_hpc.config.load import apply_override, validate
 from libra_hpc.errors import OperationError
 from libra_hpc.hardware.measured import StepPoint
-from libra_hpc.preflight.files import check_task
+from libra_hpc.preflight.named_files import check_task
 
 
 def line(index: int, started: float, ended: float, engines: str, *, after: bool = False, reward: float = 1.0) -> Line:

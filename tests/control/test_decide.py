@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.control.decide import SETTLED, Planner
-from libra_hpc.control.second_tier import Repartition
+from libra_hpc.control.repartition_choice import Repartition
 from libra_hpc.control.stage_times import MAX_STEPS, Measured
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 from tests.control.plant import SETTINGS, Plant, Shape, ideal

@@ -13,7 +13,7 @@ from libra_hpc.control.stage_times import Split
 from libra_hpc.planning.live import Faster, live_planner
 from libra_hpc.preflight.checks import problems
 from tests.control.plant_costs import FakeSteps
-from tests.control.test_second_tier import measured, snapshot
+from tests.control.test_repartition_choice import measured, snapshot
 
 NODE = {"gpus": 4, "gpu_type": "a800"}
 
@@ -36,7 +36,7 @@ def _planner(**changes: Any) -> Planner:
 
 
 def _knows(planner: Planner) -> tuple[bool, bool]:
-    return planner.law is not None, planner.repartition is not None
+    return planner.rollout_model is not None, planner.repartition is not None
 
 
 def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> None:

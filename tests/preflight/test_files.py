@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.preflight import files
+from libra_hpc.preflight import named_files as files
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.tasks.task_registry import BUILTIN, task_class
 

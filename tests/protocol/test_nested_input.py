@@ -19,7 +19,7 @@ from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.devices import _read as read_devices
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.tables import load_table
-from libra_hpc.preflight.files import read_model_config
+from libra_hpc.preflight.named_files import read_model_config
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.protocol.mesh import mesh
@@ -28,7 +28,7 @@ from libra_hpc.rollout.engine.settings import read_config
 from libra_hpc.rollout.engine.steplog import read_steps
 from libra_hpc.rollout.history import records
 from libra_hpc.slurm.job_record import read_job
-from libra_hpc.tasks.outcome import classify
+from libra_hpc.tasks.tool_outcome import classify
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status

@@ -15,7 +15,7 @@ from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.history import MAX_RECORDS, check_warm_start, history, records
 from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.simulator.run import Run
+from libra_hpc.simulator.simulated_run import Run
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.traces.read import read_trace
 

@@ -30,8 +30,8 @@ from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.sched.turn_migration import Move, Running
 from libra_hpc.train.train_leader import DataOrder
 
 STOP = 9
@@ -345,7 +345,7 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
                 await plant.run(lambda batches=batches, position=position: len(batches) > position, pick)
                 batch = batches[position]
                 assert batch.stats["staleness_max"] <= eta
-                assert len(plant.leader._supply.groups) <= (eta + 1) * 2
+                assert len(plant.leader._order.groups) <= (eta + 1) * 2
                 trained += [group.index for group in batch.groups]
                 plant.commit(batch)
             assert sorted(trained) == list(range(16))
@@ -1324,7 +1324,7 @@ def test_whatever_fails_every_step_has_its_groups_and_no_prompt_is_trained_and_g
                 assert len(batch.groups) == prompts
                 assert all(any(any(s.loss_mask) for s in group.samples) for group in batch.groups)
                 assert batch.stats["staleness_max"] <= eta
-                assert plant.leader._supply.gate.outstanding <= (eta + 1) * prompts
+                assert plant.leader._order.gate.outstanding <= (eta + 1) * prompts
                 trained += [group.index for group in batch.groups]
                 dropped += int(batch.stats["failed"])
                 if pick.random() < 0.2:
@@ -1338,7 +1338,7 @@ def test_whatever_fails_every_step_has_its_groups_and_no_prompt_is_trained_and_g
             assert not [m for m in plant.sent if isinstance(m, wire.Fatal)]
             given_up += len(gone)
             await plant.pass_time(80)
-            assert plant.leader._supply.gate.outstanding == 0
+            assert plant.leader._order.gate.outstanding == 0
             assert not plant.leader._environments.episodes, "nothing is sampled for steps that do not come"
         assert given_up > 5
         assert dropped > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.control.second_tier import EVERY_S
+from libra_hpc.control.repartition_choice import EVERY_S
 from libra_hpc.files import write_once
 from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.mesh import Welcome

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.seats import SLACK as ENTRY_SLACK
-from libra_hpc.sched.seats import Resident, Seats
+from libra_hpc.sched.engine_loads import SLACK as ENTRY_SLACK
+from libra_hpc.sched.engine_loads import EngineLoads, Resident
 from libra_hpc.sched.ttl import SLACK, KeepTimes, best_keep_s
 from tests.sched.views import MISS, OK, board, finished, stats, turn
 
@@ -214,60 +214,60 @@ def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int,
                 done[name] = turns + 1
     for tracked in list(policy._tracked):
         policy.forget(tracked)
-    for seat in policy._seats._seats.values():
-        assert (seat.work, seat.reach4, seat.finish) == (0.0, 0.0, 0.0)
+    for load in policy._loads._loads.values():
+        assert (load.work, load.reach4, load.finish) == (0.0, 0.0, 0.0)
     assert not policy._tracked
 
 
 def test_the_lightest_seat_is_the_lightest_within_the_slack() -> None:
-    made, seats = board(*((f"e{i}", 1) for i in range(6))), Seats()
-    seats.follow(made)
+    made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
+    loads.follow(made)
     residents: list[Resident] = []
     for i in range(200):
-        seat = seats.lightest(made.classes[0])
-        assert seat is not None
-        every = [s for n in made.engines if (s := seats.get(n)) is not None]
-        assert seat.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
+        load = loads.lightest(made.classes[0])
+        assert load is not None
+        every = [s for n in made.engines if (s := loads.get(n)) is not None]
+        assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
         one = Resident()
         left = float(100 + i * 37 % 500)
-        seat.sit(one, left, left * 1000, 500.0, seat.finish_with(left, left * 1000, 500.0))
+        load.sit(one, left, left * 1000, 500.0, load.finish_with(left, left * 1000, 500.0))
         residents.append(one)
         if i % 3 == 2:
             gone = residents.pop(i % len(residents))
-            left_seat = gone.seat
+            left_seat = gone.load
             assert left_seat is not None
             left_seat.leave(gone)
-            seats.changed(left_seat)
+            loads.changed(left_seat)
 
 
 def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
-    seats = Seats()
+    loads = EngineLoads()
     made = board(("e", 1))
-    seats.follow(made)
-    seat = seats.get("e")
-    assert seat is not None
-    alone = seat.finish_with(1000.0, 0.0, 0.0)
+    loads.follow(made)
+    load = loads.get("e")
+    assert load is not None
+    alone = load.finish_with(1000.0, 0.0, 0.0)
     residents = [Resident() for _ in range(16)]
     for one in residents:
-        seat.sit(one, 1000.0, 0.0, 0.0, seat.finish_with(1000.0, 0.0, 0.0))
-    assert seat.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
-    assert seat.finish_with(100.0, 0.0, 0.0) == pytest.approx(seat.finish, rel=1e-4), "a short one is no candidate"
+        load.sit(one, 1000.0, 0.0, 0.0, load.finish_with(1000.0, 0.0, 0.0))
+    assert load.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
+    assert load.finish_with(100.0, 0.0, 0.0) == pytest.approx(load.finish, rel=1e-4), "a short one is no candidate"
     for one in residents:
-        seat.leave(one)
-    assert (seat.reach4, seat.finish) == (0.0, 0.0)
+        load.leave(one)
+    assert (load.reach4, load.finish) == (0.0, 0.0)
 
 
 def test_finishes_follow_what_steps_cost() -> None:
-    seats, made = Seats(), board(("e", 1), ("other", 1))
-    seats.follow(made)
-    seat = seats.get("e")
-    assert seat is not None
-    seat.sit(Resident(), 1000.0, 1e6, 500.0, seat.finish_with(1000.0, 1e6, 500.0))
-    before = seat.finish
+    loads, made = EngineLoads(), board(("e", 1), ("other", 1))
+    loads.follow(made)
+    load = loads.get("e")
+    assert load is not None
+    load.sit(Resident(), 1000.0, 1e6, 500.0, load.finish_with(1000.0, 1e6, 500.0))
+    before = load.finish
     made.report("other", stats(0, 0.0))
     made.report("other", stats(10, 10.0))
-    seats.follow(made)
-    assert seat.finish == seat.finish_with(0.0, 0.0, 0.0) > 2.0 * before
+    loads.follow(made)
+    assert load.finish == load.finish_with(0.0, 0.0, 0.0) > 2.0 * before
 
 
 def test_near_the_limit_of_the_context_little_can_be_left() -> None:

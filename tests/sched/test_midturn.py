@@ -12,8 +12,8 @@ from libra_hpc.sched.baselines.least_loaded import LeastLoaded
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
-from libra_hpc.sched.midturn import RENT, TAIL, Move, Runner, Running, moves
 from libra_hpc.sched.protocol import TurnView
+from libra_hpc.sched.turn_migration import RENT, TAIL, Move, Runner, Running, moves
 from tests.sched.views import MISS, board, finished, stats, turn
 
 EARNED = int(RENT * 4.0 / 0.008) + 1

@@ -11,12 +11,12 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, TurnView
+from libra_hpc.sched.turn_migration import Move, Running
 from libra_hpc.simulator.abandon import OpenTrajectory
-from libra_hpc.simulator.run import Run
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
+from libra_hpc.simulator.simulated_run import Run
 
 from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
 
@@ -122,7 +122,7 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
     assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
     assert (result.generated_tokens, result.discarded_tokens) == (30, 0)
     assert [engine.generated_tokens for engine in result.engines] == [5, 25]
-    assert (result.moves, result.tp_moves, result.midturn_moves, result.reprefilled_by) == (1, 1, 1, {"move": 12})
+    assert (result.moves, result.tp_moves, result.turn_migrations, result.reprefilled_by) == (1, 1, 1, {"move": 12})
     assert (result.turns, result.decisions, result.turn_latency.p50) == (1, 2, 17.5)
     rest = policy.turns[1]
     assert (rest.context_tokens, rest.attained_tokens, rest.turns, rest.engine, rest.ready_at) == (13, 5, 0, "a", 5.0)
@@ -136,7 +136,7 @@ def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> Non
     moved, stayed = (
         simulate(work, fleet, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False)
     )
-    assert (moved.midturn_moves, stayed.midturn_moves) == (1, 0)
+    assert (moved.turn_migrations, stayed.turn_migrations) == (1, 0)
     assert moved.makespan_s < 0.95 * stayed.makespan_s
     assert moved.generated_tokens == stayed.generated_tokens
 

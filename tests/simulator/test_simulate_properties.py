@@ -132,7 +132,7 @@ def test_interrupted_turns_lose_nothing(
     assert result.trajectories == len(work)
     turns = sum(len(one.turns) for one in work)
     assert result.turns == turns <= result.decisions
-    assert result.midturn_moves <= result.decisions - turns
+    assert result.turn_migrations <= result.decisions - turns
     records = sim._policy.records  # type: ignore[attr-defined]
     assert sorted(record.context_tokens for record in records) == sorted(one.context for one in work)
     assert nothing_is_held(sim)

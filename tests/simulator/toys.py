@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.midturn import Move, Running
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
+from libra_hpc.sched.turn_migration import Move, Running
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.sim_engine import IDLE, Engine
 from libra_hpc.simulator.sim_request import SimRequest

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import ToolResult
-from libra_hpc.tasks.outcome import Outcome, classify, count_tests, signal_of
+from libra_hpc.tasks.tool_outcome import Outcome, classify, count_tests, signal_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.control.second_tier import Repartition, RunningLayout
+from libra_hpc.control.repartition_choice import Repartition, RunningLayout
 from libra_hpc.control.stage_times import Measured, Split, Times
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.cost_models.rollout_time import RolloutOptions
@@ -77,13 +77,13 @@ def test_a_lost_node_could_not_start_again() -> None:
     )
 
 
-def _law(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutByNodes:
+def _model(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutByNodes:
     return RolloutByNodes(NodeEngines(model_shape("qwen3-14b"), device("a800"), engines, RolloutOptions(16)))
 
 
 @pytest.mark.parametrize("engines", [((4, 1),), ((1, 4), (4, 1)) * 4])
 def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple[tuple[int, int], ...]) -> None:
-    law = _law(engines)
+    law = _model(engines)
     law.observe(snapshot(), EARLY)
     seconds = [law.seconds(nodes) or 0.0 for nodes in (2, 4, 8)]
     assert seconds[0] > seconds[1] > seconds[2]
@@ -91,7 +91,7 @@ def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple
 
 
 def test_of_unlike_nodes_the_last_ones_stay_in_rollout() -> None:
-    mixed, large = _law(((1, 4), (1, 4), (4, 1), (4, 1))), _law()
+    mixed, large = _model(((1, 4), (1, 4), (4, 1), (4, 1))), _model()
     for law in (mixed, large):
         law.observe(snapshot(), EARLY)
     assert mixed.seconds(2) == large.seconds(2)
@@ -99,7 +99,7 @@ def test_of_unlike_nodes_the_last_ones_stay_in_rollout() -> None:
 
 
 def test_the_law_is_silent_before_it_saw_anything_and_learns_its_factor() -> None:
-    law = _law()
+    law = _model()
     assert law.ratio(2, 4) == 0.5
     assert law.unthrottled(3) is None
     law.observe(snapshot(), EARLY)
@@ -111,7 +111,7 @@ def test_the_law_is_silent_before_it_saw_anything_and_learns_its_factor() -> Non
 
 
 def test_longer_trajectories_are_seen_when_a_batch_of_them_came_in() -> None:
-    law = _law()
+    law = _model()
     law.observe(snapshot(1000.0), EARLY)
     before = law.seconds(4) or 0.0
     law.observe(snapshot(4000.0, 2048), EARLY)

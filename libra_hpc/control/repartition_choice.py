@@ -88,7 +88,7 @@ class Repartition:
         self._minibatches, self._forwards = minibatches, forwards
         self._sorted, self._words = sorted_lengths, words
         self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
-        self._law = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
+        self._model = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 
     def advise(
@@ -103,7 +103,7 @@ class Repartition:
         if not done or any(node.role == "lost" for node in snapshot.nodes):
             return None
         batch = batch_of(snapshot, done, self._minibatches, self._forwards)
-        self._law.observe(snapshot, since)
+        self._model.observe(snapshot, since)
         factors = self._factors(measured, batch)
         if factors is None:
             return None
@@ -164,7 +164,7 @@ class Repartition:
                 [self._pool],
                 batch,
                 space=space,
-                options=self._law.options(snapshot),
+                options=self._model.options(snapshot),
                 factors=factors,
                 steps=self._steps,
                 sorted_lengths=self._sorted,
@@ -189,7 +189,7 @@ class Repartition:
         choice = TrainSearch(
             TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own
         ).best(measured.split.train * pool.node_devices)
-        rollout = self._law.seconds(measured.split.rollout)
+        rollout = self._model.seconds(measured.split.rollout)
         if choice is None or rollout is None:
             return None
         train, generate = measured.times.train / choice.time.total, measured.times.rollout / rollout

@@ -13,9 +13,9 @@ context.  Which resident will be the longest is not known, l_j being but an expe
 fourth powers of the *reach* u_j stands for the expected longest: close to the longest when one stands out, and growing
 with the number of those that may yet become it.  All terms are sums, so a turn changes them in constant time.
 
-`Seats.lightest` finds the engine of a class that finishes first through a heap of lower bounds, repaired when an entry
-surfaces; an entry may be up to `SLACK` = 0.2 % too high, which saves many pushes.  (5 % are too many: with a hundred
-trajectories at each engine, five more or less would go unnoticed.)
+`EngineLoads.lightest` finds the engine of a class that finishes first through a heap of lower bounds, repaired when an
+entry surfaces; an entry may be up to `SLACK` = 0.2 % too high, which saves many pushes.  (5 % are too many: with a
+hundred trajectories at each engine, five more or less would go unnoticed.)
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SLACK: Final = 0.998
 
 
 class Resident:
-    """What one trajectory adds to its seat."""
+    """What one trajectory adds to its load."""
 
-    __slots__ = ("prefill", "reach", "seat", "work")
+    __slots__ = ("prefill", "reach", "load", "work")
 
     def __init__(self) -> None:
-        self.seat: Seat | None = None
+        self.load: EngineLoad | None = None
         self.reach = self.work = self.prefill = 0.0
         """Tokens it may have to generate; those it is expected to, times the mean context; tokens to prefill."""
 
 
-class Seat:
+class EngineLoad:
     """One engine; see the module."""
 
     __slots__ = ("entry", "finish", "heap", "home", "kv_capacity", "prefill", "reach4", "residents", "view", "work")
@@ -56,8 +56,8 @@ class Seat:
         """Seconds, see the module."""
         self.entry = 0.0
         """Its value in the heap."""
-        self.heap: list[tuple[float, int, Seat]] = []
-        """That of its class, as of the last `Seats.follow`."""
+        self.heap: list[tuple[float, int, EngineLoad]] = []
+        """That of its class, as of the last `EngineLoads.follow`."""
 
     def finish_with(self, reach: float, work: float, prefill: float) -> float:
         """Seconds until everything is done when one more trajectory sits here."""
@@ -71,7 +71,7 @@ class Seat:
 
     def sit(self, resident: Resident, reach: float, work: float, prefill: float, finish: float) -> None:
         """A trajectory sits down; ``finish`` as `finish_with` gave it."""
-        resident.reach, resident.work, resident.prefill, resident.seat = reach, work, prefill, self
+        resident.reach, resident.work, resident.prefill, resident.load = reach, work, prefill, self
         reach *= reach
         self.reach4 += reach * reach
         self.work += work
@@ -81,7 +81,7 @@ class Seat:
 
     def leave(self, resident: Resident) -> None:
         """A resident stands up."""
-        resident.seat = None
+        resident.load = None
         self.residents -= 1
         if self.residents:
             self.work -= resident.work
@@ -94,69 +94,69 @@ class Seat:
         self.finish = self.finish_with(0.0, 0.0, 0.0)
 
 
-class Seats:
-    """The seats of all engines of a board."""
+class EngineLoads:
+    """The loads of all engines of a board."""
 
     def __init__(self) -> None:
         self.generation = -1
         """Of the board, when it was last followed."""
-        self._seats: dict[str, Seat] = {}
-        self._heaps: list[list[tuple[float, int, Seat]]] = []
+        self._loads: dict[str, EngineLoad] = {}
+        self._heaps: list[list[tuple[float, int, EngineLoad]]] = []
         self._count = 0
 
-    def get(self, engine: str) -> Seat | None:
-        """The seat of an engine."""
-        return self._seats.get(engine)
+    def get(self, engine: str) -> EngineLoad | None:
+        """The load of an engine."""
+        return self._loads.get(engine)
 
     def follow(self, board: Board) -> None:
         """Take over which engines there are and what their steps cost, if that has changed."""
         if board.generation == self.generation:
             return
         self.generation = board.generation
-        before = self._seats
-        self._seats = {}
+        before = self._loads
+        self._loads = {}
         for name, view in board.engines.items():
-            seat = before.get(name)
-            self._seats[name] = seat if seat is not None and seat.view is view else Seat(view)
+            load = before.get(name)
+            self._loads[name] = load if load is not None and load.view is view else EngineLoad(view)
         self._heaps = []
         for members in board.classes:
-            heap: list[tuple[float, int, Seat]] = []
+            heap: list[tuple[float, int, EngineLoad]] = []
             for view in members.members:
-                seat = self._seats[view.engine]
-                seat.entry = seat.finish = seat.finish_with(0.0, 0.0, 0.0)
-                seat.heap = heap
+                load = self._loads[view.engine]
+                load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
+                load.heap = heap
                 self._count += 1
-                heap.append((seat.entry, self._count, seat))
+                heap.append((load.entry, self._count, load))
             heapify(heap)
             self._heaps.append(heap)
 
-    def lightest(self, members: TpClass) -> Seat | None:
+    def lightest(self, members: TpClass) -> EngineLoad | None:
         """The engine of a class with a free slot that finishes first; the one with the fewest tokens in flight when
         that one is full; None when all are."""
         heap = self._heaps[members.level]
         while True:
-            value, count, seat = heap[0]
-            if value != seat.entry:
+            value, count, load = heap[0]
+            if value != load.entry:
                 heappop(heap)
-            elif seat.finish * SLACK > value:
-                seat.entry = seat.finish
-                heapreplace(heap, (seat.finish, count, seat))
+            elif load.finish * SLACK > value:
+                load.entry = load.finish
+                heapreplace(heap, (load.finish, count, load))
             else:
                 break
-        view = seat.view
+        view = load.view
         if view.open and view.inflight < view.cap:
-            return seat
+            return load
         least = members.least()
-        return self._seats[least.engine] if least is not None else None
+        return self._loads[least.engine] if least is not None else None
 
-    def changed(self, seat: Seat) -> None:
-        """A seat may finish earlier than its entry says."""
-        if seat.finish < SLACK * seat.entry:
-            seat.entry = seat.finish
+    def changed(self, load: EngineLoad) -> None:
+        """A load may finish earlier than its entry says."""
+        if load.finish < SLACK * load.entry:
+            load.entry = load.finish
             self._count += 1
             # Engines may have come or gone since the heaps were made: those in use next are made anew then.
-            heap = seat.heap
-            heappush(heap, (seat.finish, self._count, seat))
-            if len(heap) > 64 + 8 * len(seat.home.members):
+            heap = load.heap
+            heappush(heap, (load.finish, self._count, load))
+            if len(heap) > 64 + 8 * len(load.home.members):
                 heap[:] = [item for item in heap if item[0] == item[2].entry]
                 heapify(heap)

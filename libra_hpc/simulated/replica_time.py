@@ -14,15 +14,16 @@ from collections.abc import Iterable
 
 import msgspec
 
+from libra_hpc.cost_models.training_time import BACKWARD, forward_flops
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
 
-PASSES = 3.0
+PASSES = 1.0 + BACKWARD
 GRADIENT_BYTES = 4
 STATE_BYTES = 12
 
 
-class TrainLaw(msgspec.Struct, frozen=True):
+class ReplicaTime(msgspec.Struct, frozen=True):
     """One replica of ``devices`` devices."""
 
     shape: ModelShape
@@ -33,9 +34,7 @@ class TrainLaw(msgspec.Struct, frozen=True):
 
     def compute_s(self, lengths: Iterable[int]) -> float:
         """Seconds of forward and backward over samples of so many tokens, and of what no sample causes."""
-        linear = self.shape.layer_flops_per_token + self.shape.head_flops_per_token
-        pair = self.shape.attention_flops_per_pair
-        flops = PASSES * sum(n * linear + 0.5 * n * n * pair for n in lengths)
+        flops = PASSES * sum(forward_flops(self.shape, n, n * n) for n in lengths)
         return self.fixed_s + flops / (self.devices * self.device.peak_flops * self.mfu)
 
     def reduce_s(self, replicas: int) -> float:
