@@ -11,6 +11,7 @@ from libra_hpc.config.load import load_run_file
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
+from libra_hpc.config.site import site_profile
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python
@@ -57,21 +58,23 @@ def warn(warnings: Sequence[str]) -> None:
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     """Load a run file with every path made absolute: the job starts elsewhere."""
-    config = load_run_file(run_file, overrides)
+    config = load_run_file(run_file, overrides, site_profile().values)
     task = config.task.name
     path, separator, name = task.rpartition(":")
     if separator:
         task = f"{Path(path).absolute()}:{name}"
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
-    python = config.slurm.python
-    if os.sep in python:
+    compute = config.compute
+    python = compute.python
+    if compute.container == "none" and os.sep in python:
         python = str(Path(python).expanduser().absolute())
-    elif python:
+    elif compute.container == "none" and python:
         python = shutil.which(python) or python
+    folder = Path(os.path.expandvars(config.run.dir)).expanduser().absolute()
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
-            "slurm": config.slurm.model_copy(update={"python": python}),
+            "run": config.run.model_copy(update={"dir": str(folder)}),
+            "compute": compute.model_copy(update={"python": python}),
             "model": config.model.model_copy(update={"path": model}),
             "task": config.task.model_copy(update={"name": task}),
             "planner": config.planner.model_copy(update=_absolute(config.planner)),

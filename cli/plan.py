@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from libra_hpc.config.load import load_run_file
+from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import StepLookup, lookup
@@ -110,7 +111,7 @@ def plan(
     if layouts not in ("any", "node"):
         raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
     low, high = gpu_range(gpus)
-    config = load_run_file(run_file, override)
+    config = load_run_file(run_file, override, site_profile().values)
     asked = request(
         as_planned(config),
         model=model,

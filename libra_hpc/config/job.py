@@ -44,16 +44,21 @@ class SlurmSection(Section):
     """Slurm quality of service; empty: the account's default."""
     mpi: str = "pmi2"
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
-    python: str = ""
-    """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``; empty: the one that submits."""
     interface: str = Field("", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15)
     """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: each chooses its own
     (docs/ports.md)."""
     restarts: int = Field(3, ge=0)
     """Most restarts of all ranks from the newest checkpoint, inside the allocation, after the planner or a leader
     died."""
+    gpu_option: str = Field("--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=\S*\{gpus\}\S*$")
+    """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
+    has no ``gpu_type``."""
+    mail: str = ""
+    """Address that Slurm writes to; empty: nobody."""
+    mail_on: list[Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "ALL"]] = ["END", "FAIL"]
+    """Events that Slurm writes about."""
     extra: list[str] = []
-    """Further sbatch options, verbatim, for every component, for instance ``--constraint=nvlink``."""
+    """Further sbatch options, verbatim, for every component, for instance ``--exclusive``."""
 
 
 class Component(Section):
@@ -61,19 +66,35 @@ class Component(Section):
     nodes generate, ``hybrid`` nodes move between both."""
 
     nodes: int = Field(1, ge=0)
-    """Nodes; 0 leaves the component out."""
+    """Nodes; 0 leaves the component out. A planner of 0 nodes runs on the first train node, beside its agent."""
     partition: str = ""
     """Slurm partition; empty: the cluster's default."""
     gpus: int = Field(0, ge=0)
     """GPUs per node."""
     gpu_type: str = ""
     """GRES type of the GPUs, for instance ``a800``; empty: any."""
-    cpus: int = Field(1, ge=1)
-    """CPUs per node."""
-    mem: str = Field("2G", pattern=r"^[0-9]+[KMGT]?$")
-    """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node."""
+    cpus: int = Field(0, ge=0)
+    """CPUs per node; 0: those of the node that belong to its GPUs, and 1 without GPUs."""
+    mem: str = Field("", pattern=r"^([0-9]+[KMGT]?)?$")
+    """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node. Empty: the memory of
+    the node that belongs to its GPUs, and 2G without GPUs."""
     constraint: str = ""
     """Node features that sbatch asks for (``--constraint``); empty: none."""
+    reservation: str = ""
+    """Reservation to use; empty: none."""
+    account: str = ""
+    """Slurm account that is charged for these nodes; empty: ``slurm.account``."""
+    qos: str = ""
+    """Quality of service of these nodes; empty: ``slurm.qos``."""
+    extra: list[str] = []
+    """Further sbatch options, verbatim, for these nodes."""
+
+
+class HybridComponent(Component):
+    """As the other components, and left out unless the run file asks for it."""
+
+    nodes: int = Field(0, ge=0)
+    """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""
 
 
 class ComponentsSection(Section):
@@ -84,7 +105,7 @@ class ComponentsSection(Section):
     by the planner's best plan."""
     planner: Component = Component()
     train: Component = Component()
-    hybrid: Component = Component()
+    hybrid: HybridComponent = HybridComponent()
     rollout: Component = Component()
 
 

@@ -41,22 +41,37 @@ _BRANCHES = ("one", "each")
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
-def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read ``path``, apply ``overrides`` in order, and validate.
+def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read ``path``, apply ``overrides`` in order, and validate.  ``below``: values of keys that the file does not
+    have (`libra_hpc.config.site`).
 
     Raises `UserError` when the file cannot be read or parsed, an override is malformed, a key is unknown, or a value
     has the wrong type or range.
     """
-    data = read_toml(Path(path))
+    own = read_toml(Path(path))
+    components = own.get("components")
+    if isinstance(components, dict) and isinstance(components.get("hybrid"), dict):
+        # A site profile may describe hybrid nodes; only the run file says that there are some.
+        components["hybrid"].setdefault("nodes", 1)
+    data = merged(below or {}, own)
     for override in overrides:
         apply_override(data, override)
     return validate(data)
 
 
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of ``above`` over those of ``below``, key by key; lists are replaced as a whole."""
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        result[key] = merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return result
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file; raises `UserError` naming file and line."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         place = _TOML_PLACE.match(str(error))
         if place is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .compute import ComputeSection
 from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
 from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
 from .rollout import PlannerSection, RolloutSection
@@ -14,6 +15,7 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     slurm: SlurmSection = SlurmSection()
+    compute: ComputeSection = ComputeSection()
     components: ComponentsSection = ComponentsSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()

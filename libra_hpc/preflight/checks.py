@@ -91,8 +91,9 @@ def _raise_first(found: Iterator[UserError]) -> None:
 
 def component_counts(config: RunConfig) -> Iterator[UserError]:
     """One planner, and at least one core node of each stage."""
-    if config.components.planner.nodes != 1:
-        yield invalid("components.planner.nodes", config.components.planner.nodes, "rank 0 is the one planner", "1")
+    if config.components.planner.nodes > 1:
+        why = "rank 0 is the one planner"
+        yield invalid("components.planner.nodes", config.components.planner.nodes, why, "0 or 1")
     for name in ("train", "rollout"):
         nodes = getattr(config.components, name).nodes
         if nodes < 1:

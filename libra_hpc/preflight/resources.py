@@ -49,11 +49,11 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
         component: Component = getattr(config.components, name)
         if not component.nodes:
             continue
-        if component.cpus < component.gpus:
+        if 0 < component.cpus < component.gpus:
             why = f"a node with {component.gpus} GPUs runs a process for each of them"
             raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
         # Slurm takes 0 for all memory of a node.
-        memory = memory_mb(component.mem) * MIB
+        memory = memory_mb(component.mem or "0") * MIB
         if 0 < memory < weights + NODE_BYTES:
             why = (
                 f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes"

@@ -14,7 +14,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
-from libra_hpc.slurm.fit import present_components
+from libra_hpc.slurm.fit import rank_components
 
 PoolComponent = Literal["train", "hybrid", "rollout"]
 
@@ -27,7 +27,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, config: RunConfig) -> RankLayout:
         """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
-        return cls(tuple(name for name, component in present_components(config) for _ in range(component.nodes)))
+        return cls(tuple(rank_components(config)))
 
     @property
     def train_leader(self) -> int:

@@ -7,6 +7,7 @@ Slurm itself accepts some of these requests and leaves the job pending for ever,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
@@ -16,15 +17,71 @@ from .query import Partition, slurm_seconds
 
 COMPONENTS = ("planner", "train", "hybrid", "rollout")
 """In rank order: MPI ranks count through the components in this order."""
+PLAIN_CPUS, PLAIN_MEM = 1, "2G"
+"""Of nodes without GPUs: an agent takes 0.1 GB, an engine of a tiny model on a CPU node 1.5 GB."""
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
-def present_components(config: RunConfig) -> list[tuple[str, Component]]:
-    """The components that have nodes, in rank order.  Raises `UserError` when the first of them is not one planner
-    node."""
-    if config.components.planner.nodes != 1:
-        raise invalid("components.planner.nodes", config.components.planner.nodes, "rank 0 alone is the planner", "1")
-    return [(name, component) for name in COMPONENTS if (component := getattr(config.components, name)).nodes]
+class HetGroup(NamedTuple):
+    """Nodes of the heterogeneous job that are requested together."""
+
+    name: str
+    """The component whose nodes these are."""
+    component: Component
+    """With the nodes of this group alone."""
+    ranks: tuple[str, ...]
+    """What each of its nodes runs, one agent each: component names."""
+
+
+def het_groups(config: RunConfig) -> list[HetGroup]:
+    """The groups of the job, in rank order.
+
+    A planner without a node of its own is an agent more on the first train node, which then is a group by itself.
+    Raises `UserError` for more than one planner node.
+    """
+    parts = config.components
+    if parts.planner.nodes > 1:
+        raise invalid("components.planner.nodes", parts.planner.nodes, "rank 0 alone is the planner", "0 or 1")
+    groups = [HetGroup(name, component, (name,)) for name in COMPONENTS if (component := getattr(parts, name)).nodes]
+    if parts.planner.nodes:
+        return groups
+    if not parts.train.nodes:
+        raise invalid("components.planner.nodes", 0, "there is no train node to run it on", "1")
+    first = HetGroup("train", parts.train.model_copy(update={"nodes": 1}), ("planner", "train"))
+    rest = HetGroup("train", parts.train.model_copy(update={"nodes": parts.train.nodes - 1}), ("train",))
+    return [first, *([rest] if rest.component.nodes else []), *groups[1:]]
+
+
+def rank_components(config: RunConfig) -> list[str]:
+    """Component of every rank."""
+    return [rank for group in het_groups(config) for _ in range(group.component.nodes) for rank in group.ranks]
+
+
+def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunConfig:
+    """``config`` with the CPUs and memory of every component that names none.
+
+    GPUs bring their share of the node; nodes without GPUs get `PLAIN_CPUS` and `PLAIN_MEM`, and so does everything
+    where no partition is known.
+    """
+    known = {partition.name: partition for partition in partitions}
+    default = next((partition.name for partition in partitions if partition.default), "")
+    filled = {}
+    for name in COMPONENTS:
+        component: Component = getattr(config.components, name)
+        partition = known.get(component.partition or default)
+        cpus, mem = PLAIN_CPUS, PLAIN_MEM
+        if partition is not None and component.gpus and (there := _gpus(component, partition)):
+            share = min(1.0, component.gpus / there)
+            cpus = max(1, int(partition.cpus * share))
+            mem = "0" if share == 1.0 else f"{int(partition.memory_mb * share)}M"
+        update = {"cpus": component.cpus or cpus, "mem": component.mem or mem}
+        filled[name] = component.model_copy(update=update)
+    return config.model_copy(update={"components": config.components.model_copy(update=filled)})
+
+
+def _gpus(component: Component, partition: Partition) -> int:
+    """GPUs of the component's type that a node of the partition has."""
+    return partition.gpus.get(component.gpu_type, 0) if component.gpu_type else sum(partition.gpus.values())
 
 
 def memory_mb(text: str) -> float:
@@ -38,7 +95,7 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     default = next((partition.name for partition in partitions if partition.default), "")
     limit = _time_limit(config)
     used: dict[str, int] = {}
-    for name, component in present_components(config):
+    for name, component, _ in het_groups(config):
         field = f"components.{name}"
         if not component.partition and not default:
             raise invalid(f"{field}.partition", "", "this cluster has no default partition", sorted(known))
@@ -86,7 +143,7 @@ def _check_node(field: str, component: Component, partition: Partition) -> None:
     here = f"nodes of partition {partition.name} have"
     if component.cpus > partition.cpus:
         raise invalid(f"{field}.cpus", component.cpus, f"{here} {partition.cpus} CPUs", f"1 to {partition.cpus}")
-    if memory_mb(component.mem) > partition.memory_mb:
+    if component.mem and memory_mb(component.mem) > partition.memory_mb:
         raise invalid(
             f"{field}.mem", component.mem, f"{here} {partition.memory_mb} MB", f"at most {partition.memory_mb}M"
         )
@@ -97,6 +154,6 @@ def _check_node(field: str, component: Component, partition: Partition) -> None:
         if not types:
             raise UserError(f"{field}.gpu_type = {component.gpu_type!r}: {here} no typed GPUs; valid: '' (any GPU).")
         raise invalid(f"{field}.gpu_type", component.gpu_type, f"{here} none", types)
-    most = partition.gpus[component.gpu_type] if component.gpu_type else sum(partition.gpus.values())
+    most = _gpus(component, partition)
     if component.gpus > most:
         raise invalid(f"{field}.gpus", component.gpus, f"{here} {most} GPUs", f"0 to {most}")

@@ -34,8 +34,8 @@ print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *missing)
 
 
 def compute_python(config: RunConfig) -> str:
-    """The interpreter that starts the agents: ``slurm.python``, else the one that submits."""
-    return config.slurm.python or sys.executable
+    """The interpreter that starts the agents: ``compute.python``, else the one that submits."""
+    return config.compute.python or sys.executable
 
 
 def check_python(config: RunConfig) -> list[str]:
@@ -43,33 +43,31 @@ def check_python(config: RunConfig) -> list[str]:
 
     Returns a sentence when it cannot be seen from here, or when its MPI may not speak the plugin.
     """
-    named, python = config.slurm.python, compute_python(config)
+    named, python = config.compute.python, compute_python(config)
     if not os.path.isabs(python):
         where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
-        raise invalid("slurm.python", named, where, "the absolute path of an interpreter")
+        raise invalid("compute.python", named, where, "the absolute path of an interpreter")
     if not os.path.exists(python):
-        return [
-            f"slurm.python = {named!r} is not visible from here, so whether it has what the nodes need was not checked"
-        ]
+        return [f"compute.python = {named!r} is not visible from here, so what the nodes need was not checked"]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
-        raise invalid("slurm.python", named, "not an executable file", "the absolute path of an interpreter")
+        raise invalid("compute.python", named, "not an executable file", "the absolute path of an interpreter")
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
     who = "it" if named else f"the submitting interpreter {python}"
     try:
         version, mpi, *missing = _found(python, wanted)
     except (OSError, subprocess.SubprocessError) as error:
         raise invalid(
-            "slurm.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter"
+            "compute.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter"
         ) from error
     install = f"python3 envs/install.py {config.slurm.device} --venv DIR"
-    fix = f"{install} makes one, and slurm.python = 'DIR/bin/python' names it"
+    fix = f"{install} makes one, and compute.python = 'DIR/bin/python' names it"
     if tuple(map(int, version.split("."))) < OLDEST:
         raise UserError(
-            f"slurm.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}."
+            f"compute.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}."
         )
     if missing:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
-        raise UserError(f"slurm.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
+        raise UserError(f"compute.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
     if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
         # A warning, because variables of the site may still put another MPI in its place.
         return [

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.telemetry.rundir import RunDir
 
-from .fit import present_components
+from .fit import HetGroup, het_groups, rank_components
 from .interpreter import compute_python
 
 
@@ -34,14 +33,14 @@ class Launch:
         return self.interpreter or compute_python(self.config)
 
     @property
-    def components(self) -> list[tuple[str, Component]]:
-        """Components that have nodes, with their names, in rank order."""
-        return present_components(self.config)
+    def groups(self) -> list[HetGroup]:
+        """The nodes that are requested, in rank order."""
+        return het_groups(self.config)
 
     @property
     def ranks(self) -> int:
         """How many agents there are."""
-        return sum(component.nodes for _, component in self.components)
+        return len(rank_components(self.config))
 
     @property
     def interpreted(self) -> list[str]:
@@ -52,7 +51,8 @@ class Launch:
     @property
     def variables(self) -> dict[str, str]:
         """Variables the agents get, whatever starts them."""
-        return {**interface_variables(self.config.slurm.interface), **self.environment, "PYTHONUNBUFFERED": "1"}
+        own = {**interface_variables(self.config.slurm.interface), **self.config.compute.env}
+        return {**own, **self.environment, "PYTHONUNBUFFERED": "1"}
 
 
 def interface_variables(interface: str) -> dict[str, str]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import shlex
 from importlib import resources
+from typing import NamedTuple
 
 import jinja2
 
-from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
+from .fit import PLAIN_CPUS, PLAIN_MEM, HetGroup
 from .launch import Launch
 from .outcome import OUTPUT, OUTPUT_FD, REASON, RECOVERIES
 from .pmi import GONE
@@ -27,32 +28,73 @@ from .ranks import STRAGGLERS_S
 
 WARNING_S = 60
 """Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
+RESERVED = {
+    "--signal": "",
+    "--output": "",
+    "-o": "",
+    "--error": "",
+    "-e": "",
+    "--open-mode": "",
+    "--job-name": "run.name",
+    "-J": "run.name",
+    "--ntasks": "",
+    "-n": "",
+    "--ntasks-per-node": "",
+    "--nodes": "components.*.nodes",
+    "-N": "components.*.nodes",
+    "--cpus-per-task": "components.*.cpus",
+    "-c": "components.*.cpus",
+    "--mem": "components.*.mem",
+    "--mem-per-cpu": "components.*.mem",
+    "--mem-per-gpu": "components.*.mem",
+    "--time": "slurm.time_limit",
+    "-t": "slurm.time_limit",
+    "--partition": "components.*.partition",
+    "-p": "components.*.partition",
+    "--array": "",
+    "-a": "",
+    "--parsable": "",
+    "--wrap": "",
+    "--wait": "",
+    "-W": "",
+    "--test-only": "",
+    "--kill-on-invalid-dep": "",
+    "--no-kill": "",
+    "-k": "",
+    "--chdir": "",
+    "-D": "",
+}
+"""sbatch options that the script needs as they are, and the key that sets them where there is one."""
 RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 """What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
 
 
 def het_script(launch: Launch) -> str:
     """The sbatch script of a launch; raises `UserError` for a value that cannot be written as an sbatch option."""
-    config, run, components = launch.config, launch.run, launch.components
-    logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.interpreted]
+    config, run, groups = launch.config, launch.run, launch.groups
+    logs, started = run.logs(launch.attempt), start_command(launch)
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     ).from_string(resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text())
     return template.render(
-        components=[(name, component.nodes, _options(config, name, component)) for name, component in components],
+        groups=[(" and ".join(group.ranks), group.component.nodes, _options(config, group)) for group in groups],
         common=[
             f"--job-name={_word('run.name', config.run.name)}",
             # Slurm expands % in file names; doubled it stands for itself.
             f'--output="{str(logs / "slurm.out").replace("%", "%%")}"',
             "--open-mode=append",
             f"--signal=B:USR1@{WARNING_S}",
+            *_mail(config),
         ],
+        setup=config.compute.setup,
+        local_dir=config.compute.local_dir,
         exports=[f"{name}={shlex.quote(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
-        groups=",".join(str(index) for index in range(len(components))) if len(components) > 1 else "",
+        het_groups=",".join(str(index) for index in range(len(groups))) if len(groups) > 1 else "",
+        container=shlex.join(started.step),
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
         log_prefix=shlex.quote(str(logs / "agent-")),
-        command=shlex.join(command),
+        command=shlex.join([*started.prefix, launch.python, *RANK_STARTER, *launch.interpreted]),
         result=shlex.quote(str(run.result)),
         met=shlex.quote(str(run.met(launch.attempt))),
         again=shlex.quote(str(run.again(launch.attempt))),
@@ -64,24 +106,60 @@ def het_script(launch: Launch) -> str:
         recoveries=RECOVERIES,
         reason=REASON,
         restarts=config.slurm.restarts,
-        outcome=shlex.join([launch.python, "-m", "libra_hpc.slurm.outcome", str(run.path), str(launch.attempt)]),
+        outcome=shlex.join(
+            [*started.batch, launch.python, "-m", "libra_hpc.slurm.outcome", str(run.path), str(launch.attempt)]
+        ),
     )
 
 
-def _options(config: RunConfig, name: str, component: Component) -> list[str]:
-    """sbatch options of one component."""
-    slurm, field = config.slurm, f"components.{name}"
+class StartCommand(NamedTuple):
+    """What stands before the interpreter of the compute nodes."""
+
+    prefix: list[str]
+    """In every rank."""
+    step: list[str]
+    """Options of the step that starts the ranks."""
+    batch: list[str]
+    """In the batch script itself."""
+
+
+def start_command(launch: Launch) -> StartCommand:
+    """How the interpreter starts on the nodes: as it is, or inside the container of ``[compute]``."""
+    compute = launch.config.compute
+    if compute.container == "none":
+        return StartCommand([], [], [])
+    binds = [*compute.binds, str(launch.run.path)]
+    if compute.container == "apptainer":
+        gpus = ["--nv"] if launch.config.slurm.device == "cuda" else []
+        prefix = ["apptainer", "exec", *gpus, *(f"--bind={bind}" for bind in binds), compute.image]
+        return StartCommand(prefix, [], prefix)
+    mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in binds)
+    options = [f"--container-image={compute.image}", f"--container-mounts={mounts}"]
+    return StartCommand([], options, ["srun", "--overlap", "--nodes=1", "--ntasks=1", *options])
+
+
+def _mail(config: RunConfig) -> list[str]:
+    """sbatch options for mail."""
+    address = _word("slurm.mail", config.slurm.mail)
+    return [f"--mail-user={address}", f"--mail-type={','.join(config.slurm.mail_on)}"] if address else []
+
+
+def _options(config: RunConfig, group: HetGroup) -> list[str]:
+    """sbatch options of one group of nodes."""
+    slurm, component, field = config.slurm, group.component, f"components.{group.name}"
     optional = {
         "partition": _word(f"{field}.partition", component.partition),
         "constraint": _word(f"{field}.constraint", component.constraint),
-        "account": _word("slurm.account", slurm.account),
-        "qos": _word("slurm.qos", slurm.qos),
+        "reservation": _word(f"{field}.reservation", component.reservation),
+        "account": _word(f"{field}.account", component.account) or _word("slurm.account", slurm.account),
+        "qos": _word(f"{field}.qos", component.qos) or _word("slurm.qos", slurm.qos),
     }
+    tasks = len(group.ranks)
     options = [
         f"--nodes={component.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={component.cpus}",
-        f"--mem={component.mem}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={max(1, (component.cpus or PLAIN_CPUS) // tasks)}",
+        f"--mem={component.mem or PLAIN_MEM}",
         f"--time={_word('slurm.time_limit', slurm.time_limit)}",
         # The job outlives a lost node: the agents notice and go on.
         "--no-kill",
@@ -89,14 +167,24 @@ def _options(config: RunConfig, name: str, component: Component) -> list[str]:
     ]
     if component.gpus:
         kind = _word(f"{field}.gpu_type", component.gpu_type)
-        options.append(f"--gres=gpu:{kind + ':' if kind else ''}{component.gpus}")
-    for index, extra in enumerate(slurm.extra):
-        if not extra.startswith("-") or not extra.isprintable():
-            raise invalid(
-                f"slurm.extra[{index}]", extra, "not an sbatch option", "one option such as '--constraint=nvlink'"
-            )
-        options.append(extra)
-    return options
+        spelling = _word("slurm.gpu_option", slurm.gpu_option)
+        if not kind:
+            spelling = spelling.replace("{type}:", "").replace("{type}", "")
+        options.append(spelling.replace("{type}", kind).replace("{gpus}", str(component.gpus)))
+    extras = [("slurm.extra", slurm.extra), (f"{field}.extra", component.extra)]
+    return options + [_extra(f"{name}[{i}]", option) for name, given in extras for i, option in enumerate(given)]
+
+
+def _extra(field: str, option: str) -> str:
+    """An sbatch option that was given verbatim, unless it would undo one that the job needs."""
+    name = option.split("=")[0].split()[0] if option.split() else ""
+    if not name.startswith("-") or not option.isprintable():
+        raise invalid(field, option, "not an sbatch option", "one option such as '--exclusive'")
+    if any(character.isspace() for character in option):
+        raise invalid(field, option, "it has a space", f"{name}=VALUE")
+    if name in RESERVED:
+        raise invalid(field, option, f"libra-hpc sets {name} itself", RESERVED[name] or "no such option")
+    return option
 
 
 def _word(field: str, value: str) -> str:

@@ -93,13 +93,13 @@ CASES = {
     "run folder below a file": (["-o", "run.dir=run.toml/runs"], "run.toml is not a folder"),
     "unknown MPI plugin": (["-o", "slurm.mpi=openmpi"], "slurm.mpi = 'openmpi': no Slurm has such an MPI plugin"),
     "nearly an MPI plugin": (["-o", "slurm.mpi=pmi_2"], "(did you mean 'pmi2'?)"),
-    "unknown interpreter": (["-o", "slurm.python=pyhton3"], "slurm.python = 'pyhton3': no such program on PATH"),
+    "unknown interpreter": (["-o", "compute.python=pyhton3"], "compute.python = 'pyhton3': no such program on PATH"),
     "an interpreter without engines": (
-        ["-o", "slurm.python=./login"],
+        ["-o", "compute.python=./login"],
         "it lacks libra_hpc, mpi4py, vllm, megatron and torch",
     ),
     "the same on a dry run": (
-        ["--dry-run", "-o", "slurm.python=./login"],
+        ["--dry-run", "-o", "compute.python=./login"],
         "it lacks libra_hpc, mpi4py, vllm, megatron and torch",
     ),
     "no such option": (["--wiat"], "--wiat"),

@@ -164,7 +164,7 @@ def test_a_mistake_is_one_sentence(case: str) -> None:
 
 def test_hybrid_nodes_are_of_the_kind_that_trains() -> None:
     data = run_file()
-    data["components"]["hybrid"] = {"gpus": 4, "gpu_type": "a800"}
+    data["components"]["hybrid"] = {"nodes": 1, "gpus": 4, "gpu_type": "a800"}
     with pytest.raises(UserError, match=r"components.hybrid.gpus = 4: .* valid: 8"):
         planned(data)
 

@@ -41,7 +41,7 @@ def test_the_default_configuration_has_no_problem() -> None:
     [
         (
             {"components": {"planner": {"nodes": 2}}},
-            "components.planner.nodes = 2: rank 0 is the one planner; valid: 1.",
+            "components.planner.nodes = 2: rank 0 is the one planner; valid: 0 or 1.",
         ),
         ({"components": {"train": {"nodes": 0}}}, "components.train.nodes = 0"),
         ({"components": {"rollout": {"nodes": 0}}}, "components.rollout.nodes = 0"),

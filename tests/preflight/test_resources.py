@@ -15,7 +15,7 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.resources import check_memory, check_nodes
 
-NODE = {"gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
+NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 
 
 def configured(**sections: Any) -> RunConfig:

@@ -27,7 +27,7 @@ def run_file(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     node = {"partition": "a800", "gpus": 8, "gpu_type": "a800"}
     whole: dict[str, dict[str, Any]] = {
         "run": {"engine": "simulated", "dir": str(folder / "runs"), "steps": 4},
-        "components": {"train": node, "hybrid": node, "rollout": {**node, "gpu_type": "h100"}},
+        "components": {"train": node, "hybrid": {"nodes": 1, **node}, "rollout": {**node, "gpu_type": "h100"}},
         "algorithm": {"prompts_per_step": 4, "group_size": 2},
         "train": {"tp": 8},
         "rollout": {"tp": 2, "engines_per_node": 4, "max_model_len": 16384},

@@ -67,7 +67,8 @@ def test_a_job_that_fits_a_busy_cluster() -> None:
             {"planner": {"partition": "cpu", "gpus": 1, "gpu_type": "a800"}},
             r"components\.planner\.gpu_type = 'a800': .*no typed GPUs",
         ),
-        ({"planner": {"nodes": 0}}, r"components\.planner\.nodes = 0"),
+        ({"planner": {"nodes": 2}}, r"components\.planner\.nodes = 2"),
+        ({"planner": {"nodes": 0}, "train": {"nodes": 0}}, r"components\.planner\.nodes = 0: there is no train node"),
     ],
 )
 def test_what_never_fits(components: dict[str, Any], message: str) -> None:

@@ -14,7 +14,9 @@ from libra_hpc.slurm.interpreter import check_python, compute_python
 
 
 def configured(python: object, engine: str = "real", device: str = "cuda") -> RunConfig:
-    return RunConfig.model_validate({"slurm": {"python": str(python), "device": device}, "run": {"engine": engine}})
+    return RunConfig.model_validate(
+        {"compute": {"python": str(python)}, "slurm": {"device": device}, "run": {"engine": engine}}
+    )
 
 
 def program(path: Path, text: str) -> Path:
@@ -41,8 +43,10 @@ def test_this_interpreter_runs_both_kinds_of_runs() -> None:
 
 
 def test_missing_packages_are_named_with_the_way_to_get_them(bare: Path) -> None:
-    fix = "python3 envs/install.py cuda --venv DIR makes one, and slurm.python = 'DIR/bin/python' names it."
-    said = f"slurm.python = '{bare}': it lacks libra_hpc, mpi4py, vllm, megatron and torch, which the nodes need; {fix}"
+    fix = "python3 envs/install.py cuda --venv DIR makes one, and compute.python = 'DIR/bin/python' names it."
+    said = (
+        f"compute.python = '{bare}': it lacks libra_hpc, mpi4py, vllm, megatron and torch, which the nodes need; {fix}"
+    )
     assert refused(configured(bare)) == said
     assert "it lacks libra_hpc and mpi4py, which" in refused(configured(bare, "simulated"))
     assert "envs/install.py cpu " in refused(configured(bare, device="cpu"))
@@ -50,7 +54,9 @@ def test_missing_packages_are_named_with_the_way_to_get_them(bare: Path) -> None
 
 def test_the_submitting_interpreter_is_named_where_none_is_given(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(bare))
-    assert refused(configured("")).startswith(f"slurm.python = '': the submitting interpreter {bare} lacks libra_hpc, ")
+    assert refused(configured("")).startswith(
+        f"compute.python = '': the submitting interpreter {bare} lacks libra_hpc, "
+    )
 
 
 def test_an_interpreter_is_asked_once(bare: Path) -> None:
@@ -66,7 +72,7 @@ def test_the_question_imports_no_engine(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     asked = program(tmp_path / "python", f'exec "{sys.executable}" -S "$@"')
-    assert refused(configured(asked)).startswith(f"slurm.python = '{asked}': it lacks libra_hpc and mpi4py, which")
+    assert refused(configured(asked)).startswith(f"compute.python = '{asked}': it lacks libra_hpc and mpi4py, which")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,9 @@ def test_pypis_mpich_under_another_plugin_is_a_warning(tmp_path: Path) -> None:
     def warned(mpi: str, executor: str, plugin: str) -> list[str]:
         python = program(tmp_path / mpi, f"echo libra-hpc finds 3.11 {mpi}")
         return check_python(
-            RunConfig.model_validate({"slurm": {"python": str(python), "mpi": plugin, "executor": executor}})
+            RunConfig.model_validate(
+                {"compute": {"python": str(python)}, "slurm": {"mpi": plugin, "executor": executor}}
+            )
         )
 
     (line,) = warned("mpich", "auto", "pmix")
@@ -110,7 +118,7 @@ def test_what_cannot_be_an_interpreter_is_refused_and_what_only_the_nodes_have_i
     assert "not an executable file" in refused(configured(tmp_path))
     assert (
         refused(configured("pyhton3"))
-        == "slurm.python = 'pyhton3': no such program on PATH; valid: the absolute path of an interpreter."
+        == "compute.python = 'pyhton3': no such program on PATH; valid: the absolute path of an interpreter."
     )
     (line,) = check_python(configured("/nodes/only/python"))
-    assert line.startswith("slurm.python = '/nodes/only/python' is not visible from here, ")
+    assert line.startswith("compute.python = '/nodes/only/python' is not visible from here, ")

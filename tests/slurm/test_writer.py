@@ -48,8 +48,8 @@ def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
         return Launch(RunConfig.model_validate(config), RunDir("/data/demo-001"), 1).python
 
     assert python({}) == sys.executable
-    assert python({"slurm": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
-    text = script({"slurm": {"python": "/shared/env/bin/python"}}, interpreter="")
+    assert python({"compute": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
+    text = script({"compute": {"python": "/shared/env/bin/python"}}, interpreter="")
     assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.runtime.agent") == 1
     assert sys.executable not in text
 
@@ -65,7 +65,7 @@ def test_a_named_interface_reaches_every_library_that_listens() -> None:
 
 def test_components_without_nodes_are_left_out() -> None:
     launch = Launch(RunConfig.model_validate(FULL), RunDir("/data/demo-001"), 1)
-    assert [name for name, _ in launch.components] == ["planner", "train", "rollout"]
+    assert [group.name for group in launch.groups] == ["planner", "train", "rollout"]
     assert launch.ranks == 4
 
 
@@ -153,3 +153,81 @@ def test_the_script_restarts_ranks_whose_planner_was_lost_and_gives_the_run_a_ve
 def test_unwritable_values_name_their_field(section: str, field: str, value: Any) -> None:
     with pytest.raises(UserError, match=rf"^{section}\.{field}"):
         script({section: {field: value}})
+
+
+SITE: dict[str, Any] = {
+    **FULL,
+    "slurm": {
+        "gpu_option": "--gpus-per-node={type}:{gpus}",
+        "mail": "me@site.org",
+        "mail_on": ["FAIL", "TIME_LIMIT"],
+        "account": "rl",
+    },
+    "compute": {
+        "setup": ["module load cuda/12.8"],
+        "env": {"NCCL_IB_HCA": "mlx5"},
+        "local_dir": "/scratch/$USER",
+        "binds": ["/shared", "/data:/mnt"],
+        "image": "/shared/libra.sif",
+        "container": "apptainer",
+    },
+}
+
+
+def test_facts_of_a_site_reach_the_script() -> None:
+    components = {**FULL["components"], "train": {**FULL["components"]["train"], "account": "gpu", "qos": "big"}}
+    components["train"] |= {"reservation": "week", "extra": ["--exclusive"]}
+    lines = script({**SITE, "components": components, "compute": {**SITE["compute"], "container": "none"}}).splitlines()
+    assert lines.count("#SBATCH --gpus-per-node=a800:8") == 1
+    assert lines.count("#SBATCH --gpus-per-node=4") == 1, "without a type there is no colon either"
+    assert {"#SBATCH --mail-user=me@site.org", "#SBATCH --mail-type=FAIL,TIME_LIMIT"} <= set(lines)
+    train = lines[lines.index("# train: 2 nodes") : lines.index("# rollout: 1 node")]
+    assert {f"#SBATCH --{word}" for word in ("account=gpu", "qos=big", "reservation=week", "exclusive")} <= set(train)
+    assert lines.count("#SBATCH --account=rl") == 2
+    assert lines.index("module load cuda/12.8") < lines.index("export NCCL_IB_HCA=mlx5")
+    assert 'export TMPDIR="/scratch/$USER"' in lines
+    assert any('mkdir -p "$TMPDIR"; [ "$SLURM_PROCID" != 0 ]' in line for line in lines)
+
+
+def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
+    cuda = {**SITE, "slurm": {"device": "cuda"}}
+    wrap = "apptainer exec --nv --bind=/shared --bind=/data:/mnt '--bind=/data/my runs/demo-001' /shared/libra.sif"
+    text = script(cuda, interpreter="python3")
+    assert f"{wrap} python3 -m libra_hpc.slurm.pmi" in text
+    assert text.count(f"{wrap} python3 -m libra_hpc.slurm.outcome") == 2
+    assert "--nv" not in script(SITE)
+    pyxis = {**SITE, "compute": {**SITE["compute"], "container": "pyxis"}}
+    text = script(pyxis, interpreter="python3")
+    options = "--container-image=/shared/libra.sif '--container-mounts=/shared:/shared,/data:/mnt,"
+    assert f"--het-group=0,1,2 {options}" in text
+    assert f"srun --overlap --nodes=1 --ntasks=1 {options}" in text
+
+
+def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:
+    parts = {**FULL["components"], "planner": {"nodes": 0}}
+    launch = Launch(RunConfig.model_validate({"components": parts}), RunDir("/data/demo-001"), 1)
+    assert launch.ranks == 4
+    text = het_script(launch)
+    first, second, third = text.split("#SBATCH hetjob")
+    assert "# planner and train: 1 node" in first
+    assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=8\n#SBATCH --mem=64G" in first
+    assert "--gres=gpu:a800:8" in first
+    assert "# train: 1 node\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n" in second
+    assert "# rollout: 1 node" in third
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--signal=TERM@10", "libra-hpc sets --signal itself"),
+        ("--mem=1G", r"libra-hpc sets --mem itself; valid: components\.\*\.mem"),
+        ("-o", "libra-hpc sets -o itself"),
+        ("--constraint nvlink", "it has a space; valid: --constraint=VALUE"),
+        ("", "not an sbatch option"),
+    ],
+)
+def test_an_option_that_would_undo_the_scripts_own_is_refused(option: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        script({**FULL, "slurm": {"extra": [option]}})
+    with pytest.raises(UserError, match=r"components\.train\.extra\[0\]"):
+        script({"components": {"train": {"extra": [option]}}})

@@ -1,0 +1,36 @@
+"""Section about the compute nodes: how a process of the run starts there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .section import Section, Valid
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+ShellLine = Annotated[str, Field(pattern=r"^[^\r\n\x00]+$")]
+Folder = Annotated[str, Field(pattern=r"^[^\r\n\x00,]+$")]
+
+
+class ComputeSection(Section):
+    """``[compute]``: how a process starts on a compute node. It is the same for every run of a site, so it belongs
+    in the site profile."""
+
+    python: str = ""
+    """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``. Empty: the one that submits; in a
+    container ``python3``."""
+    container: Literal["none", "apptainer", "pyxis"] = "none"
+    """What starts the interpreter inside ``image``: ``apptainer exec``, or Slurm's Pyxis plugin."""
+    image: str = ""
+    """Container image: a file for Apptainer, a file or ``registry#name`` for Pyxis."""
+    binds: Annotated[list[Folder], Valid("a list of folders, each FOLDER or FOLDER:PLACE")] = []
+    """Folders that the container sees, for instance ``/shared`` or ``/data:/mnt``. The run directory is always
+    among them."""
+    setup: Annotated[list[ShellLine], Valid("a list of shell lines")] = []
+    """Shell lines that the batch script executes before the agents start, for instance ``module load cuda/12.8``."""
+    env: Annotated[dict[VariableName, ShellLine], Valid("a table of variables, NAME = 'text'")] = {}
+    """Variables of every agent and its engines, for instance ``NCCL_IB_HCA = "mlx5"``."""
+    local_dir: str = Field("", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$")
+    """Node-local folder for temporary files (``TMPDIR``), for instance ``/scratch/$USER/$SLURM_JOB_ID``, made where it
+    does not exist; empty: the cluster's."""

@@ -1,0 +1,79 @@
+"""The site profile: where it is looked for, what may stand in it, and that a run file wins over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config import site
+from libra_hpc.config.load import load_run_file
+from libra_hpc.config.site import site_profile
+from libra_hpc.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "SYSTEM", tmp_path / "system.toml")
+    monkeypatch.setattr(site, "OWN", tmp_path / "own.toml")
+
+
+def test_later_places_win_key_by_key_and_the_run_file_wins_over_all(tmp_path: Path) -> None:
+    (tmp_path / "system.toml").write_text(
+        '[slurm]\naccount = "all"\nmpi = "pmix"\n[compute]\nsetup = ["module load a"]\nenv = { A = "1", B = "1" }\n'
+        '[components.hybrid]\npartition = "a800"\n[components.train]\npartition = "a800"\n'
+    )
+    (tmp_path / "own.toml").write_text('[slurm]\naccount = "mine"\n[compute.env]\nB = "2"\n')
+    (tmp_path / "named.toml").write_text('[compute]\nsetup = ["module load b"]\n')
+    profile = site_profile({"LIBRA_HPC_SITE": str(tmp_path / "named.toml")})
+    assert profile.sources["slurm.account"] == tmp_path / "own.toml"
+    assert profile.sources["slurm.mpi"] == tmp_path / "system.toml"
+    run_file = tmp_path / "run.toml"
+    run_file.write_text('[components.train]\nnodes = 3\n[compute.env]\nA = "3"\n')
+    config = load_run_file(run_file, ["slurm.account=other"], profile.values)
+    assert (config.slurm.account, config.slurm.mpi) == ("other", "pmix")
+    assert (config.compute.setup, config.compute.env) == (["module load b"], {"A": "3", "B": "2"})
+    assert (config.components.train.partition, config.components.train.nodes) == ("a800", 3)
+    assert config.components.hybrid.nodes == 0, "a site that has hybrid nodes does not make a run use one"
+    run_file.write_text("[components.hybrid]\ngpus = 8\n")
+    hybrid = load_run_file(run_file, below=profile.values).components.hybrid
+    assert (hybrid.nodes, hybrid.partition) == (1, "a800")
+
+
+def test_without_a_profile_nothing_changes(tmp_path: Path) -> None:
+    assert site_profile({}) == ({}, {})
+    (tmp_path / "own.toml").write_text("[algorithm]\neta = 9\n")
+    assert site_profile({"LIBRA_HPC_SITE": "none"}) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[algorithm]\neta = 2\n", "algorithm.eta: not a fact of a site; valid sections: components.hybrid, "),
+        (
+            "[components.train]\nnodes = 2\n",
+            "components.train.nodes: not a fact of a site; valid in [components.train]:",
+        ),
+        ("[compute]\npyton = 'x'\n", "compute.pyton = 'x': unknown key in [compute]; valid: "),
+        ("[compute]\nbinds = ['a,b']\n", "compute.binds.0 = 'a,b': malformed"),
+        ("[compute.env]\n'A B' = 'x'\n", "compute.env.A B"),
+        ("[slurm]\ngpu_option = '--gres=gpu'\n", "slurm.gpu_option = '--gres=gpu': malformed"),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        site_profile({})
+    assert str(caught.value).startswith(f"site profile {tmp_path / 'own.toml'}: ")
+    assert sentence in str(caught.value)
+
+
+def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[slurm\n")
+    with pytest.raises(UserError, match=r"own.toml:1: not valid TOML"):
+        site_profile({})
+
+
+def test_a_named_profile_that_is_missing_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such file; valid: a site profile, or 'none'"):
+        site_profile({"LIBRA_HPC_SITE": str(tmp_path / "absent.toml")})
