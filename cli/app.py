@@ -23,6 +23,8 @@ from . import (
     check,
     cluster,
     config_show,
+    doctor,
+    init,
     list_runs,
     logs,
     make_policy,
@@ -67,6 +69,8 @@ app.command("summary")(summary.summary)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("init")(init.init)
+app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
 app.command("make-policy")(make_policy.make_policy)
 app.add_typer(cluster.app, name="cluster")

@@ -9,6 +9,7 @@ import typer
 
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.reference import as_records, as_text, select, tables
+from libra_hpc.config.site import site_profile
 
 from .output import say, say_json
 from .runs import JsonOption
@@ -30,7 +31,7 @@ def config() -> None:
 @app.command("show")
 def show(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
     """Print the resolved configuration as JSON; checks the schema only."""
-    say_json(load_run_file(run_file, override).model_dump())
+    say_json(load_run_file(run_file, override, site_profile().values).model_dump())
 
 
 @app.command("keys")

@@ -103,6 +103,8 @@ class ComponentsSection(Section):
     split: Literal["explicit", "auto"] = "explicit"
     """``explicit``: the nodes given here. ``auto``: `libra-hpc submit` divides all nodes of train, hybrid and rollout
     by the planner's best plan."""
+    one_node: bool = False
+    """Whether one node carries all agents: a component's ``nodes`` are then parts of it, each with its ``gpus``."""
     planner: Component = Component()
     train: Component = Component()
     hybrid: HybridComponent = HybridComponent()

@@ -10,6 +10,12 @@ MAX_STARTS = 3
 thrice is the configuration."""
 
 
+def own_devices(base: Mapping[str, str], first: int, count: int) -> str:
+    """The ``count`` devices from ``first`` on of those that ``base`` shows, as the value of `VARIABLE`."""
+    given = [name for name in base.get(VARIABLE, "").split(",") if name] or [str(i) for i in range(first + count)]
+    return ",".join(given[first : first + count])
+
+
 def engine_environment(base: Mapping[str, str], device: str, first: int, count: int, threads: int) -> dict[str, str]:
     """Environment of an engine on devices ``first .. first + count - 1`` of those this node was given.
 
@@ -18,5 +24,4 @@ def engine_environment(base: Mapping[str, str], device: str, first: int, count: 
     out = {**base, "OMP_NUM_THREADS": str(threads)}
     if device == "cpu":
         return {**out, VARIABLE: ""}
-    given = [name for name in base.get(VARIABLE, "").split(",") if name] or [str(i) for i in range(first + count)]
-    return {**out, VARIABLE: ",".join(given[first : first + count])}
+    return {**out, VARIABLE: own_devices(base, first, count)}

@@ -32,8 +32,10 @@ from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
+from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.simulated.dry_run import in_wall_time
+from libra_hpc.slurm.fit import first_gpu
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
@@ -335,6 +337,9 @@ def main() -> None:
         _refuse(run, arguments.attempt, error.rank, error)
     except OperationError as error:
         _refuse(run, arguments.attempt, world.rank, error)
+    if config.components.one_node and config.slurm.device == "cuda":
+        gpus = getattr(config.components, layout.components[world.rank]).gpus
+        os.environ[VARIABLE] = own_devices(os.environ, first_gpu(config, world.rank), gpus)
     if world.rank == 0:
         run.met(arguments.attempt).touch()
     good = asyncio.run(Agent(world, config, layout, run, arguments.attempt).run())

@@ -42,6 +42,8 @@ def het_groups(config: RunConfig) -> list[HetGroup]:
     parts = config.components
     if parts.planner.nodes > 1:
         raise invalid("components.planner.nodes", parts.planner.nodes, "rank 0 alone is the planner", "0 or 1")
+    if parts.one_node:
+        return [_one_node(config)]
     groups = [HetGroup(name, component, (name,)) for name in COMPONENTS if (component := getattr(parts, name)).nodes]
     if parts.planner.nodes:
         return groups
@@ -50,6 +52,29 @@ def het_groups(config: RunConfig) -> list[HetGroup]:
     first = HetGroup("train", parts.train.model_copy(update={"nodes": 1}), ("planner", "train"))
     rest = HetGroup("train", parts.train.model_copy(update={"nodes": parts.train.nodes - 1}), ("train",))
     return [first, *([rest] if rest.component.nodes else []), *groups[1:]]
+
+
+def _one_node(config: RunConfig) -> HetGroup:
+    """One node with the resources of all components, and their agents; asked for as a train node is."""
+    parts = config.components
+    engines = [part for part in (parts.train, parts.hybrid, parts.rollout) for _ in range(part.nodes)]
+    cpus = [part.cpus for part in engines]
+    memory = [memory_mb(part.mem or PLAIN_MEM) for part in engines]
+    update = {
+        "nodes": 1,
+        "gpus": sum(part.gpus for part in engines),
+        "cpus": sum(cpus) if all(cpus) else 0,
+        "mem": f"{int(sum(memory))}M" if all(memory) else "0",
+    }
+    ranks = ["planner", *(name for name in COMPONENTS[1:] for _ in range(getattr(parts, name).nodes))]
+    return HetGroup("train", parts.train.model_copy(update=update), tuple(ranks))
+
+
+def first_gpu(config: RunConfig, rank: int) -> int:
+    """The first GPU of a rank among those of its node: 0 unless one node carries all agents."""
+    if not config.components.one_node:
+        return 0
+    return sum(getattr(config.components, name).gpus for name in rank_components(config)[1:rank])
 
 
 def rank_components(config: RunConfig) -> list[str]:

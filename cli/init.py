@@ -1,0 +1,41 @@
+"""`libra-hpc init`: a site profile with what this cluster says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libra_hpc.config.site import OWN
+from libra_hpc.errors import invalid
+from libra_hpc.files import write_atomic
+from libra_hpc.slurm.plugins import PYPI, mpi_plugins
+from libra_hpc.slurm.profile import profile_text
+from libra_hpc.slurm.query import partitions
+from libra_hpc.slurm.site import slurm_environment
+
+from .output import say
+
+
+def init(
+    out: Annotated[Path | None, typer.Argument(metavar="FILE", help=f"Where to write it; default: {OWN}.")] = None,
+    python: Annotated[str, typer.Option("--python", metavar="FILE", help="Interpreter of the compute nodes.")] = "",
+    account: Annotated[str, typer.Option("--account", metavar="NAME", help="Slurm account.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print it and write nothing.")] = False,
+) -> None:
+    """Write a site profile: partitions, GPUs and MPI plugin as Slurm names them, the rest as comments to fill in."""
+    environment = slurm_environment()
+    listed = mpi_plugins(environment)
+    plugin = PYPI if PYPI in listed or not listed else listed[0]
+    text = profile_text(partitions(environment), plugin, python, account)
+    if show:
+        say(text.rstrip("\n"))
+        return
+    path = (out or OWN).expanduser().absolute()
+    if path.exists() and not force:
+        raise invalid("FILE", str(path), "there is a profile already", "another file, --force or --print")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.encode())
+    say(f"wrote {path}; libra-hpc doctor examines the site with it")

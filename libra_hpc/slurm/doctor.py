@@ -1,0 +1,193 @@
+"""Whether a site has what a run needs, seen from the login node: one finding a question, with a way out of each fault.
+
+Every check is a small function from facts to a `Finding`; `examine` asks Slurm for the facts once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, UserError
+
+from .command import call
+from .interpreter import check_python, compute_python
+from .plugins import PYPI, mpi_plugins
+from .query import Partition, partitions
+
+COMMANDS = ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
+OLDEST = (20, 11)
+"""Slurm's first release with ``srun --overlap``; heterogeneous steps are older."""
+LOCAL_KINDS = ("tmpfs", "overlay", "ext4", "xfs", "btrfs", "ramfs")
+"""File systems that one node has for itself."""
+FREE_BYTES = 20e9
+"""A checkpoint of a 4B policy with optimizer state takes 56 GB; with less than this not even a tiny run is safe."""
+
+
+class Finding(NamedTuple):
+    """The answer to one question."""
+
+    subject: str
+    state: Literal["good", "warning", "bad"]
+    found: str
+    fix: str = ""
+    """What to do about it; empty when it is good."""
+
+
+class SlurmFacts(NamedTuple):
+    """What the controller was asked, once."""
+
+    version: str
+    settings: dict[str, str]
+    """Of ``scontrol show config``."""
+    plugins: list[str]
+    partitions: list[Partition]
+
+
+def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> list[Finding]:
+    """All findings for a configuration (the site profile over defaults); ``env``: Slurm's client environment, None
+    when no controller answers, for the reason ``why``."""
+    found = [commands(os.environ if env is None else env)]
+    if env is None:
+        found.append(Finding("controller", "bad", why, "load the cluster's Slurm module, or ask its operators"))
+    else:
+        try:
+            facts = slurm_facts(env)
+        except OperationError as error:
+            return [*found, Finding("controller", "bad", str(error).rstrip("."), "try again when Slurm answers")]
+        found += [controller(facts, env), version(facts), heterogeneous(facts), plugin(config, facts)]
+        found += [accounting(facts), gpus(facts), *site_partitions(config, facts)]
+    return [*found, interpreter(config), *container(config), folder(Path(config.run.dir))]
+
+
+def slurm_facts(env: Mapping[str, str]) -> SlurmFacts:
+    """Ask the controller; raises `OperationError` when it does not answer."""
+    text = call(["scontrol", "show", "config"], env)
+    settings = {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in text.splitlines())}
+    return SlurmFacts(call(["sinfo", "--version"], env).strip(), settings, mpi_plugins(env), partitions(env))
+
+
+def commands(env: Mapping[str, str]) -> Finding:
+    """Slurm's client commands are on PATH."""
+    missing = [name for name in COMMANDS if shutil.which(name, path=env.get("PATH", "")) is None]
+    if missing:
+        return Finding("Slurm commands", "bad", f"{', '.join(missing)} not on PATH", "load the cluster's Slurm module")
+    return Finding("Slurm commands", "good", "all on PATH")
+
+
+def controller(facts: SlurmFacts, env: Mapping[str, str]) -> Finding:
+    """Which cluster would get a job."""
+    name = facts.settings.get("ClusterName", "?")
+    host = facts.settings.get("SlurmctldHost[0]", "?")
+    return Finding("controller", "good", f"cluster {name} at {host} ({env.get('SLURM_CONF', 'default slurm.conf')})")
+
+
+def version(facts: SlurmFacts) -> Finding:
+    """Slurm is new enough."""
+    number = re.search(r"(\d+)\.(\d+)", facts.version)
+    old = number is not None and (int(number[1]), int(number[2])) < OLDEST
+    fix = f"Slurm {OLDEST[0]}.{OLDEST[1]} or newer is needed" if old else ""
+    return Finding("Slurm version", "bad" if old else "good", facts.version, fix)
+
+
+def heterogeneous(facts: SlurmFacts) -> Finding:
+    """Heterogeneous jobs are started by the backfill scheduler alone."""
+    kind = facts.settings.get("SchedulerType", "?")
+    if kind != "sched/backfill":
+        return Finding("scheduler", "bad", kind, "heterogeneous jobs start under sched/backfill only")
+    return Finding("scheduler", "good", f"{kind}: heterogeneous jobs can start")
+
+
+def plugin(config: RunConfig, facts: SlurmFacts) -> Finding:
+    """srun has the MPI plugin that the configuration names."""
+    wanted, listed = config.slurm.mpi, ", ".join(facts.plugins) or "none"
+    if wanted in facts.plugins:
+        return Finding("MPI plugin", "good", f"{wanted} (srun has {listed})")
+    fix = f"slurm.mpi = one of these; PyPI's mpich needs {PYPI}"
+    return Finding("MPI plugin", "bad" if facts.plugins else "warning", f"{wanted}: srun has {listed}", fix)
+
+
+def accounting(facts: SlurmFacts) -> Finding:
+    """Whether old jobs can be asked about."""
+    if facts.settings.get("AccountingStorageType", "").endswith("slurmdbd"):
+        return Finding("accounting", "good", "slurmdbd")
+    age = facts.settings.get("MinJobAge", "300 sec")
+    fix = "status and list then rely on what the run itself left"
+    return Finding("accounting", "warning", f"none: Slurm forgets a job {age} after its end", fix)
+
+
+def gpus(facts: SlurmFacts) -> Finding:
+    """Nodes with GPUs that Slurm can give away."""
+    known = [
+        f"{part.name}: {part.nodes} x {count} {kind or 'GPU'}"
+        for part in facts.partitions
+        for kind, count in part.gpus.items()
+    ]
+    if not known:
+        return Finding("GPUs", "warning", "no partition has any", "runs on CPU nodes need slurm.device = 'cpu'")
+    return Finding("GPUs", "good", "; ".join(known))
+
+
+def site_partitions(config: RunConfig, facts: SlurmFacts) -> list[Finding]:
+    """The partitions that the site profile names exist and are up."""
+    up = {part.name for part in facts.partitions if part.state == "up"}
+    parts = config.components
+    named = {name: getattr(parts, name).partition for name in ("planner", "train", "hybrid", "rollout")}
+    return [
+        Finding(f"partition of {name}", "bad", f"{wanted}: no such partition that is up", f"one of {sorted(up)}")
+        for name, wanted in named.items()
+        if wanted and wanted not in up
+    ]
+
+
+def interpreter(config: RunConfig) -> Finding:
+    """The compute nodes' interpreter has what a run needs."""
+    if config.compute.container != "none":
+        return Finding("interpreter", "warning", "inside the container", "libra-hpc doctor --submit looks there")
+    try:
+        warnings = check_python(config)
+    except UserError as error:
+        return Finding("interpreter", "bad", str(error).rstrip("."), "python3 envs/install.py cuda --venv DIR")
+    if warnings:
+        return Finding("interpreter", "warning", warnings[0], "libra-hpc doctor --submit looks on the nodes")
+    return Finding("interpreter", "good", compute_python(config))
+
+
+def container(config: RunConfig) -> list[Finding]:
+    """The container's image and what starts it."""
+    compute = config.compute
+    if compute.container == "none":
+        return []
+    if not compute.image:
+        return [Finding("container", "bad", "compute.image is empty", "compute.image = FILE")]
+    if compute.container == "apptainer" and not os.path.exists(compute.image):
+        return [Finding("container", "warning", f"{compute.image} is not visible from here", "a shared folder")]
+    return [Finding("container", "good", f"{compute.container}: {compute.image}")]
+
+
+def folder(path: Path) -> Finding:
+    """Run directories can be written, and every node sees them."""
+    path = path.expanduser().absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    if not os.access(there, os.W_OK):
+        return Finding("run.dir", "bad", f"{there} is not writable", "run.dir = a shared folder of your own")
+    free = shutil.disk_usage(there).free
+    if free < FREE_BYTES:
+        return Finding("run.dir", "warning", f"{free / 1e9:.0f} GB free in {there}", "more room for checkpoints")
+    kind = file_system(there, Path("/proc/mounts").read_text().splitlines())
+    if kind in LOCAL_KINDS:
+        fix = "a folder that every compute node sees, unless all nodes are this machine"
+        return Finding("run.dir", "warning", f"{there} is on {kind}, which one node has for itself", fix)
+    return Finding("run.dir", "good", f"{there} ({kind}, {free / 1e9:.0f} GB free)")
+
+
+def file_system(path: Path, mounts: Sequence[str]) -> str:
+    """Kind of the file system that holds ``path``, by lines of ``/proc/mounts``; empty when none does."""
+    found = [line.split() for line in mounts if len(line.split()) > 2]
+    holding = [(len(words[1]), words[2]) for words in found if path.is_relative_to(words[1])]
+    return max(holding, default=(0, ""))[1]

@@ -1,0 +1,58 @@
+"""The text of a site profile, from what Slurm says of its partitions: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .query import Partition
+
+TEXT = """\
+# Facts of this cluster, for every run: a run file wins over what stands here.
+# All keys: libra-hpc config keys; where else a profile may stand: docs/site.md.
+
+[run]
+# dir = "/shared/$USER/runs"          # a folder that every node sees
+
+[slurm]
+device = "{device}"
+mpi = "{mpi}"
+{account}
+# gpu_option = "--gres=gpu:{{type}}:{{gpus}}"
+# mail = "me@site.org"
+
+[compute]
+{python}
+# setup = ["module load cuda"]        # lines of the batch script, before the agents start
+# container = "apptainer"             # or "pyxis"
+# image = "/shared/images/libra.sif"
+# binds = ["/shared"]
+# local_dir = "/scratch/$USER"
+
+[compute.env]
+# NCCL_IB_HCA = "mlx5"
+"""
+GPU_COMPONENTS = ("train", "hybrid", "rollout")
+
+
+def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account: str = "") -> str:
+    """A profile for these partitions.  GPU components get the partition with the most GPUs; the planner one without
+    GPUs, where there is one."""
+    up = [part for part in known if part.state == "up"]
+    largest = max(up, key=lambda part: part.nodes * sum(part.gpus.values()), default=None)
+    lines = TEXT.format(
+        device="cuda" if largest is not None and largest.gpus else "cpu",
+        mpi=mpi,
+        account=f'account = "{account}"' if account else '# account = ""',
+        python=f'python = "{python}"' if python else '# python = "/shared/libra/bin/python"',
+    ).splitlines()
+    plain = next((part for part in up if not part.gpus), None)
+    planner = plain or largest
+    if planner is not None:
+        lines += ["", "[components.planner]", f'partition = "{planner.name}"']
+    if largest is not None:
+        for name in GPU_COMPONENTS:
+            lines += ["", f"[components.{name}]", f'partition = "{largest.name}"']
+            if largest.gpus:
+                kind, count = max(largest.gpus.items(), key=lambda item: item[1])
+                lines += [f"gpus = {count}", *([f'gpu_type = "{kind}"'] if kind else [])]
+    return "\n".join(lines) + "\n"

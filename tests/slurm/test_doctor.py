@@ -1,0 +1,94 @@
+"""What doctor finds, from facts alone, and on the embedded cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import validate
+from libra_hpc.slurm import doctor
+from libra_hpc.slurm.doctor import Finding, SlurmFacts
+from libra_hpc.slurm.profile import profile_text
+from libra_hpc.slurm.query import Partition
+
+A800 = Partition("a800", True, "up", 6, 6, 64, 1_000_000, {"a800": 8}, None)
+CPU = Partition("cpu", False, "up", 2, 2, 16, 64_000, {}, None)
+OLD = Partition("old", False, "down", 9, 9, 16, 64_000, {"v100": 16}, None)
+SETTINGS = {
+    "ClusterName": "big",
+    "SlurmctldHost[0]": "head",
+    "SchedulerType": "sched/backfill",
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+}
+
+
+def facts(**changes: Any) -> SlurmFacts:
+    return SlurmFacts("slurm 23.11.4", SETTINGS, ["pmi2", "pmix"], [A800, CPU, OLD])._replace(**changes)
+
+
+def test_a_good_site_has_only_good_findings() -> None:
+    config = validate({"components": {"train": {"partition": "a800"}}})
+    found = [doctor.controller(facts(), {}), doctor.version(facts()), doctor.heterogeneous(facts())]
+    found += [doctor.plugin(config, facts()), doctor.accounting(facts()), doctor.gpus(facts())]
+    assert {finding.state for finding in found} == {"good"}
+    assert doctor.site_partitions(config, facts()) == []
+    assert "cluster big at head" in found[0].found
+    assert "a800: 6 x 8 a800" in found[-1].found
+
+
+@pytest.mark.parametrize(
+    ("finding", "state", "words"),
+    [
+        (doctor.version(facts(version="slurm 20.02.1")), "bad", "20.11"),
+        (doctor.heterogeneous(facts(settings={"SchedulerType": "sched/builtin"})), "bad", "backfill"),
+        (doctor.plugin(validate({"slurm": {"mpi": "pmi1"}}), facts()), "bad", "pmi1: srun has pmi2, pmix"),
+        (doctor.plugin(validate({}), facts(plugins=[])), "warning", "none"),
+        (doctor.accounting(facts(settings={"MinJobAge": "60 sec"})), "warning", "60 sec"),
+        (doctor.gpus(facts(partitions=[CPU])), "warning", "slurm.device"),
+        (
+            doctor.site_partitions(validate({"components": {"train": {"partition": "old"}}}), facts())[0],
+            "bad",
+            "['a800', 'cpu']",
+        ),
+        (doctor.interpreter(validate({"compute": {"python": "relative/python"}})), "bad", "absolute path"),
+        (doctor.container(validate({"compute": {"container": "pyxis"}}))[0], "bad", "compute.image"),
+        (
+            doctor.container(validate({"compute": {"container": "apptainer", "image": "/nowhere.sif"}}))[0],
+            "warning",
+            "/nowhere.sif",
+        ),
+    ],
+)
+def test_every_fault_is_named_with_a_way_out(finding: Finding, state: str, words: str) -> None:
+    assert finding.state == state
+    assert words in f"{finding.found} {finding.fix}"
+    assert finding.fix
+
+
+def test_a_file_system_is_that_of_the_longest_mount() -> None:
+    mounts = ["none / overlay rw 0 0", "nas:/x /shared nfs4 rw 0 0", "tmp /shared/tmp tmpfs rw 0 0"]
+    assert doctor.file_system(Path("/shared/runs"), mounts) == "nfs4"
+    assert doctor.file_system(Path("/shared/tmp/a"), mounts) == "tmpfs"
+    assert doctor.file_system(Path("/sharedtmp"), mounts) == "overlay"
+
+
+def test_a_profile_is_written_from_the_partitions_and_valid() -> None:
+    import tomllib
+
+    text = profile_text([OLD, A800, CPU], "pmi2", "/shared/bin/python", "rl")
+    config = validate(tomllib.loads(text))
+    assert (config.slurm.mpi, config.slurm.account, config.compute.python) == ("pmi2", "rl", "/shared/bin/python")
+    assert config.components.planner.partition == "cpu"
+    assert [getattr(config.components, name).partition for name in ("train", "hybrid", "rollout")] == ["a800"] * 3
+    assert (config.components.train.gpus, config.components.train.gpu_type) == (8, "a800")
+    assert validate(tomllib.loads(profile_text([], "pmi2"))).slurm.device == "cpu"
+
+
+@pytest.mark.cluster
+def test_the_embedded_cluster_is_a_good_site(slurm_env: Mapping[str, str], tmp_path: Path) -> None:
+    found = doctor.examine(validate({"run": {"dir": str(tmp_path / "runs")}}), slurm_env)
+    assert not [finding for finding in found if finding.state == "bad" and finding.subject != "interpreter"], found
+    assert {"controller", "scheduler", "MPI plugin", "GPUs", "run.dir"} <= {finding.subject for finding in found}
