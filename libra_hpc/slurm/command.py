@@ -37,8 +37,16 @@ class SlurmRefused(OperationError):
     """Slurm understood the command and declined; the message is Slurm's own, without its program prefix."""
 
 
-def call(argv: Sequence[str], env: Mapping[str, str], *, tries: int = TRIES, timeout_s: float = TIMEOUT_S) -> str:
+def call(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    tries: int = TRIES,
+    timeout_s: float = TIMEOUT_S,
+    with_errors: bool = False,
+) -> str:
     """Standard output of a Slurm command run with environment ``env``; ``tries`` is 1 for what must not be done twice.
+    ``with_errors``: and its error output, where some commands answer.
 
     Raises `SlurmUnreachable` when the command does not exist or the controller does not answer after ``tries``,
     `SlurmRefused` on any other failure.
@@ -63,7 +71,7 @@ def call(argv: Sequence[str], env: Mapping[str, str], *, tries: int = TRIES, tim
             said = f"no answer within {timeout_s:.0f} s"
             continue
         if done.returncode == 0:
-            return done.stdout
+            return done.stdout + done.stderr if with_errors else done.stdout
         said = complaint(done.stderr) or f"exit code {done.returncode}"
         if not any(sign in said for sign in TRANSIENT_FAILURES):
             raise SlurmRefused(said)

@@ -85,8 +85,8 @@ def rank_components(config: RunConfig) -> list[str]:
 def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunConfig:
     """``config`` with the CPUs and memory of every component that names none.
 
-    GPUs bring their share of the node; nodes without GPUs get `PLAIN_CPUS` and `PLAIN_MEM`, and so does everything
-    where no partition is known.
+    GPUs bring their share of the node; where its partition is not known, a CPU each and all of the node's memory.
+    Nodes without GPUs get `PLAIN_CPUS` and `PLAIN_MEM`.
     """
     known = {partition.name: partition for partition in partitions}
     default = next((partition.name for partition in partitions if partition.default), "")
@@ -94,7 +94,7 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
     for name in COMPONENTS:
         component: Component = getattr(config.components, name)
         partition = known.get(component.partition or default)
-        cpus, mem = PLAIN_CPUS, PLAIN_MEM
+        cpus, mem = (component.gpus, "0") if component.gpus else (PLAIN_CPUS, PLAIN_MEM)
         if partition is not None and component.gpus and (there := _gpus(component, partition)):
             share = min(1.0, component.gpus / there)
             cpus = max(1, int(partition.cpus * share))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from libra_hpc.config.run import RunConfig
 from libra_hpc.telemetry.rundir import RunDir
 
-from .fit import HetGroup, het_groups, rank_components
+from .fit import HetGroup, het_groups, rank_components, with_resources
 from .interpreter import compute_python
 
 
@@ -35,7 +35,7 @@ class Launch:
     @property
     def groups(self) -> list[HetGroup]:
         """The nodes that are requested, in rank order."""
-        return het_groups(self.config)
+        return het_groups(with_resources(self.config, ()))
 
     @property
     def ranks(self) -> int:

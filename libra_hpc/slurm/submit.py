@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from datetime import datetime
 
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
 from libra_hpc.files import write_atomic
@@ -45,19 +46,22 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     _write_script(launch, env)
     start_attempt(launch.run, launch.attempt)
     answer = _sbatch(["--parsable"], launch, env)
-    # "id" or "id;cluster"
-    job_id = answer.strip().split(";")[0]
+    # "id" or "id;cluster"; a site's plugin may add lines of its own.
+    job_id = next((word for line in answer.splitlines() if (word := line.strip().split(";")[0]).isdigit()), "")
     if not job_id.isdigit():
         raise OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
     write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time()))
     return job_id
 
 
-def estimate(launch: Launch, env: Mapping[str, str]) -> str:
-    """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns when it would start, in Slurm's
-    words.  Raises as `submit` does."""
+def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
+    """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns the time at which it would start,
+    in epoch seconds, None where Slurm names none.  Raises as `submit` does."""
     _write_script(launch, env)
-    return _sbatch(["--test-only"], launch, env)
+    answer = _sbatch(["--test-only"], launch, env)
+    times = re.findall(r"to start at (\S+)", answer)
+    # The last component to start starts the job.
+    return max((datetime.fromisoformat(text).timestamp() for text in times), default=None)
 
 
 def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
@@ -108,7 +112,9 @@ def _write_script(launch: Launch, env: Mapping[str, str]) -> None:
 def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
     name = launch.config.run.name
     try:
-        return call(["sbatch", *options, str(launch.run.script)], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S)
+        return call(
+            ["sbatch", *options, str(launch.run.script)], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S, with_errors=True
+        )
     except SlurmRefused as refusal:
         said = str(refusal)
         if any(word in said.lower() for word in USER_MISTAKES):

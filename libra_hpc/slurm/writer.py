@@ -20,7 +20,7 @@ import jinja2
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
-from .fit import PLAIN_CPUS, PLAIN_MEM, HetGroup
+from .fit import HetGroup
 from .launch import Launch
 from .outcome import OUTPUT, OUTPUT_FD, REASON, RECOVERIES
 from .pmi import GONE
@@ -158,8 +158,8 @@ def _options(config: RunConfig, group: HetGroup) -> list[str]:
     options = [
         f"--nodes={component.nodes}",
         f"--ntasks-per-node={tasks}",
-        f"--cpus-per-task={max(1, (component.cpus or PLAIN_CPUS) // tasks)}",
-        f"--mem={component.mem or PLAIN_MEM}",
+        f"--cpus-per-task={max(1, component.cpus // tasks)}",
+        f"--mem={component.mem}",
         f"--time={_word('slurm.time_limit', slurm.time_limit)}",
         # The job outlives a lost node: the agents notice and go on.
         "--no-kill",

@@ -191,7 +191,7 @@ def test_what_only_slurm_knows_is_refused_in_its_words(run: RunDir, slurm_env: d
 
 
 def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
-    submit.estimate(Launch(RunConfig.model_validate(CONFIG), run, 1), slurm_env)
+    submit.expected_start(Launch(RunConfig.model_validate(CONFIG), run, 1), slurm_env)
     assert run.script.exists()
     assert not run.job.exists()
 

@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.slurm.fit import check_fit, memory_mb
+from libra_hpc.slurm.fit import check_fit, memory_mb, with_resources
 from libra_hpc.slurm.query import Partition
 
 CLUSTER = [
@@ -84,3 +84,18 @@ def test_time_limit(limit: str, message: str) -> None:
 
 def test_memory_units() -> None:
     assert [memory_mb(text) for text in ("2048K", "2", "2M", "2G", "1T")] == [2, 2, 2, 2048, 1048576]
+
+
+def test_cpus_and_memory_are_the_share_that_the_gpus_have_of_their_node() -> None:
+    data = {
+        "planner": {"partition": "cpu"},
+        "train": {"partition": "a800", "gpus": 8},
+        "rollout": {"partition": "a800", "gpus": 2, "gpu_type": "a800", "mem": "9G"},
+        "hybrid": {"partition": "unknown", "gpus": 4},
+    }
+    parts = with_resources(RunConfig.model_validate({"components": data}), CLUSTER).components
+    node = next(part for part in CLUSTER if part.name == "a800")
+    assert (parts.planner.cpus, parts.planner.mem) == (1, "2G")
+    assert (parts.train.cpus, parts.train.mem) == (node.cpus, "0")
+    assert (parts.rollout.cpus, parts.rollout.mem) == (node.cpus // 4, "9G")
+    assert (parts.hybrid.cpus, parts.hybrid.mem) == (4, "0")

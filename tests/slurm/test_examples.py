@@ -1,0 +1,78 @@
+"""The A800 run files: good by every check, planned, and accepted by the embedded cluster with its six A800 nodes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config.load import load_run_file
+from libra_hpc.config.run import RunConfig
+from libra_hpc.hardware.models import ModelShape, model_shape
+from libra_hpc.planning.initial import initial_plan
+from libra_hpc.preflight.checks import check_run
+from libra_hpc.slurm.fit import check_fit, het_groups, rank_components, with_resources
+from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.query import partitions
+from libra_hpc.slurm.submit import expected_start
+from libra_hpc.telemetry.rundir import RunDir
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = {"a800-8": "qwen3-4b", "a800-48-qwen3-8b": "qwen3-8b", "a800-48-qwen3-14b": "qwen3-14b"}
+
+
+def model_folder(folder: Path, shape: ModelShape) -> Path:
+    """A policy of that shape without its weights."""
+    folder.mkdir()
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    header = b'{"__metadata__":{}}'
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return folder
+
+
+def resolved(name: str, folder: Path) -> RunConfig:
+    model = model_folder(folder / "policy", model_shape(FILES[name]))
+    config = load_run_file(EXAMPLES / f"{name}.toml", [f"model.path={model}", f"run.dir={folder}"])
+    return initial_plan(config).config if config.components.split == "auto" else config
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_a800_file_is_good_and_uses_every_gpu(name: str, tmp_path: Path) -> None:
+    config = resolved(name, tmp_path)
+    assert not [line for line in check_run(config) if "not checked" in line]
+    groups = het_groups(config)
+    assert sum(group.component.nodes * group.component.gpus for group in groups) == int(name.split("-")[1])
+    assert rank_components(config)[:2] == ["planner", "train"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", FILES)
+def test_slurm_accepts_it(name: str, tmp_path: Path, slurm_env: Mapping[str, str]) -> None:
+    known = partitions(slurm_env)
+    config = with_resources(resolved(name, tmp_path), known)
+    check_fit(config, known)
+    run = RunDir.create(tmp_path, config.run.name)
+    start = expected_start(Launch(config, run, 1), slurm_env)
+    assert start is not None
+    assert start < time.time() + 60.0, "the cluster is free"
