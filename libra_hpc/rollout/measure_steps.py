@@ -15,7 +15,7 @@ model are kept, so one file holds all degrees of a machine.
 
 With ``--together`` it is one of several that share the machine: it says on stdout when its engine is up, measures once
 a line comes on stdin, reports its progress, and then keeps its engine loaded until stdin closes, so that no other
-measures a machine that is freer than a run's (`together` starts them).
+measures a machine that is freer than a run's (`measure_engines` starts them).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ are when the last one joins."""
 WARM_UP = 3
 """Decode rounds before anything is timed: allocators, caches, captured graphs."""
 SAYS = "calibrate:"
-"""First word of a line on stdout that is meant for `together`: then ``up``, or the plans done and their number."""
+"""First word of a line on stdout that is meant for `measure_engines`: then ``up``, or the plans done and their number."""
 TOKENS = (3, 96)
 """Range of the token ids of random prompts: any vocabulary has them."""
 

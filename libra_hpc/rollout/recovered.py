@@ -36,7 +36,7 @@ from .trajectory import ServedTurn, Trajectory, unusable_reward
 TRAINED, DAMAGED = "trained", "damaged"
 
 
-class FinishedTrajectory(msgspec.Struct, frozen=True, array_like=True):
+class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
     """One finished trajectory; arrays as in `libra_hpc.protocol.trainer.Sample`, ``n`` tokens."""
 
     index: int
@@ -55,7 +55,7 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, array_like=True):
     """Finished, waiting for the answer to its last turn, or for (the rest of) a turn."""
 
     @classmethod
-    def of(cls, t: Trajectory) -> FinishedTrajectory:
+    def of(cls, t: Trajectory) -> SavedTrajectory:
         """The record of a trajectory, as far as it has come."""
         arrays = t.context.tobytes(), bytes(t.mask), t.logprobs.tobytes()
         place = t.place if t.place == "done" or t.place == "tool" else "before"
@@ -115,7 +115,7 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, array_like=True):
         return t
 
 
-records: Codec[FinishedTrajectory] = Codec(FinishedTrajectory)
+records: Codec[SavedTrajectory] = Codec(SavedTrajectory)
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -139,8 +139,8 @@ class TrainedPrompts(msgspec.Struct, frozen=True):
         return index < self.low or index in self.extra
 
 
-def verdict(
-    record: FinishedTrajectory, number: int, starts: Sequence[Start], position: TrainedPrompts, eta: int
+def drop_reason(
+    record: SavedTrajectory, number: int, starts: Sequence[Start], position: TrainedPrompts, eta: int
 ) -> str:
     """Why a record of start ``number`` (from 0) does not count for the last of ``starts``, which is at ``position``;
     empty when it does."""
@@ -181,7 +181,7 @@ class Recovered(msgspec.Struct, frozen=True):
         }
 
 
-def gather(found: Iterable[tuple[FinishedTrajectory | None, str]]) -> Recovered:
+def gather(found: Iterable[tuple[SavedTrajectory | None, str]]) -> Recovered:
     """Trajectories of those records, oldest first, whose verdict is empty; of a sample with several the last counts."""
     chosen: dict[int, dict[int, Trajectory]] = {}
     dropped: Counter[str] = Counter()

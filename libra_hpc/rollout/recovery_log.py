@@ -3,7 +3,7 @@ ranks goes on with them.
 
 Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a
 thread, to the newest *segment*: frames of a length, a CRC-32 and a msgpack value that decodes to a
-`libra_hpc.rollout.recovered.FinishedTrajectory` and to nothing else.  A reader stops at the first frame that is torn or
+`libra_hpc.rollout.recovered.SavedTrajectory` and to nothing else.  A reader stops at the first frame that is torn or
 damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its
 digest; a segment's name begins with the number of its start, and no start writes to another's.  What of it counts for a
 new start is `libra_hpc.rollout.recovered`'s to say.
@@ -39,7 +39,7 @@ from libra_hpc.files import write_atomic
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
 
-from .recovered import DAMAGED, FinishedTrajectory, Recovered, Start, TrainedPrompts, gather, records, verdict
+from .recovered import DAMAGED, Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason, gather, records
 from .trajectory import Trajectory
 
 SEGMENT_BYTES = 64 << 20
@@ -52,15 +52,15 @@ _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
 
 
-def frame(record: FinishedTrajectory) -> bytes:
+def frame(record: SavedTrajectory) -> bytes:
     """A record as it stands in a segment."""
     value = records.encode(record)
     return _FRAME.pack(len(value), zlib.crc32(value)) + value
 
 
-def read_segment(path: Path) -> tuple[list[FinishedTrajectory], bool]:
+def read_segment(path: Path) -> tuple[list[SavedTrajectory], bool]:
     """Records up to the first frame that is none, and whether that was the end of the file."""
-    found: list[FinishedTrajectory] = []
+    found: list[SavedTrajectory] = []
     try:
         left = path.stat().st_size
         with path.open("rb") as handle:
@@ -123,9 +123,7 @@ class RecoveryLog:
             self._give_up(error)
             return gather(())
 
-    def _begin(
-        self, digest: str, position: TrainedPrompts, eta: int
-    ) -> Iterator[tuple[FinishedTrajectory | None, str]]:
+    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[SavedTrajectory | None, str]]:
         """Every record found, oldest first, with its verdict; none for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
         self._number = len(starts) - 1
@@ -135,7 +133,7 @@ class RecoveryLog:
             if not whole:
                 yield None, DAMAGED
             for record in read:
-                reason = verdict(record, number, starts, position, eta)
+                reason = drop_reason(record, number, starts, position, eta)
                 if not reason:
                     self._note(path, record)
                 yield record, reason
@@ -155,11 +153,11 @@ class RecoveryLog:
             if number.isdecimal():
                 yield path, int(number)
 
-    def _note(self, path: Path, record: FinishedTrajectory) -> None:
+    def _note(self, path: Path, record: SavedTrajectory) -> None:
         groups = self._needed.setdefault(path, {})
         groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
 
-    async def write(self, new: Sequence[Trajectory | FinishedTrajectory | Committed]) -> None:
+    async def write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
         """Append finished trajectories and records of others, and take note of what is trained."""
         async with self._writing:
             await asyncio.to_thread(self._write, new)
@@ -169,7 +167,7 @@ class RecoveryLog:
         async with self._writing:
             await asyncio.to_thread(self._close)
 
-    def _write(self, new: Sequence[Trajectory | FinishedTrajectory | Committed]) -> None:
+    def _write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
         self._committed.update(index for record in new if isinstance(record, Committed) for index in record.indices)
         if self.failed and self._clock() - self._failed_at < RETRY_S:
             return
@@ -179,7 +177,7 @@ class RecoveryLog:
                 self.failed = ""
             for record in new:
                 if not isinstance(record, Committed):
-                    self._append(record if isinstance(record, FinishedTrajectory) else FinishedTrajectory.of(record))
+                    self._append(record if isinstance(record, SavedTrajectory) else SavedTrajectory.of(record))
             if self._handle is not None:
                 self._handle.flush()
             if self._clock() - self._trimmed_at >= TRIM_S:
@@ -201,7 +199,7 @@ class RecoveryLog:
     def _path(self) -> Path:
         return self._folder / f"{self._number:05d}-{self._sequence:06d}.frames"
 
-    def _append(self, record: FinishedTrajectory) -> None:
+    def _append(self, record: SavedTrajectory) -> None:
         if self._handle is None:
             self._sequence += 1
             self._handle = self._path.open("ab")

@@ -25,7 +25,7 @@ from libra_hpc.protocol.env import (
 )
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
-from libra_hpc.rollout.recovered import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
+from libra_hpc.rollout.recovered import SavedTrajectory, Start, TrainedPrompts, drop_reason, gather
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
@@ -861,7 +861,7 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
         for seed in range(12):
             pick = random.Random(seed)
             eta, in_order, steps = seed % 3, seed % 2 == 1, 9
-            starts, found, batches = [Start(0, "same")], list[tuple[int, FinishedTrajectory]](), dict[int, Batch]()
+            starts, found, batches = [Start(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
             step = 0
             while step < steps:
                 trained = DataOrder()
@@ -869,7 +869,7 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                     trained.trained(group.index for group in batches[at].groups)
                 position = TrainedPrompts(step, trained.low, frozenset(trained.extra))
                 number = len(starts) - 1
-                kept = gather((record, verdict(record, start, starts, position, eta)) for start, record in found)
+                kept = gather((record, drop_reason(record, start, starts, position, eta)) for start, record in found)
                 begun_before = {
                     t: t.context.tobytes() for members in kept.groups.values() for t in members if t.place != "done"
                 }
@@ -904,7 +904,7 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                 assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
                 # A start may end with or without a word.
                 said = plant.leader.unfinished() if pick.random() < 0.7 else []
-                found += [(number, FinishedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *said)]
+                found += [(number, SavedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *said)]
                 total["sampled"] += len(plant.ended)
                 step = max(begun, step - pick.randrange(2)) if step < steps else step
                 starts.append(Start(step, "same"))

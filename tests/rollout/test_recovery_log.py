@@ -22,7 +22,7 @@ from libra_hpc.protocol.mesh import Committed
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout import recovery_log as spools
 from libra_hpc.rollout.group_state import GroupState, batch_stats
-from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, Start, TrainedPrompts, verdict
+from libra_hpc.rollout.recovered import Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason
 from libra_hpc.rollout.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 from libra_hpc.runtime.origin import digest
@@ -163,7 +163,7 @@ def test_what_counts(record: Trajectory, number: int, reason: str) -> None:
     starts = [Start(0, "same"), Start(3, "same"), Start(4, "other"), Start(5, "same")]
     if number == 1:
         starts[2] = Start(5, "other")
-    assert verdict(FinishedTrajectory.of(record), number, starts, at(5, 1, 7), ETA) == reason
+    assert drop_reason(SavedTrajectory.of(record), number, starts, at(5, 1, 7), ETA) == reason
 
 
 def test_weights_of_a_step_that_was_gone_back_on_never_count_again(run: Run) -> None:
@@ -241,7 +241,7 @@ def test_a_list_of_starts_nested_without_end_is_none(run: Run) -> None:
 
 def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
-    record = FinishedTrajectory.of(played(0))
+    record = SavedTrajectory.of(played(0))
     turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
     not_finite = (
         {"reward": float("nan")},

@@ -119,7 +119,7 @@ class _Part:
         self.stdout.close()
 
 
-def together(
+def measure_engines(
     config: EngineConfig, engines: int, device: str, model: str, progress: Progress = lambda what, done, total: None
 ) -> Calibration:
     """Measure ``engines`` engines of one configuration at once; their steps are those of one calibration.
