@@ -13,7 +13,7 @@ from .failures import Failure, FailureBook
 from .trajectory import Trajectory
 
 EVENTS, EVENTS_S = 20, 60.0
-"""Most failures with an event of their own in so many seconds: a pattern shows, and the disk does not fill."""
+"""Most failures with an event in so many seconds: a pattern shows, and the disk does not fill."""
 
 ERROR_CHARS = 500
 """Characters of an error in an event: an engine's may be a whole traceback."""
@@ -42,7 +42,6 @@ class Attempts:
         return delay is not None
 
     def hold(self, trajectory: Trajectory, now: float) -> None:
-        """Queue a first attempt."""
         self._waiting[trajectory.index, trajectory.sample] = (now, trajectory)
 
     def begin(self, now: float) -> list[Trajectory]:

@@ -47,8 +47,6 @@ class EngineEntry:
 
 
 class EngineRegistry:
-    """All engines that accept turns, by name."""
-
     def __init__(self, board: Board, deadlines: DeadlineLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._board, self._clock = board, clock
         self.turns = TurnWatch(deadlines)
@@ -59,7 +57,6 @@ class EngineRegistry:
         self._window: deque[tuple[float, int, float]] = deque()
 
     def up(self, up: EngineUp) -> None:
-        """An engine accepts turns."""
         self.engines[up.engine] = EngineEntry(up.rank)
         self._board.up(
             up.engine,
@@ -107,46 +104,36 @@ class EngineRegistry:
         return found
 
     def running(self, view: Callable[[Trajectory], TurnView]) -> Iterator[Running]:
-        """Every turn in flight, and its tokens so far, estimated by the steps of its engine since it was sent."""
+        """Every turn in flight with its tokens so far, estimated by the steps of its engine."""
         for name, engine in self.engines.items():
             steps = self._board.engines[name].steps
             for held in engine.inflight.values():
                 yield Running(view(held.trajectory), steps - held.steps)
 
     def request(self, name: str, episode: str) -> str:
-        """Id of the request of a trajectory's turn at an engine."""
         return next(rid for rid, held in self.engines[name].inflight.items() if held.trajectory.episode == episode)
 
     def applied(self, name: str, version: int) -> None:
-        """An engine samples under new weights."""
         self._board.applied(name, version)
 
     def admit(self, oldest: int) -> None:
-        """Open the engines that may take turns.
-
-        An engine behind ``oldest``, the version that admission counts from, would sample tokens beyond the staleness
-        bound; it gets no turns until it has caught up.
-        """
+        """Give no turns to engines behind ``oldest``: their tokens would be beyond the staleness bound."""
         for name, engine in self.engines.items():
             self._board.set_open(name, not engine.draining and self._board.engines[name].version >= oldest)
 
     def of(self, rank: int) -> list[str]:
-        """Engines of one node."""
         return [name for name, engine in self.engines.items() if engine.rank == rank]
 
     def drain(self, rank: int) -> None:
-        """Send no more turns to a node."""
         for name in self.of(rank):
             self.engines[name].draining = True
             self._board.set_open(name, False)
 
     def empty(self, rank: int) -> bool:
-        """Whether nothing is in flight at a node."""
         return not any(self.engines[name].inflight for name in self.of(rank))
 
     @property
     def inflight(self) -> int:
-        """Turns in flight, all engines."""
         return sum(view.inflight for view in self._board.engines.values())
 
     @property
@@ -155,7 +142,6 @@ class EngineRegistry:
         return min((view.version for view in self._board.engines.values()), default=None)
 
     def load(self, name: str, stats: EngineStats) -> None:
-        """Take the counters of an engine."""
         engine = self.engines.get(name)
         if engine is None:
             return
@@ -184,10 +170,7 @@ class EngineRegistry:
         return sum(speeds) / len(speeds) if speeds else 0.0
 
     def buckets(self, trajectories: Iterable[Trajectory]) -> tuple[tuple[int, int, int, int, float], ...]:
-        """(tp, engines, turns in flight, trajectories, largest KV use) per TP degree, ascending.
-
-        A trajectory belongs to the engine of its last turn.
-        """
+        """(tp, engines, turns in flight, trajectories by last engine, largest KV use) per TP degree, ascending."""
         open_at: dict[int, int] = {}
         for trajectory in trajectories:
             view = self._board.engines.get(trajectory.engine)

@@ -1,9 +1,7 @@
 """The episodes of all open trajectories, at their environment hosts.
 
-An episode is opened, gets the policy's turns, and answers each.
-
-- Host lost, or unfinished trajectory recovered from an earlier start -> replay its turns in a new episode (`replay`);
-  a turn that runs at an engine goes on meanwhile.
+- Host lost, or unfinished trajectory recovered -> replay its turns in a new episode (`replay`); a turn that runs at an
+  engine goes on meanwhile.
 - Answer longer than the rest of the context (``max_model_len``) -> clip it to the rest.
 - No room for a token behind the answer -> the trajectory ends as ``truncated``, with reward 0.
 """
@@ -33,7 +31,7 @@ from .trajectory import Trajectory, unusable_reward
 TOKEN_BYTES = 4
 """Of an int32 token id."""
 GRACE_S = 10.0
-"""Added to the host's own limit of a step: the host reports a step at its limit itself unless it hangs."""
+"""Added to the limit of a step, at which the host itself reports the step unless it hangs."""
 
 
 class Environments:
@@ -73,7 +71,6 @@ class Environments:
 
     @property
     def up(self) -> bool:
-        """Whether every host is ready."""
         return all(self._up)
 
     @property
@@ -128,7 +125,6 @@ class Environments:
         self._pending = {episode: (since + seconds, limit) for episode, (since, limit) in self._pending.items()}
 
     def close(self, trajectory: Trajectory) -> None:
-        """End its episode at its host."""
         self._send(trajectory.host, CloseEpisode(trajectory.episode))
 
     def forget(self, trajectory: Trajectory) -> None:
@@ -138,7 +134,6 @@ class Environments:
         self._pending.pop(trajectory.episode, None)
 
     def on_message(self, host: int, message: Any) -> None:
-        """Take a message of a host."""
         if isinstance(message, HostReady):
             self._up[host] = True
             self._limits[host] = message.step_limit_s or self._limits[host]
@@ -179,8 +174,8 @@ class Environments:
     def on_down(self, host: int, reason: str) -> None:
         """Replay the episodes of a lost host in the one that follows it.
 
-        The turn of one of them may have ended the host. An episode that waited for an answer, or was in a
-        replay, is therefore replayed once; at the second loss its trajectory is sampled again.
+        Any turn that waited for an answer may have ended the host. Such an episode, or one in a replay, is replayed
+        once; at the second loss its trajectory is sampled again.
         """
         self._up[host] = False
         for trajectory in [t for t in self.episodes.values() if t.host == host]:

@@ -95,7 +95,6 @@ class Evaluation:
         return self._summary()
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
 
     def _message(self, child: Child, message: Any) -> None:
@@ -162,7 +161,6 @@ class Evaluation:
 
 
 def main() -> None:
-    """Entry point of ``python -m libra_hpc.rollout.evaluate``."""
     parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.evaluate")
     parser.add_argument("--policy", required=True, help="Hugging Face folder")
     parser.add_argument("--config", required=True, help="a run's config.json: task, tokenizer folder, engine settings")

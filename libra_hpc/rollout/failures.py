@@ -1,17 +1,16 @@
 """Failed attempts: how long a trajectory waits for its next one, when admission pauses, and when the run ends.
 
-- Attempt failed -> wait 1, 2, 4, ... s (at most `LONGEST_S`); at its `MAX_STRIKES`-th failure give the trajectory up.
+- Attempt failed -> wait 1, 2, 4, ... s (at most `LONGEST_S`); at the `MAX_STRIKES`-th failure give the trajectory up.
 - More than ``max_share`` of the window failed -> pause: admit no prompt, begin one attempt at a time (a *probe*).
-- Probe failed -> twice the time until the next probe, of another prompt where one waits.
-- Failures that led to a pause, and those in it except of probes -> do not count against their trajectories.
+- Probe failed -> twice the time until the next one, of another prompt where one waits.
+- Failure before or in a pause -> does not count against its trajectory, except of a probe.
 - Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
-- Enough attempts advanced since the last failure (failed ones are at most ``max_share`` of both) -> resume.
-- Paused for ``patience_s`` in all, without a sound window or an advanced attempt in between -> fail.
+- Failures are at most ``max_share`` of failed attempts and those that advanced since -> resume.
+- Paused for ``patience_s`` in all, with no sound window and no advanced attempt in between -> fail.
 
 The window has one entry per trajectory, how its newest attempt ended: as many as are open, `LEAST` to `WINDOW`. It is
 evaluated from `ENOUGH` entries on, or when every open trajectory waits. Attempts that advanced since the last failure
-count as well, so that fast failures do not outweigh slow successes. One prompt alone never pauses the others. Pure:
-times are seconds of any monotonic clock, given as arguments.
+count as well: fast failures must not outweigh slow successes. Times: seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections import Counter, OrderedDict
 from typing import Literal, NamedTuple
 
 MAX_STRIKES = 3
-"""Failed attempts until a trajectory is given up: one may be an accident, three are its own fault."""
+"""One failure may be an accident, three are the trajectory's own fault."""
 LEAST, WINDOW = 16, 64
 """Entries of the window. Half: some accidents pass for an outage; double: an outage costs twice the attempts."""
 ENOUGH = 8
@@ -28,17 +27,15 @@ ENOUGH = 8
 PROMPTS = 2
 """Fewest prompts whose failures make an outage."""
 FIRST_S, LONGEST_S = 1.0, 60.0
-"""Seconds of the back-off: an outage of 15 s is over within two probes, one of an hour costs a probe a minute."""
+"""Back-off: an outage of 15 s ends within two probes, one of an hour costs a probe a minute."""
 TEXTS, TEXT_CHARS = 256, 200
-"""Different error texts that are counted, and characters of each: a text may contain a number that never repeats."""
+"""Most different error texts, and their characters: a text may contain a number that never repeats."""
 
 Key = tuple[int, int]
 """(index of the prompt, sample)"""
 
 
 class Failure(NamedTuple):
-    """Why an attempt failed."""
-
     kind: str
     """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
     task: str
@@ -54,7 +51,7 @@ class Admission(NamedTuple):
 
 
 class FailureBook:
-    """Records failures and successes (`failed`, `succeeded`, `advanced`); `evaluate` decides."""
+    """Records how attempts end; `evaluate` decides."""
 
     def __init__(self, max_share: float, patience_s: float) -> None:
         self._max_share, self._patience_s = max_share, patience_s
@@ -112,7 +109,7 @@ class FailureBook:
             self.probe = None
 
     def advanced(self, key: Key) -> None:
-        """Record that an environment opened an attempt's episode, or answered its turn and expects the next one."""
+        """Record that an environment opened an episode, or answered a turn and expects the next."""
         if key == self.probe or not self._window.get(key, True):
             return  # an attempt that always fails at its last step advances every time before
         self._advanced.add(key)
@@ -125,7 +122,6 @@ class FailureBook:
             del self._window[key]
 
     def probing(self, key: Key) -> None:
-        """Record that a probe began."""
         self.probe = key
 
     def probed(self, key: Key) -> int:
@@ -133,7 +129,6 @@ class FailureBook:
         return self._probed[key[0]]
 
     def may_probe(self, now: float) -> bool:
-        """Whether a probe may begin."""
         return bool(self.paused) and not self._over and self.probe is None and now >= self._probe_at
 
     def _ended(self, key: Key, well: bool) -> None:
@@ -168,17 +163,17 @@ class FailureBook:
         return None
 
     def unable(self, now: float) -> None:
-        """Leave out of ``patience_s`` the time since the last call of this or `evaluate`: no probe could run."""
+        """Do not count the time since the last call of this or `evaluate` as patience: no probe could run."""
         self._counted_at = now
 
     def discount(self, seconds: float) -> None:
-        """Leave out of the pause a time in which this process stood still."""
+        """Do not count a stall of this process as pause."""
         self._paused_at += seconds
         self._counted_at += seconds
         self._probe_at += seconds
 
     def _sound(self) -> bool:
-        """Whether the attempts that advanced since the last failure outweigh the failed ones."""
+        """Whether advanced attempts outweigh the failed ones."""
         failed, advanced = sum(not well for well in self._window.values()), len(self._advanced)
         return advanced >= ENOUGH and failed <= self._max_share * (failed + advanced)
 

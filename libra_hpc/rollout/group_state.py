@@ -90,10 +90,9 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:
-    """Columns of `metrics.jsonl` for one batch: reward, lengths, staleness, the task's own numbers.
+    """Columns of `metrics.jsonl` for one batch; a number of the task that a trajectory lacks counts as 0.0.
 
-    Staleness: weight versions between the first sampled token and the training step. Means are over all trajectories;
-    a number that one of them lacks counts as 0.0.
+    Staleness: weight versions between the first sampled token and the training step.
     """
     trajectories = [t for group in groups for t in group.done]
     if not trajectories:

@@ -1,8 +1,7 @@
 """Finished trajectories of earlier attempts and other runs, which the scheduling policy learns from at the start.
 
-`trajectories.jsonl` holds everything a policy learns from. A resumed run, or one with ``rollout.warm_start``, passes
-its lines to `Policy.finished` before the first turn. Weight versions count within one run: trajectories of another
-run get version 0, so that the run's own evidence outlives them.
+A resumed run, or one with ``rollout.warm_start``, passes lines of `trajectories.jsonl` to `Policy.finished` before the
+first turn. Weight versions count within one run, so trajectories of another run get version 0.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from libra_hpc.sched.protocol import Finished
 from libra_hpc.telemetry.rundir import RunDir
 
 MAX_RECORDS = 20_000
-"""Trajectories that the policy learns from at the start: far more than the decay of evidence leaves a trace of."""
+"""Most trajectories to learn from; older evidence has decayed."""
 
 
 class _Line(TrajectoryRecord, frozen=True):

@@ -1,7 +1,7 @@
 """Measures the steps of several engines of one machine at once, as they share it in a run.
 
-Each engine is a process of its own (`libra_hpc.rollout.measure_steps` with ``--together``). All begin when every engine
-is up, and each stays loaded until the last one has measured. A single engine is the case of one.
+Each engine is a process (`libra_hpc.rollout.measure_steps` with ``--together``). They begin when all are up, and stay
+loaded until the last one has measured.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Process:
-    """The process of one engine."""
-
     def __init__(self, number: int, config: EngineConfig, *, device: str, model: str, folder: Path) -> None:
         self.out, self.log = folder / f"{number}.json", folder / f"{number}.log"
         self.up, self.done, self.total = False, 0, 0
@@ -69,12 +67,10 @@ class _Process:
 
     @property
     def finished(self) -> bool:
-        """Whether every plan is measured."""
         return self.total > 0 and self.done == self.total
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Its standard output."""
         assert self.process.stdout is not None
         return self.process.stdout
 
@@ -93,7 +89,6 @@ class _Process:
                 self.done, self.total = int(words[1]), int(words[2])
 
     def begin(self) -> None:
-        """Let it measure."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
         self.process.stdin.flush()
@@ -114,7 +109,6 @@ class _Process:
         )
 
     def kill(self) -> None:
-        """Kill it if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,16 +1,14 @@
 """Measures the steps of one real engine, for the simulator and the planner.
 
-The engine runs in this process (`OfflineEngine`): one `poll` is one step, timed by the wall clock. Three kinds are
-measured, in shuffled order so that a slow moment of the machine affects all of them:
+The engine runs in this process (`OfflineEngine`): one `poll` is one step, timed by the wall clock. In shuffled order:
 
 * decode: 1, 2, 4 ... sequences of short, middle and long context, `DECODE_STEPS` steps each;
 * prefill: one prompt alone, after no cached context or a longer one;
 * both: a prompt that joins a running batch.
 
-A step that did not do exactly what was planned, by the engine's counters, is left out. ``--config ENGINE.json --device
-NAME --model NAME --out FILE`` writes a calibration file (`libra_hpc.hardware.measured`) and retains other TP degrees in
-it. ``--together`` (`measure_engines`): print when the engine is up, measure after a line on stdin, print progress. The
-engine then stays loaded until stdin closes, so that the other engines measure a busy machine.
+A step that did not do exactly what was planned, by the engine's counters, is left out. ``--out`` is a calibration file
+(`libra_hpc.hardware.measured`); other TP degrees in it are retained. With ``--together`` (`measure_engines`) the engine
+measures after a line on stdin, and stays loaded until stdin closes, so that the others measure a busy machine.
 """
 
 from __future__ import annotations
@@ -39,12 +37,11 @@ REPEATS = 3
 FILL = 0.9
 """Share of the KV cache a planned batch may use, so that no step preempts."""
 CHUNK = 256
-"""Fewest prompt tokens that a step computes while so many wait; bounds how far the first sequences of a batch are when
-the last one joins."""
+"""Fewest prompt tokens of a step while so many wait; bounds the lead of the first sequences of a batch."""
 WARM_UP = 3
 """Decode rounds before the first timed step: allocators, caches, captured graphs."""
 PREFIX = "calibrate:"
-"""First word of a line on stdout for `measure_engines`; ``up``, or the plans done and their number, follow."""
+"""First word of a line for `measure_engines`; then ``up``, or the plans done and their number."""
 TOKENS = (3, 96)
 """Range of token ids of random prompts: any vocabulary has them."""
 
@@ -85,8 +82,6 @@ def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[Mea
 
 
 class Calibrator:
-    """Runs plans on one engine."""
-
     def __init__(self, engine: OfflineEngine, seed: int = 0) -> None:
         self._engine = engine
         self._random = random.Random(seed)
@@ -193,7 +188,6 @@ def calibrate(config: EngineConfig, device: str, model: str, together: bool = Fa
 
 
 def _closed() -> bool:
-    """Whether stdin is at its end."""
     return bool(select.select([sys.stdin], [], [], 0)[0]) and not sys.stdin.readline()
 
 
@@ -216,7 +210,6 @@ def merged(old: Calibration, new: Calibration) -> Calibration:
 
 
 def main() -> int:
-    """Entry point of ``python -m libra_hpc.rollout.measure_steps``; exit codes as of the command line."""
     parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.measure_steps")
     parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
     parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")

@@ -1,6 +1,6 @@
 """Prompts in, global batches out: the data order under the staleness gate.
 
-It decides which prompt may start, and which finished groups form the next batch. The leader runs the trajectories.
+It decides which prompt may start, and which finished groups form the next batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ class PromptOrder:
     """The data order of a run from (step, low, extra) on.
 
     Indices below ``low`` and those in ``extra`` are trained or given up. ``steps``: length of the whole run.
-    ``recovered``: trajectories of earlier starts, by prompt (`libra_hpc.rollout.recovered`). Times are seconds of any
-    monotonic clock.
+    ``recovered``: trajectories of earlier starts, by prompt. Times: seconds of any monotonic clock.
 
     - Prompt whose samples all fail -> give it up; the next one takes its place, so that every step has its batch.
     - Recovered trajectories -> admit them in their prompt's place, and run only the rest of the group.
@@ -104,10 +103,7 @@ class PromptOrder:
         return given_up
 
     def next_batch(self) -> tuple[int, list[GroupState]] | None:
-        """The step and groups of the next batch, once, when the gate allows it; None: not yet.
-
-        Every group has a finished trajectory. A batch may be ahead of the trainer by the staleness bound ``eta``.
-        """
+        """The step and groups of the next batch when the gate allows it, once; every group has a trajectory."""
         names = self.gate.batch()
         if not names:
             return None
@@ -117,15 +113,11 @@ class PromptOrder:
         return step, [self.groups[int(name)] for name in names]
 
     def trained(self, indices: tuple[int, ...]) -> None:
-        """Forget groups that are trained."""
         for index in indices:
             self.groups.pop(index, None)
 
     def applied(self, version: int) -> None:
-        """Every engine samples under ``version`` now, which gives new credit.
-
-        Admission counts this version and not the trainer's, so that the staleness bound holds for the first token.
-        """
+        """Give credit for ``version``, under which every engine samples: the staleness bound is of the first token."""
         while self.gate.version < version:
             self.gate.publish(self.gate.version + 1)
 

@@ -4,12 +4,11 @@ All ranks restart from the newest checkpoint, of step s. A trajectory from befor
 
 * its prompt is not trained at s (else dropped as ``trained``),
 * the digest of everything that prompts and trajectories depend on is the same (else ``configuration``),
-* every weight version it was sampled under exists in this start: at most s, and at most the lowest step that a start
-  in between went back to; later steps were trained differently afterwards (else ``weights``),
+* its weight versions exist in this start: at most s, and at most the lowest step that a start in between went back to
+  (else ``weights``),
 * its first token is of version s - eta or later, so that the staleness bound holds (else ``staleness``).
 
-A finished one is taken as it is. An unfinished one goes on if its environment can be replayed
-(`libra_hpc.rollout.replay`); after a crash there is no record of it. Pure: records and positions in, trajectories out.
+An unfinished one also needs an environment that can be replayed (`libra_hpc.rollout.replay`). Pure.
 """
 
 from __future__ import annotations
@@ -82,19 +81,14 @@ class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def oldest(self) -> int:
-        """Lowest weight version a token was sampled under."""
         return min(version for version, _ in self.versions)
 
     @property
     def newest(self) -> int:
-        """Highest weight version a token was sampled under."""
         return max(version for version, _ in self.versions)
 
     def trajectory(self) -> Trajectory:
-        """The trajectory, with what training needs, or what is needed to go on with it.
-
-        Signals of a finished one are left out: the scheduler learns from ``trajectories.jsonl``.
-        """
+        """What training needs, or what is needed to go on; the scheduler learns from ``trajectories.jsonl``."""
         t = Trajectory(self.index, self.sample, self.attempt)
         t.prompt_id, t.prompt_tokens, t.reward, t.info = self.prompt_id, self.prompt_tokens, self.reward, self.info
         t.context, t.mask, t.logprobs = array("i", self.tokens), bytearray(self.mask), array("f", self.logprobs)
@@ -115,8 +109,6 @@ records: Codec[SavedTrajectory] = Codec(SavedTrajectory)
 
 
 class Start(msgspec.Struct, frozen=True):
-    """One start of all ranks."""
-
     step: int
     """Of the checkpoint it began with."""
     digest: str
@@ -131,17 +123,13 @@ class TrainedPrompts(msgspec.Struct, frozen=True):
     extra: frozenset[int]
 
     def trained(self, index: int) -> bool:
-        """Whether a prompt is trained at the checkpoint."""
         return index < self.low or index in self.extra
 
 
 def drop_reason(
     record: SavedTrajectory, number: int, starts: Sequence[Start], *, position: TrainedPrompts, eta: int
 ) -> str:
-    """Why a record of start ``number`` (from 0) does not count for the last of ``starts``; empty when it does.
-
-    ``position``: that of the last start.
-    """
+    """Why a record of start ``number`` (from 0) does not count for the last start (at ``position``); empty: it does."""
     if position.trained(record.index):
         return TRAINED
     if starts[number].digest != starts[-1].digest:
@@ -162,7 +150,6 @@ class Recovered(msgspec.Struct, frozen=True):
     """Dropped trajectories by reason; ``damaged``: files with a part that cannot be read."""
 
     def event(self, group_size: int) -> dict[str, int | dict[str, float]]:
-        """Fields of the event ``experience_kept``."""
         both = [trajectory for group in self.groups.values() for trajectory in group]
         finished = [trajectory for trajectory in both if trajectory.place == "done"]
         begun = [trajectory for trajectory in both if trajectory.place != "done"]

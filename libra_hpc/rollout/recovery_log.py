@@ -1,15 +1,15 @@
 """The recovery log: trajectories that no checkpoint contains yet, in files of the run directory.
 
-- About once a second, and at the end -> append finished trajectories; at the end also the unfinished ones.
+- Each second, and at the end -> append finished trajectories; at the end also the unfinished ones.
 - Start of the ranks -> append it to ``starts.json``, and read what earlier starts left (`recover`).
 - Every `TRIM_S` -> remove segments whose records no start can need.
 - File cannot be written (full disk) -> remove the whole log, and begin again after `RETRY_S`.
 
-A *segment* is a sequence of frames: length, CRC-32, and the msgpack value of a `recovered.SavedTrajectory`. Reading
-stops at the first damaged frame. The name of a segment begins with the number of its start; only that start writes it.
+A *segment* is a sequence of frames: length, CRC-32, msgpack of a `recovered.SavedTrajectory`. Reading stops at the
+first damaged frame. Its name begins with the number of its start; no other start writes to it.
 
-A record is needed until its prompt is trained at the newest checkpoint. One whose prompt is trained since then is
-needed only if its weight versions are at most that checkpoint's. Sizes and costs: docs/lab/0.1-faults.md.
+A record is needed until the newest checkpoint has its prompt. If its prompt is trained since then, it is needed only
+if its weight versions are at most the checkpoint's. Sizes and costs: docs/lab/0.1-faults.md.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ from .recovered import DAMAGED, Recovered, SavedTrajectory, Start, TrainedPrompt
 from .trajectory import Trajectory
 
 SEGMENT_BYTES = 64 << 20
-"""A segment of this size is followed by the next one: few files for a large run, one for a small run."""
+"""Size of a full segment: few files for a large run, one for a small run."""
 TRIM_S = 10.0
-"""Seconds between two searches for segments that no start can need: files go soon after a checkpoint."""
+"""Seconds between two searches for unneeded segments."""
 RETRY_S = 60.0
-"""Seconds. Half: a full disk fills again before anybody can make room; double: a restart soon after samples twice as
-much again."""
+"""Half: a full disk fills again before anybody makes room; double: a restart soon after samples twice as much again."""
 STARTS = "starts.json"
 _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
 
 
 def frame(record: SavedTrajectory) -> bytes:
-    """The frame of a record."""
     value = records.encode(record)
     return _FRAME.pack(len(value), zlib.crc32(value)) + value
 
@@ -141,7 +139,6 @@ class RecoveryLog:
         write_atomic(self._folder / STARTS, msgspec.json.encode(self._starts) + b"\n")
 
     def _segments(self) -> Iterator[tuple[Path, int]]:
-        """Segments with the number of their start, in the order of writing."""
         for path in sorted(self._folder.glob("[0-9]*-[0-9]*.frames")):
             number = path.stem.split("-")[0]
             if number.isdecimal():

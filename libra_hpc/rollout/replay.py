@@ -1,12 +1,10 @@
 """Replay of turns: brings an environment back to where a trajectory is.
 
-The leader has the tokens of a trajectory; what is lost with an environment host, or with all ranks, is the state of
-the tools. A new episode of the same prompt and sample gets the recorded turns one after the other.
+With an environment host, or all ranks, the state of the tools is lost; the leader has the tokens. A new episode
+of the same prompt and sample gets the recorded turns one after the other.
 
 - Prompt and every answer equal the record, token for token -> the trajectory goes on from there.
 - First difference (a tool that reads a clock, a random number or the world) -> it is sampled again from its prompt.
-
-Only answers are compared; a difference that an environment does not show goes unnoticed.
 """
 
 from __future__ import annotations

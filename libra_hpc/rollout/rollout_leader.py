@@ -1,13 +1,11 @@
 """The rollout leader: admits prompts, runs every trajectory, and composes the batches.
 
 It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained. A
-trajectory alternates between three places: an environment host (its tool runs; no engine slot is held), the
-dispatcher's queue, and an engine. Its token-level record here is complete up to the last answer:
+trajectory alternates between an environment host, the dispatcher's queue, and an engine.
 
 - Engine lost -> its running turns are sent again elsewhere (`turn_router`).
 - Environment host lost -> the next one replays the turns of its episodes (`environments`).
 - Attempt failed -> it is tried again later, or given up (`attempts`).
-- Group finished -> it waits for the batch that the data order puts it into (`prompt_order`).
 
 Answers that arrive together are handled together, once per pass of the event loop.
 """
@@ -88,7 +86,6 @@ class RolloutLeader:
 
     @property
     def resubmitted(self) -> int:
-        """Turns and trajectories that had to be sent or sampled again since the start."""
         return self._turns.resubmitted
 
     # --- data order
@@ -122,7 +119,6 @@ class RolloutLeader:
         self._schedule_pass()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
-        """Forget the groups of a trained step."""
         if self._order is not None:
             self._order.trained(indices)
 
@@ -167,7 +163,6 @@ class RolloutLeader:
     # ------------------------------------------------------------------------------------------------------------------
 
     def on_host(self, host: int, message: Any) -> None:
-        """Take a message of an environment host."""
         self._environments.on_message(host, message)
         if isinstance(message, HostReady):
             self._schedule_pass()
@@ -177,7 +172,7 @@ class RolloutLeader:
         self._environments.on_down(host, reason)
 
     def unfinished(self) -> list[Trajectory]:
-        """Open trajectories that have generated something: what the next start of all ranks can go on with."""
+        """Open trajectories with generated tokens: the next start of all ranks can go on with them."""
         return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
 
     # --- trajectories
@@ -201,8 +196,7 @@ class RolloutLeader:
         self._begin(Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1), now)
 
     def _failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
-        """End a failed attempt: try again later, or leave the trajectory out, or give up the prompt with its last
-        one."""
+        """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""
         now, order, index = self._clock(), self._order, trajectory.index
         assert order is not None
         self._environments.close(trajectory)
@@ -248,32 +242,27 @@ class RolloutLeader:
     # ----------------------------------------------------------------------------------------------
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
-        """Take answers of engines."""
         self._turns.on_turns_done(items)
 
     def on_engine_up(self, up: EngineUp) -> None:
-        """An engine accepts turns."""
         self._turns.engine_up(up)
         self._applied()
         self._schedule_pass()
 
     def on_engine_down(self, engine: str, reason: str) -> None:
-        """An engine is lost: its turns are sent again elsewhere."""
         if self._turns.engine_down(engine, reason):
             self._applied()
             self._schedule_pass()
 
     def on_rank_lost(self, rank: int) -> None:
-        """A node is lost with all its engines."""
         for name in self._turns.engines.of(rank):
             self.on_engine_down(name, f"node {rank} lost")
 
     def on_drain(self, rank: int) -> None:
-        """A node is about to leave the rollout stage: it gets no more turns."""
+        """Send no more turns to a node that leaves the rollout stage."""
         self._turns.drain(rank)
 
     def on_engine_version(self, engine: str, version: int) -> None:
-        """An engine applied new weights."""
         if engine in self._turns.engines.engines:
             self._turns.engines.applied(engine, version)
             self._applied()
@@ -286,19 +275,18 @@ class RolloutLeader:
             self._schedule_pass()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
-        """Take the counters of an engine."""
         self._turns.engines.load(name, stats)
 
     # --- deadlines and reports
     # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Fail environment steps that have not ended in time, and send overdue turns elsewhere; about once a second."""
+        """Fail overdue environment steps, and send overdue turns elsewhere; about once a second."""
         self._environments.watch()
         self._turns.watch()
 
     def discount(self, seconds: float) -> None:
-        """Extend all deadlines by a time in which this process stood still."""
+        """Extend all deadlines by a stall of this process."""
         self._attempts.book.discount(seconds)
         self._environments.discount(seconds)
         self._turns.engines.turns.discount(seconds)

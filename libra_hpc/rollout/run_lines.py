@@ -36,7 +36,6 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 def trace_line(ended: TrajectoryEnd) -> dict[str, Any]:
-    """The line of a finished trajectory."""
     trajectory = ended.trajectory
     return {
         "prompt_id": trajectory.prompt_id,
@@ -55,7 +54,6 @@ def trace_line(ended: TrajectoryEnd) -> dict[str, Any]:
 
 
 def decision_line(routed: Routed) -> dict[str, Any]:
-    """The line of a routed turn."""
     turn, decision = routed.turn, routed.decision
     return {
         "t": routed.at,

@@ -97,11 +97,11 @@ class Trajectory:
         self.info: dict[str, float] = {}
 
     def room(self, max_model_len: int) -> int:
-        """Tokens that the turn may still generate, by its own limit and by ``max_model_len``."""
+        """Tokens that the turn may still generate."""
         return min(self.max_tokens - len(self.turn), max_model_len - len(self.context))
 
     def add_environment(self, tokens: bytes) -> None:
-        """Append tokens of the environment (int32 bytes; the prompt, then answers of tools), and open the next turn."""
+        """Append the prompt or an answer of a tool (int32 bytes), and open the next turn."""
         count = len(tokens) // self.context.itemsize
         self.context.frombytes(tokens)
         self.mask.extend(bytes(count))
@@ -110,7 +110,6 @@ class Trajectory:
         self.turns.append(ServedTurn(count if self.turns else 0, 0))
 
     def add_generated(self, generated: Generated, engine: str) -> None:
-        """Append (part of) a turn's generated tokens."""
         tokens = array("i", generated.tokens)
         self.context.extend(tokens)
         self.mask.extend(b"\x01" * len(tokens))
@@ -128,7 +127,6 @@ class Trajectory:
             self.first_version = version if self.first_version < 0 else min(self.first_version, version)
 
     def add_signal(self, signal: Signal) -> None:
-        """Add the signal of the tool that ended the last turn."""
         self.turns[-1] = replace(
             self.turns[-1],
             tool=signal.tool,
@@ -158,7 +156,6 @@ class Trajectory:
         )
 
     def finished(self, task: str) -> Finished:
-        """The finished trajectory, for the scheduler to learn from."""
         return Finished(
             trajectory=self.episode,
             prompt_id=self.prompt_id,
@@ -173,7 +170,6 @@ class Trajectory:
         )
 
     def sample_for_training(self, advantage: float) -> Sample:
-        """The trajectory, for the trainer."""
         return Sample(
             uid=f"{self.index}.{self.sample}",
             tokens=self.context.tobytes(),

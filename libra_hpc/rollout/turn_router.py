@@ -1,10 +1,9 @@
 """Sends waiting turns to engines and takes their answers.
 
 - Turns wait -> the scheduling policy picks the engine of each (`dispatch`).
-- A running turn is better off elsewhere -> abort it; its partial output is routed again (`rebalance`).
-- Engine lost, or turn answered with an error -> send the turn again.
-- A trajectory's turns failed `MAX_ERRORS` times -> the attempt fails.
-- Turn overdue -> abort it. `MAX_OVERDUE` times with nothing generated -> the attempt fails.
+- A running turn is better off elsewhere -> abort it, and route its partial output again (`rebalance`).
+- Engine lost, or turn answered with an error -> send the turn again; `MAX_ERRORS` errors -> the attempt fails.
+- Turn overdue -> abort it; `MAX_OVERDUE` times with nothing generated -> the attempt fails.
 - Node drains -> no more turns for it; `TurnsDrained` after its last one.
 
 Dispatcher, board and policy are those that the simulator drives.
@@ -27,11 +26,11 @@ from .run_lines import Routed
 from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
-"""Turns of one attempt that engines may fail before the attempt counts as failed: one may be the engine's fault."""
+"""Errors of engines at one attempt until it fails: a few may be the engines' fault."""
 OVERDUE = "turn overdue"
 """Reason of a `resubmitted` event."""
 MAX_OVERDUE = 3
-"""Deadlines of one attempt that may pass with nothing generated; each of them costs the whole deadline."""
+"""Deadlines of one attempt that may pass with nothing generated; each costs its whole length."""
 
 
 class TurnRouter:
@@ -68,7 +67,6 @@ class TurnRouter:
 
     @property
     def waiting(self) -> int:
-        """Turns that wait for an engine."""
         return len(self._queue)
 
     # --- turns out
@@ -128,14 +126,12 @@ class TurnRouter:
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
-        """Let the policy learn from a finished trajectory."""
         self._queue.finished(trajectory.finished(self._task), now)
 
     # --- answers in
     # ----------------------------------------------------------------------------------------------
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
-        """Take answers of engines."""
         for name, generated in items:
             overdue = self.engines.turns.overdue((name, generated.rid))
             nothing = generated.finish == "abort" and not generated.tokens
@@ -182,7 +178,6 @@ class TurnRouter:
         self.ready(trajectory)
 
     def count_resubmitted(self, trajectory: Trajectory, reason: str) -> None:
-        """Count and log that work of a trajectory is done again."""
         self.resubmitted += 1
         self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
 

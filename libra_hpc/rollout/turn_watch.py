@@ -1,11 +1,10 @@
-"""Deadlines of turns at engines that are themselves alive.
+"""Deadlines of turns at engines that are themselves alive (limits: `libra_hpc.process.deadlines`).
 
-- Half of the limit (`libra_hpc.process.deadlines`) has passed -> *slow*, reported once.
-- The whole limit has passed -> *abort*, reported once: the engine answers with what it has, and the rest goes on
-  elsewhere.
+- Half of the limit has passed -> *slow*, reported once.
+- The whole limit has passed -> *abort*, reported once: the engine answers with what it has.
 - No answer ``floor_s`` after that -> *lost*: the turn is sent again, as it was.
 
-Pure: times are seconds of any monotonic clock, given as arguments.
+Times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class TurnWatch:
         """When each turn was found to have passed its limit."""
 
     def sent(self, turn: Turn, now: float) -> None:
-        """Start the clock of a turn."""
         self._deadlines.begin("turn", turn, now)
 
     def answered(self, turn: Turn, now: float) -> None:
@@ -52,7 +50,6 @@ class TurnWatch:
         self._aborted.pop(turn, None)
 
     def overdue(self, turn: Turn) -> bool:
-        """Whether a turn was found to have passed its limit."""
         return turn in self._aborted
 
     def discount(self, seconds: float) -> None:
@@ -61,7 +58,7 @@ class TurnWatch:
         self._aborted = {turn: at + seconds for turn, at in self._aborted.items()}
 
     def evaluate(self, now: float) -> list[LateTurn]:
-        """Turns that have become late since the last call; *lost* ones are returned until forgotten."""
+        """Turns that became late since the last call, and *lost* ones until they are forgotten."""
         found: list[LateTurn] = []
         for pending in self._deadlines.pending(now, 0.5):
             turn = _turn(pending)

@@ -1,14 +1,13 @@
 """The engine: vLLM's core, stepped in this thread; turns in, answers out, weights swapped between two steps.
 
-vLLM's `InprocClient` is driven directly, below its text front end. Prompts are token ids already, tokens are wanted
-once at the end of a request, and an aborted request must return what it has. Without the front end short turns are
-also faster than with ``LLM.generate``.
+vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids, and an aborted request must
+return what it has. Short turns are also faster this way than with ``LLM.generate``.
 
-A weight update does not drain. Running requests go back into the queue, and all KV and prefix caches are dropped. Each
+A weight update does not drain. Running requests go back into the queue, all KV and prefix caches are dropped, and each
 request is recomputed under the new weights before its next token. Every recorded log-probability is therefore that of
 one model over the whole context, named by its version.
 
-One thread only: vLLM's per-process state is corrupted silently by two threads.
+One thread only: two threads silently corrupt vLLM's per-process state.
 """
 
 from __future__ import annotations
@@ -110,7 +109,6 @@ class RolloutEngine:
 
     @property
     def version(self) -> int:
-        """Weight version the next token is sampled under."""
         return self._version
 
     @property
@@ -119,7 +117,7 @@ class RolloutEngine:
         return self._scheduler.pins.next_expiry
 
     def warm_up(self) -> EngineReady:
-        """Measure the warm-up profile (module `warm_up`) before any turn; returns the announcement with it."""
+        """Measure the warm-up profile before any turn; returns the announcement with it."""
         started = time.monotonic()
         reports = profile(self.submit, self.step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache()
@@ -225,7 +223,6 @@ class RolloutEngine:
         return [self._finish(key, "error", why) for key in list(self._turns)]
 
     def stats(self) -> EngineStats:
-        """The present load and the totals since the start."""
         self._scheduler.pins.expire(time.monotonic())
         running, waiting = self._scheduler.get_request_counts()
         kv_use, kv_pinned = self._scheduler.pins.shares()
@@ -239,7 +236,6 @@ class RolloutEngine:
         )
 
     def close(self) -> None:
-        """Free the device and end the worker processes."""
         if self.step_log is not None:
             self.step_log.close()
         self._client.shutdown()

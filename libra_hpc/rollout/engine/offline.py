@@ -67,7 +67,6 @@ class OfflineEngine:
         return self.engine.apply(update)
 
     def close(self) -> None:
-        """Free the device and end the worker processes."""
         self.engine.close()
 
     def __enter__(self) -> OfflineEngine:

@@ -3,7 +3,7 @@
 vLLM evicts the blocks of finished requests by their last use, whether they are used again or not.
 
 - Request with `Generate.keep_s` > 0 ends by itself -> pin its full blocks: `Pins` takes a reference on each.
-- Time over, or weights swapped -> release the pin; its blocks can be evicted as if they had just been used.
+- Time over, or weights swapped -> release the pin.
 - Allocation fails for lack of free blocks -> release pins, earliest expiry first, until it succeeds or none is left.
 - More than `MOST_PINNED` of the blocks pinned -> release the earliest expiry.
 
@@ -40,7 +40,6 @@ class Pins:
         """Number of pins by block id: siblings share the blocks of their prompt."""
 
     def __len__(self) -> int:
-        """Pins in force."""
         return len(self._heap)
 
     def hold(self, blocks: list[KVCacheBlock], until: float) -> None:
@@ -67,12 +66,10 @@ class Pins:
         return True
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over."""
         while self._heap and self._heap[0][0] <= now:
             self.release()
 
     def clear(self) -> None:
-        """End all pins."""
         while self.release():
             pass
 
@@ -90,8 +87,6 @@ class Pins:
 
 
 class PinningScheduler(Scheduler):
-    """vLLM's scheduler with pins."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pins = Pins(self.kv_cache_manager.block_pool)

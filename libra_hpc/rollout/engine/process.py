@@ -1,12 +1,10 @@
 """The loop of the engine process: messages in, steps, answers out, on one thread.
 
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
-- After a step -> send all its answers in one system call.
 - Idle -> block in ``select``, and report once a second.
 - Weight update -> verify the file in a thread while steps go on; apply it between two steps, in the order received.
 - `Shutdown`, closed socket or SIGTERM -> exit 0.
-- Failed step or half-applied update -> answer every request with finish reason ``error``, send `EngineError` with
-  ``fatal``, exit 1.
+- Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineError`, exit 1.
 - Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
 """
 

@@ -2,8 +2,7 @@
 
 Only here does the device (CPU or GPU) decide anything. Choices for every device, and why:
 
-- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's core runs in this process. It starts in 2 s instead of 9 and leaves no
-  orphan; with tp > 1 only the workers are children.
+- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's core runs in this process, starts in 2 s instead of 9, leaves no orphan.
 - ``processed_logprobs``: of the distribution sampled from, after temperature; vLLM's default is before it.
 - ``enable_chunked_prefill``: long prompts do not stall running turns. Per-request seeds end vLLM on CPU with it, so
   ``seed`` seeds the engine.

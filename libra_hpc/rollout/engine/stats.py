@@ -1,9 +1,8 @@
 """The engine's counters since the start, from vLLM's per-request events, and the pace of its reports.
 
-``prefill_tokens`` and ``cached_tokens``: prompt tokens computed, and found in the prefix cache, counted at the first
-token of a request; recomputation after a preemption does not count. ``preemptions``: requests put back into the queue
-for lack of KV blocks, not those by weight updates. ``busy_s``: seconds in steps and weight updates; ``update_s``: in
-weight updates alone. The cost of steps is learned from the difference.
+``prefill_tokens``, ``cached_tokens``: prompt tokens computed, and found in the prefix cache, at the first token of a
+request; recomputation does not count. ``preemptions``: for lack of KV blocks, not by weight updates. ``busy_s``: in
+steps and weight updates; ``update_s``: in weight updates alone.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ IDLE_INTERVAL_S = 1.0
 
 
 class EngineCounters:
-    """Running totals of one engine."""
-
     def __init__(self) -> None:
         self.generated_tokens = 0
         self.prefill_tokens = 0
@@ -31,14 +28,12 @@ class EngineCounters:
         self.update_s = 0.0
 
     def prefilled(self, stats: Any) -> None:
-        """Count a finished prefill (vLLM's ``PrefillStats``)."""
         self.prefill_tokens += stats.num_computed_tokens
         self.cached_tokens += stats.num_cached_tokens
 
     def message(
         self, *, version: int, running: int, waiting: int, kv_use: float, kv_pinned: float, asleep: bool
     ) -> EngineStats:
-        """The report to the agent."""
         return EngineStats(
             version=version,
             running=running,

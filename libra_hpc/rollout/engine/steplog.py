@@ -2,8 +2,7 @@
 
 JSON lines: first a `StepLogHeader`, then one step each, ``[decodes, kv_tokens, prefill, context, seconds]`` as in
 `libra_hpc.hardware.measured.StepPoint`. Prompt chunks of one step are merged as in the simulator: one chunk after a
-context that gives the same number of attended pairs. ``seconds``: wall time of the whole pass of the engine's loop
-(messages in, step, answers out). The steps of a busy stretch add up to its length.
+context that gives the same number of attended pairs. ``seconds``: of the whole pass of the engine's loop.
 """
 
 from __future__ import annotations
@@ -78,14 +77,12 @@ class StepLog:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the buffered lines."""
         if self._lines:
             self._file.write(b"\n".join(self._lines) + b"\n")
             self._lines.clear()
         self._file.flush()
 
     def close(self) -> None:
-        """Write the rest."""
         self.flush()
         self._file.close()
 

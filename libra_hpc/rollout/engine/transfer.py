@@ -3,10 +3,8 @@
 vLLM imports this module in each worker, as its worker extension. The import registers `FileTransferEngine` and ties
 the life of a worker process to the engine process.
 
-An update is ``start_weight_update``, ``update_weights``, ``finish_weight_update`` on all workers, between two batches.
-CPU linears have their weights in a packed copy. vLLM's layer-wise reload therefore unpacks, loads and re-packs each
-layer in its old storage, so CUDA graphs stay valid. It skips a tied output head, which has no tensor in the file; its
-packed copy is re-packed here.
+CPU linears have a packed copy of their weights. vLLM's layer-wise reload unpacks, loads and re-packs each layer in its
+old storage, so CUDA graphs stay valid. It skips a tied output head, which is therefore re-packed here.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent ends.
 
-    vLLM's workers watch a pipe in a thread, but a hung collective or a start-up in progress outlives that thread.
+    vLLM's workers watch a pipe in a thread, which a hung collective outlives.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -1,8 +1,4 @@
-"""One request inside the engine: its checks, and how its tokens add up to the answer.
-
-vLLM's core returns the new tokens of each step. A `TurnInFlight` collects them with their log-probabilities and the
-step's weight version. An aborted request is answered with what it has, and version spans always add up to the tokens.
-"""
+"""One request inside the engine: its checks, and how its tokens add up to the answer."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 
 
 def refusal(rid: str, why: str) -> Generated:
-    """The answer to a request that is not run."""
     return Generated(
         rid=rid,
         tokens=b"",

@@ -1,11 +1,9 @@
 """The warm-up profile: an engine measures its own steps before it accepts turns.
 
 The scheduler prices a TP class by the measured steps of its engines (`libra_hpc.sched.costs`). Without them it assumes
-that more devices are faster. Where that is wrong (fewer cores than workers), the class gets no turns, and the guess is
-never corrected.
+that more devices are faster. Where that is wrong, the class gets no turns, and the guess is never corrected.
 
-One decode of `DECODES` tokens and one prompt of `PROMPT` tokens give a report each. A first decode is not counted: it
-includes what vLLM builds on its first steps.
+One decode and one prompt give a report each, after a first decode that includes what vLLM builds on its first steps.
 """
 
 from __future__ import annotations
