@@ -3,7 +3,7 @@
 vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids, and an aborted request must
 return what it has. Short turns are also faster this way than with ``LLM.generate``.
 
-A weight update does not drain. Running requests go back into the queue, all KV and prefix caches are dropped, and each
+A weight update does not drain. Running requests go back into the queue, and all KV and prefix caches are dropped. Each
 request is recomputed under the new weights before its next token. Every recorded log-probability is therefore that of
 one model over the whole context, named by its version.
 
