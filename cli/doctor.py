@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
 import typer
 from rich.table import Table
 
 from libra_hpc.config.load import validate
+from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import places, site_profile
 from libra_hpc.errors import SlurmUnreachable
-from libra_hpc.slurm.doctor import examine
+from libra_hpc.runtime.node_probe import probe
+from libra_hpc.slurm.doctor import Finding, examine
+from libra_hpc.slurm.node_job import submit_probe
 from libra_hpc.slurm.site import slurm_environment
 
-from .output import say, say_json, show
+from . import jobs
+from .output import busy, note, say, say_json, show
 from .runs import JsonOption
 
 MARKS = {"good": "ok", "warning": "?", "bad": "no"}
 
 
-def doctor(json: JsonOption = False) -> None:
+def doctor(
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Queue a job of two train nodes that tries MPI, collectives and an engine.")
+    ] = False,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Nodes of that job.")] = 2,
+    json: JsonOption = False,
+) -> None:
     """Examine this site: Slurm, its plugins and partitions, the nodes' interpreter, the shared folder."""
     profile = site_profile()
     config = validate(profile.values)
@@ -27,6 +42,8 @@ def doctor(json: JsonOption = False) -> None:
     except SlurmUnreachable as error:
         environment, why = None, str(error).rstrip(".")
     found = examine(config, environment, why)
+    if submit and environment is not None and not any(finding.state == "bad" for finding in found):
+        found += on_nodes(config, environment, nodes)
     bad = any(finding.state == "bad" for finding in found)
     files = [str(path) for path in places() if path.exists()]
     if json:
@@ -41,3 +58,28 @@ def doctor(json: JsonOption = False) -> None:
         say(f"site profile: {', '.join(files) or 'none (libra-hpc init writes one)'}")
     if bad:
         raise typer.Exit(1)
+
+
+def on_nodes(config: RunConfig, environment: jobs.Environment, nodes: int) -> list[Finding]:
+    """Findings of a job on train nodes; its folder stays where something failed."""
+    parent = Path(config.run.dir).expanduser().absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent))
+    handle = submit_probe(probe, config, environment, folder, nodes)
+    note(f"job {handle.job_id} tries {nodes} nodes (logs in {folder})")
+    try:
+        with busy("waiting for the nodes"):
+            handle.wait()
+    except KeyboardInterrupt:
+        handle.cancel()
+        raise
+    found: list[Finding] = []
+    for task in range(nodes):
+        answers = handle.of_task(task)
+        found += [Finding(*answer) for answer in answers or ()]
+        if answers is None:
+            fix = f"read the logs in {folder}"
+            found.append(Finding(f"node {task}", "bad", f"no answer; the job ended as {handle.state().value}", fix))
+    if all(finding.state != "bad" for finding in found):
+        shutil.rmtree(folder)
+    return found

@@ -59,9 +59,9 @@ class QueueWatcher(SlurmInfoWatcher):
 class EmbeddedAwareExecutor(submitit.SlurmExecutor):
     """submitit's Slurm executor with an explicit client environment and our watcher."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], python: str = "") -> None:
         # submitit starts its commands with this process's environment; `env` adds the difference without changing that.
-        super().__init__(folder, python=shlex.quote(sys.executable))
+        super().__init__(folder, python=python or shlex.quote(sys.executable))
         self._prefix = env_command(env)
 
         class WatchedJob(SlurmJob[Any]):
@@ -116,6 +116,11 @@ class Handle:
         self._unknown_since = self._unknown_since or time.monotonic()
         return JobState.UNKNOWN if time.monotonic() - self._unknown_since > FORGOTTEN_AFTER_S else JobState.PENDING
 
+    def wait(self) -> None:
+        """Return when the job has ended, in whatever way."""
+        while not self.done():
+            time.sleep(POLL_S)
+
     def result(self, timeout: float = math.inf) -> Any:
         """What the function returned, waiting at most ``timeout`` seconds.
 
@@ -135,6 +140,14 @@ class Handle:
         if outcome == "error":
             raise OperationError(f"{self.name} (job {self.job_id}) failed:\n{value}")
         return value
+
+    def of_task(self, task: int) -> Any:
+        """What the function returned in one task of a job that has ended; None where it left nothing."""
+        try:
+            outcome, value = self.job.task(task)._get_outcome_and_result()
+        except UncompletedJobError:
+            return None
+        return value if outcome == "success" else None
 
     def _succeeded(self) -> bool:
         try:
@@ -166,8 +179,14 @@ def run_single(
     cpus: int = 1,
     mem: str = "2G",
     time_limit: str = "01:00:00",
+    python: str = "",
+    parameters: Mapping[str, Any] | None = None,
 ) -> Handle:
-    """Submit ``function(*args)`` as a one-task job and return at once.
+    """Submit ``function(*args)`` as a job and return at once: one task, or one a node where ``parameters`` asks for
+    several ``nodes``.
+
+    ``python``: shell words that start the interpreter in the job; empty: this one.  ``parameters``: more of submitit's
+    for Slurm.
 
     ``env`` is the environment of Slurm's commands (`slurm_environment`) and of the job; for ``local`` any environment
     will do.  ``folder`` takes pickles and logs.  Raises `UserError` when Slurm refuses the request.
@@ -184,17 +203,11 @@ def run_single(
         local = submitit.LocalExecutor(folder, python=command)
         local.update_parameters(timeout_min=minutes)
         return Handle(name, local.submit(function, *args))
-    slurm = EmbeddedAwareExecutor(folder, env)
-    parameters: dict[str, Any] = {
-        "job_name": name,
-        "time": minutes,
-        "cpus_per_task": cpus,
-        "mem": mem,
-        "ntasks_per_node": 1,
-    }
+    slurm = EmbeddedAwareExecutor(folder, env, python)
+    given: dict[str, Any] = {"job_name": name, "time": minutes, "cpus_per_task": cpus, "mem": mem, "ntasks_per_node": 1}
     if partition:
-        parameters["partition"] = partition
-    slurm.update_parameters(**parameters)
+        given["partition"] = partition
+    slurm.update_parameters(**given, **(parameters or {}))
     try:
         # submitit prints Slurm's refusal; the exception carries it too.
         with contextlib.redirect_stderr(io.StringIO()):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jinja2
 
+from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
@@ -144,34 +145,40 @@ def _mail(config: RunConfig) -> list[str]:
     return [f"--mail-user={address}", f"--mail-type={','.join(config.slurm.mail_on)}"] if address else []
 
 
-def _options(config: RunConfig, group: HetGroup) -> list[str]:
-    """sbatch options of one group of nodes."""
-    slurm, component, field = config.slurm, group.component, f"components.{group.name}"
-    optional = {
+def component_options(config: RunConfig, name: str, component: Component) -> dict[str, str]:
+    """Where the nodes of a component come from and who pays for them: sbatch options without their dashes."""
+    slurm, field = config.slurm, f"components.{name}"
+    options = {
         "partition": _word(f"{field}.partition", component.partition),
         "constraint": _word(f"{field}.constraint", component.constraint),
         "reservation": _word(f"{field}.reservation", component.reservation),
         "account": _word(f"{field}.account", component.account) or _word("slurm.account", slurm.account),
         "qos": _word(f"{field}.qos", component.qos) or _word("slurm.qos", slurm.qos),
     }
-    tasks = len(group.ranks)
+    if component.gpus:
+        kind = _word(f"{field}.gpu_type", component.gpu_type)
+        spelling = _word("slurm.gpu_option", slurm.gpu_option).removeprefix("--")
+        if not kind:
+            spelling = spelling.replace("{type}:", "").replace("{type}", "")
+        option, _, value = spelling.replace("{type}", kind).replace("{gpus}", str(component.gpus)).partition("=")
+        options[option] = value
+    return {option: value for option, value in options.items() if value}
+
+
+def _options(config: RunConfig, group: HetGroup) -> list[str]:
+    """sbatch options of one group of nodes."""
+    component, tasks = group.component, len(group.ranks)
     options = [
         f"--nodes={component.nodes}",
         f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={max(1, component.cpus // tasks)}",
         f"--mem={component.mem}",
-        f"--time={_word('slurm.time_limit', slurm.time_limit)}",
+        f"--time={_word('slurm.time_limit', config.slurm.time_limit)}",
         # The job outlives a lost node: the agents notice and go on.
         "--no-kill",
-        *(f"--{option}={value}" for option, value in optional.items() if value),
+        *(f"--{option}={value}" for option, value in component_options(config, group.name, component).items()),
     ]
-    if component.gpus:
-        kind = _word(f"{field}.gpu_type", component.gpu_type)
-        spelling = _word("slurm.gpu_option", slurm.gpu_option)
-        if not kind:
-            spelling = spelling.replace("{type}:", "").replace("{type}", "")
-        options.append(spelling.replace("{type}", kind).replace("{gpus}", str(component.gpus)))
-    extras = [("slurm.extra", slurm.extra), (f"{field}.extra", component.extra)]
+    extras = [("slurm.extra", config.slurm.extra), (f"components.{group.name}.extra", component.extra)]
     return options + [_extra(f"{name}[{i}]", option) for name, given in extras for i, option in enumerate(given)]
 
 

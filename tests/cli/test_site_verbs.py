@@ -45,3 +45,35 @@ def test_doctor_without_slurm_says_so_and_goes_on(
     assert done.code == 1
     assert "sbatch" in done.out
     assert "run.dir" in done.out
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_two_nodes_are_tried_with_mpi_collectives_and_an_engine(
+    cluster: ClusterInfo, cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    path = tmp_path / "site.toml"
+    node = 'partition = "a800"\ngpus = 1\ncpus = 1\nmem = "4G"\n'
+    path.write_text(f'[run]\ndir = "{tmp_path / "runs"}"\n[components.train]\n{node}')
+    monkeypatch.setenv("LIBRA_HPC_SITE", str(path))
+    done = cli("doctor", "--submit", "--json")
+    findings = json.loads(done.out)["findings"]
+    assert not [finding for finding in findings if finding["state"] == "bad"], findings
+    subjects = [finding["subject"].partition(": ")[2] for finding in findings]
+    assert [subjects.count(name) for name in ("vllm", "MPI world", "all-reduce", "vLLM engine")] == [2, 2, 2, 1]
+    assert any(finding["found"].startswith("2 ranks") for finding in findings)
+    assert not list((tmp_path / "runs").iterdir()), "nothing is left of a job that found no fault"
+
+
+def test_nodes_that_do_not_answer_are_said_with_their_logs(
+    cluster: ClusterInfo, cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(f'[run]\ndir = "{tmp_path / "runs"}"\n[compute]\nsetup = ["exit 3"]\n')
+    monkeypatch.setenv("LIBRA_HPC_SITE", str(path))
+    done = cli("doctor", "--submit", "--json", "--nodes", "1")
+    assert done.code == 1
+    last = json.loads(done.out)["findings"][-1]
+    assert (last["subject"], last["state"]) == ("node 0", "bad")
+    assert "FAILED" in last["found"]
