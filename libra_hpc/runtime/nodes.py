@@ -141,9 +141,6 @@ class NodePool:
                     context.send(rank, wire.StandbyEngine(kind))
                 case states.OrderDrain(rank=rank):
                     context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
-                case states.OpenTurns() | states.ResubmitTurns():
-                    # The rollout leader hears of engines from their own node, and of a lost node with everybody else.
-                    pass
                 case states.FormMembership(membership=membership):
                     self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
                     context.send(

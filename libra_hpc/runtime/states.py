@@ -162,20 +162,8 @@ class OrderStandby(msgspec.Struct, frozen=True):
     kind: Role
 
 
-class OpenTurns(msgspec.Struct, frozen=True):
-    """The router may send turns to this node."""
-
-    rank: int
-
-
 class OrderDrain(msgspec.Struct, frozen=True):
     """Send no new turns to this node; report `Drained` when those in flight are answered or moved."""
-
-    rank: int
-
-
-class ResubmitTurns(msgspec.Struct, frozen=True):
-    """The node's turns in flight are gone: send them elsewhere."""
 
     rank: int
 
@@ -186,22 +174,17 @@ class FormMembership(msgspec.Struct, frozen=True):
     membership: Membership
 
 
-Effect = Union[OrderStart, OrderStandby, OpenTurns, OrderDrain, ResubmitTurns, FormMembership]
+Effect = Union[OrderStart, OrderStandby, OrderDrain, FormMembership]
 
 # Transitions --------------------------------------------------------------------------------------
 
 
-def start(
-    nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout", generation: int = 0
-) -> tuple[Pool, tuple[Effect, ...]]:
-    """A pool whose nodes ``(rank, component)`` all have to start their engine; ``generation`` is the last one used
-    before (a resumed run)."""
+def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout") -> tuple[Pool, tuple[Effect, ...]]:
+    """A pool whose nodes ``(rank, component)`` all have to start their engine."""
     made: dict[int, Node] = {}
     for rank, component in nodes:
         made[rank] = Node(rank, component, NodeState.STARTING, hybrid_role if component == "hybrid" else component)
-    return Pool(made, Membership(generation, ()), generation), tuple(
-        OrderStart(node.rank, node.role) for node in made.values()
-    )
+    return Pool(made, Membership(0, ()), issued=0), tuple(OrderStart(node.rank, node.role) for node in made.values())
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
@@ -273,7 +256,7 @@ def _engine_ready(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effec
     started = node.state is not NodeState.LOST and not node.draining and not node.engine_ready
     _require(started and kind == node.role and not (kind == "rollout" and node.has_state), node, f"{kind} engine ready")
     if kind == "rollout":
-        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), (OpenTurns(node.rank),)
+        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), ()
     return _propose(_put(pool, node, engine_ready=True))
 
 
@@ -298,13 +281,12 @@ def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect
     _require(node.state is not NodeState.LOST, node, f"{kind} engine died")
     if kind == "rollout":
         if node.draining:
-            return _put(pool, node, draining=False), (ResubmitTurns(node.rank), OrderStart(node.rank, "train"))
+            return _put(pool, node, draining=False), (OrderStart(node.rank, "train"),)
         if node.role != "rollout" or node.has_state:
             return pool, ()  # a standby: the next move pays a cold start
-        restart: tuple[Effect, ...] = (OrderStart(node.rank, "rollout"),)
         if node.state is NodeState.ROLLOUT:
-            return _put(pool, node, state=NodeState.STARTING, engine_ready=False), (ResubmitTurns(node.rank), *restart)
-        return pool, restart
+            pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
+        return pool, (OrderStart(node.rank, "rollout"),)
     if node.state is NodeState.TO_ROLLOUT and node.has_state:
         return _put(pool, node, has_state=False, member_of=-1), (OrderStart(node.rank, "rollout"),)
     if node.role != "train" or node.draining:
@@ -319,12 +301,10 @@ def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect
 def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     if node.state is NodeState.LOST:
         return pool, ()
-    held_turns = node.state is NodeState.ROLLOUT or node.draining
     # A core trainer that is lost before the first generation is one the others wait for no longer.
     changes = (node.role == "train" and node.engine_ready) or not pool.membership.ranks
     lost = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
-    lost, effects = _propose(lost) if changes else (lost, ())
-    return lost, ((ResubmitTurns(node.rank), *effects) if held_turns else effects)
+    return _propose(lost) if changes else (lost, ())
 
 
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
