@@ -45,9 +45,9 @@ from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
 from .mesh import Mesh
 from .rank_layout import RankLayout, check_world
-from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
-from .routes import Routes, add_engines, add_rollout_lead, add_train_leader
+from .rollout_service import RolloutService
+from .routes import Routes, add_engines, add_rollout_service, add_train_leader
 from .train_node import TrainNode
 from .world import NoWorld, World, meet
 
@@ -71,7 +71,7 @@ class Agent:
         self.context: AgentContext | None = None
         self.coordinator: Coordinator | None = None
         self.train_leader: TrainLeader | None = None
-        self.rollout_lead: RolloutLead | None = None
+        self.rollout_service: RolloutService | None = None
         self.rollout_node: RolloutNode | None = None
         self.train_node: TrainNode | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -149,9 +149,9 @@ class Agent:
                 add_train_leader(self._routes, self.train_leader, self.train_node, self.rank, self.mesh.send)
                 self._training = self._spawn(self.train_leader.run())
             if self.rank == self.layout.rollout_leader:
-                self.rollout_lead = RolloutLead(context)
-                add_rollout_lead(self._routes, self.rollout_lead)
-                self._spawn(self.rollout_lead.run())
+                self.rollout_service = RolloutService(context)
+                add_rollout_service(self._routes, self.rollout_service)
+                self._spawn(self.rollout_service.run())
 
     def _make_train_leader(self, context: AgentContext) -> TrainLeader:
         config, start = self.config, context.start
@@ -186,7 +186,7 @@ class Agent:
 
     async def _leave(self) -> None:
         """End the engines, then the tasks; the folders of this agent go with it."""
-        stops = [part.stop() for part in (self.rollout_lead, self.rollout_node, self.train_node) if part is not None]
+        stops = [part.stop() for part in (self.rollout_service, self.rollout_node, self.train_node) if part is not None]
         await asyncio.gather(*stops)
         await self.mesh.drain(GOODBYE_S)
         for task in self._tasks:
@@ -293,8 +293,8 @@ class Agent:
         self.mesh.forget(lost.rank)
         if self.train_leader is not None:
             self.train_leader.on_replica_down(lost.rank, "node lost")
-        if self.rollout_lead is not None:
-            self.rollout_lead.leader.on_rank_lost(lost.rank)
+        if self.rollout_service is not None:
+            self.rollout_service.leader.on_rank_lost(lost.rank)
 
     def _on_lost_message(self, rank: int, message: Any) -> None:
         """Rank 0 only: a rank that was declared lost is heard again."""

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.train.train_leader import TrainLeader
 
-from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
+from .rollout_service import RolloutService
 from .train_node import TrainNode
 
 M = TypeVar("M")
 
-FOR_ROLLOUT_LEAD = (
+FOR_ROLLOUT_SERVICE = (
     wire.TurnsDone,
     wire.EngineUp,
     wire.EngineDown,
@@ -93,7 +93,7 @@ def add_train_leader(
     routes.add(wire.EngineDied, died)
 
 
-def add_rollout_lead(routes: Routes, lead: RolloutLead) -> None:
+def add_rollout_service(routes: Routes, service: RolloutService) -> None:
     """Rows of the rollout leader."""
-    for kind in FOR_ROLLOUT_LEAD:
-        routes.add(kind, lead.on_message)
+    for kind in FOR_ROLLOUT_SERVICE:
+        routes.add(kind, service.on_message)

@@ -44,7 +44,7 @@ def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
     return record.line() if isinstance(record, Restart) else trace_line(record)
 
 
-class RolloutLead:
+class RolloutService:
     """See the module docstring."""
 
     def __init__(self, context: AgentContext) -> None:

@@ -17,7 +17,7 @@ from libra_hpc.rollout.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_lead import RolloutLead
+from libra_hpc.runtime.rollout_service import RolloutService
 from libra_hpc.runtime.storage import Storage
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.events import LineLog
@@ -81,13 +81,13 @@ def kept(*done: tuple[int, int]) -> Recovered:
     return Recovered(found, {})
 
 
-def lead(folder: Path, start: Welcome) -> tuple[RolloutLead, list[Any]]:
+def service(folder: Path, start: Welcome) -> tuple[RolloutService, list[Any]]:
     sent: list[Any] = []
     layout = RankLayout(("planner", "train", "rollout"))
     context = AgentContext(
         2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder
     )
-    return RolloutLead(context), sent
+    return RolloutService(context), sent
 
 
 def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     run.write_json(run.config, {})
 
     async def starts(welcome: Welcome, going_on: Recovered) -> None:
-        leader, sent = lead(tmp_path, welcome)
+        leader, sent = service(tmp_path, welcome)
         await leader._supersede(going_on)
         assert not [m for m in sent if isinstance(m, Log)]
 
