@@ -1,9 +1,10 @@
 """A child process of the agent and the Unix-domain socket between them.
 
-The agent listens on a socket in its private 0700 directory, starts the child in a process group of its own with a log
-file of its own, and accepts one connection.  Frames are those of `libra_hpc.protocol.codec`.  The child exits when the
-socket closes, so no engine outlives its agent; the agent ends a child by its own process group, and learns of a child's
-death from the kernel, not from silence.
+- Start -> a socket in the agent's 0700 folder, a process group and a log of its own; one connection is accepted.
+- The socket closes -> the child exits, so no engine outlives its agent.
+- The child ends -> the kernel reports it, and its whole process group gets SIGKILL.
+
+Frames are those of `libra_hpc.protocol.codec`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 from .dump import DUMP_SIGNAL
 
 READ_BYTES = 1 << 20
+"""Per read of the socket."""
 DUMP_S = 0.5
 """From the request for stacks to SIGKILL: writing them takes milliseconds, and a stopped process writes none."""
 LEAVE_S = 5.0
@@ -30,16 +32,17 @@ LEAVE_S = 5.0
 def _ignore_job_signals() -> None:
     """Run in the child before it becomes the engine; ignored signals stay ignored across exec.
 
-    Slurm sends a job's signals to every process of a step, and an engine that dies of the notice to save could not
-    save.
+    Slurm sends a job's signals to every process of a step.  An engine that dies of the notice to save could not save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Child:
-    """One engine process.  `on_message` and `on_exit` are called in the agent's loop; `on_exit` exactly once, after
-    the last message."""
+    """One engine process.
+
+    ``on_message`` and ``on_exit`` are called in the agent's loop; ``on_exit`` exactly once, after the last message.
+    """
 
     live: ClassVar[set[int]] = set()
     """Process ids of all children of this process that are not reaped."""
@@ -74,7 +77,7 @@ class Child:
         return self._process.pid if self._process else 0
 
     async def start(self, argv: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """Start ``argv + ["--socket", path]``; messages sent before it connects are kept."""
+        """Start ``argv + ["--socket", path]``; messages sent before it connects wait."""
         with contextlib.suppress(FileNotFoundError):
             self.socket_path.unlink()
         self._server = await asyncio.start_unix_server(self._connected, str(self.socket_path))
@@ -99,9 +102,9 @@ class Child:
         self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     def send(self, message: Any) -> None:
-        """Send one message; to a child that is gone it is dropped (its `on_exit` tells the owner).
+        """Send one message; to a child that is gone it is dropped, as its `on_exit` reports.
 
-        What a child does not read is kept until it is gone: the owner ends one that gives no sign of life.
+        What a child does not read waits until it is gone: the owner ends one that gives no sign of life.
         """
         if self.ended:
             return
@@ -118,8 +121,7 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end_hung(self) -> None:
-        """End a child that makes no progress: its threads' stacks go to its log (`dump_on_request`), then SIGKILL;
-        `on_exit` follows."""
+        """End a child that makes no progress: stacks into its log (`dump_on_request`), then SIGKILL."""
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, DUMP_SIGNAL)
@@ -127,8 +129,7 @@ class Child:
             self.kill()
 
     async def stop(self, leave_s: float = LEAVE_S) -> None:
-        """Close the socket, which tells the child to leave, and SIGKILL it when it does not; returns when the
-        process is gone."""
+        """Close the socket, at which the child leaves, and SIGKILL it when it does not; returns when it is gone."""
         self.stopping = True
         if self._writer is not None:
             self._writer.close()

@@ -1,16 +1,14 @@
 """Deadlines on progress: how long an operation may take before whoever waits for it must act.
 
-- Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow
-  once.
+- Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation, cold file systems are slow once.
 - Measured -> ``factor`` times the longest of the last `WINDOW` durations, and never less than ``floor_s``.
-- Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process,
-  start another.
+- Half of the limit has passed -> *late*: report it.
+- The limit has passed -> *overdue*: dump stacks, end the process, start another.
 - Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends.
 - `GIVE_UP` in a row -> the run fails.
-- The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for
-  nobody.
+- The waiting process itself was stopped -> `discount` the stall, in which nobody could read answers.
 
-Pure: times are seconds of any monotonic clock, given as arguments.
+Pure: times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,15 +18,19 @@ from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 WINDOW = 32
-"""Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after
-one."""
+"""Durations remembered under a name.
+
+Half: a slow phase is forgotten sooner; double: a deadline stays long after one.
+"""
 GIVE_UP = 4
-"""Operations of a name given up in a row that show that no limit will do: the last one had 8 times the first limit.
-Half: one slow start after another ends a run; double: nodes idle for days (128 times 900 s) before anybody is told."""
+"""Operations of a name given up in a row that show that no limit will do: the last had 8 times the first limit.
+
+Half: two slow starts end a run; double: nodes idle for days (128 times 900 s) before the run fails.
+"""
 
 
 STALL_S = 2.0
-"""A loop that wakes so much later than planned was kept from waking: its process was stopped, not busy."""
+"""A loop that wakes so much later than planned belongs to a process that was stopped, not busy."""
 
 
 def stall_of(slept_s: float, planned_s: float) -> float:
@@ -72,7 +74,7 @@ class Pending(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """For the log and the status: what is waited for, how long, and how long it may take."""
+        """For the log and the status: what is waited for, how long, and its limit."""
         return f"{self.name} has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
 
 
@@ -98,14 +100,14 @@ class Deadlines:
         self._began[key] = _Begun(name, now, limit_s, self._exceeded.get(name, 0))
 
     def end(self, key: Hashable, now: float) -> None:
-        """It ended, and its duration counts.  An unknown key is ignored: its answer came after it was given up."""
+        """It ended, and its duration counts.  An unknown key is ignored: it was given up before."""
         found = self._began.pop(key, None)
         if found is not None:
             self._durations.setdefault(found.name, deque(maxlen=WINDOW)).append(max(0.0, now - found.at))
             self._exceeded.pop(found.name, None)
 
     def exceeded(self, key: Hashable) -> str:
-        """It was overdue and is given up.  Empty, or why the run is to fail: `GIVE_UP` of its name in a row.
+        """Give up an overdue operation.  Empty, or why the run is to fail: `GIVE_UP` of its name in a row.
 
         Operations that began under the same limit count once: the engines of a node start together.
         """
@@ -121,11 +123,11 @@ class Deadlines:
         return f"{times}; raise deadlines.first_s if it needs longer"
 
     def forget(self, key: Hashable) -> None:
-        """It is not waited for any more, and its duration says nothing."""
+        """It is not waited for any more, and its duration does not count."""
         self._began.pop(key, None)
 
     def clear(self) -> None:
-        """Nothing is waited for any more."""
+        """Wait for nothing any more."""
         self._began.clear()
 
     def limit(self, name: str) -> float:

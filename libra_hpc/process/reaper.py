@@ -1,12 +1,10 @@
-"""Processes that outlive whoever started them: how nothing below this process escapes (Linux, standard library alone).
+"""Ends processes that outlive whoever started them, so that nothing below this process escapes (Linux).
 
-A process whose parent ends becomes the child of its nearest ancestor that is a *subreaper*, whatever session or group
-it has moved to.
+A process whose parent ends becomes the child of its nearest ancestor that is a *subreaper*, whatever its session.
 
-- `become_subreaper` once, at the start -> what is left of children that die comes here and not to init.
-- `end_children` -> all children but those to spare are killed and reaped, and the children that come up in their place.
-- `end_strangers` -> one round of the same, where a process has children of its own: those it names and those of its
-  session are spared.
+- `become_subreaper`, once at the start -> what is left of children that die comes here and not to init.
+- `end_children` -> all children but those to spare are killed and reaped, and those that come up in their place.
+- `end_strangers` -> one round of the same, sparing the children it names and those of this session.
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ def _children_of(pid: int) -> set[int]:
 def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
     """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds.
 
-    Children in ``spared`` go on with all that is below them; they are not reaped, since whoever started them waits for
-    them.
+    Children in ``spared`` go on with all that is below them and are not reaped: whoever started them waits for them.
     """
     deadline = time.monotonic() + limit_s
     while left := [pid for pid in children().difference(spared) if not _reaped(pid)]:
@@ -95,11 +92,11 @@ def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
 
 
 def end_strangers(known: Collection[int]) -> list[int]:
-    """Kill every child that is neither known nor of this process's session, and reap those that have ended.
+    """Kill children that are neither in ``known`` nor of this process's session, and reap those that have ended.
 
-    Returns the ids of the killed.  One round, without waiting: the children of a killed stranger come up in its place,
-    so call it again until it returns none.  Never call it while a child is being started whose id is not known yet.
-    A process cannot enter the session of another, so what a tool left behind is never of this one.
+    Returns the ids of the killed.  Children of a killed one come up in its place: call it until it returns none.  Never
+    call it while a child is being started whose id is not known yet.  A process cannot enter another's session, so what
+    a tool left behind is never of this one.
     """
     session, killed = os.getsid(0), []
     for pid in children().difference(known):

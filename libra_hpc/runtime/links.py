@@ -1,12 +1,12 @@
-"""Byte streams between the agents: one TCP connection per sender and receiver, opened when the first message is sent.
+"""Byte streams between the agents: one TCP connection per sender and receiver, opened for the first message.
 
-On the wire: a proof that both ends know the run's secret, then `HEADER` (bytes of the frame, bytes of the blob), frame,
-blob, and so on.
+On the wire: a proof that both ends have the run's secret, then `HEADER` (bytes of frame and blob), frame, blob, and so
+on.
 
-- A peer that does not read (stopped, slow network) -> what is sent to it waits, for ever.
-- A connection that breaks, or that every address refuses -> what waits is dropped, and so is all that is
-  sent later: a stream with a hole in it must not go on.  `Outgoing.reopen` begins a new stream.
-- A caller that cannot prove that it knows the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
+- A peer does not read (stopped, slow network) -> what is sent to it waits without limit.
+- A connection breaks, or every address refuses -> what waits is dropped, and what is sent later: no stream has holes.
+- `Outgoing.reopen` -> a new stream begins.
+- A caller without the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ RANK = struct.Struct("<I")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_S = 5.0
-"""For one address to answer and prove itself.  Too short costs another round over the addresses, too long delays a
-start at a node with wrong ones."""
+"""For one address to answer and prove itself.
+
+Too short costs another round over the addresses, too long delays a start at a node with wrong ones.
+"""
 REFUSALS = 3
-"""A rank that was stopped while it connected is turned away once; a fourth attempt would find nothing else than the
-third."""
+"""A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
+"""Between two rounds over the addresses, and after a caller that was not accepted."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
-"""Seconds, seconds, times.  A firewall between the nodes sees traffic; a machine that is gone is noticed after six
-minutes where heartbeats did not."""
+"""Seconds, seconds, times.
+
+A firewall between the nodes sees traffic; a machine that is gone is noticed after six minutes where no heartbeat is.
+"""
 JOIN_BYTES = 1 << 16
 """Small messages that wait are sent with one call of the kernel, up to this size."""
 TURN_BYTES = 4 << 20
-"""Bytes after which the loop's other tasks get their turn: 2 to 4 ms of copying."""
+"""Bytes after which the loop's other tasks run: 2 to 4 ms of copying."""
 TURN_MESSAGES = 64
 """Messages after which they do."""
 MAX_FRAME_BYTES = 1 << 30
 MAX_BLOB_BYTES = 1 << 36
 
 Done = Callable[[bool], None]
-"""Called once with True when the buffers of a message are free again, or with False when it was dropped."""
+"""Called once: True when the buffers of a message are free again, False when it was dropped."""
 Deliver = Callable[[int, bytes, bytearray], None]
 """Gets (rank, frame, blob) of each message, in the order in which that rank sent them."""
 
@@ -101,8 +105,10 @@ class Outgoing:
             self._give_up()
 
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
-        """Send what waits up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of
-        it."""
+        """Send what waits up to a blob's end or `JOIN_BYTES`.
+
+        A message is in the queue until the kernel has all of it.
+        """
         taken, small = 0, bytearray()
         for posted in self._queue:
             small += posted.frame
@@ -183,13 +189,13 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> Non
 
 
 def _defect(task: asyncio.Task[None]) -> None:
-    """What nobody expected goes to the loop's exception handler at once, not when the task is collected."""
+    """Hand an unexpected error to the loop's exception handler at once, not when the task is collected."""
     if not task.cancelled():
         task.result()
 
 
 class _Reader:
-    """Exact reads from a nonblocking socket; small ones share a buffer, large ones go where they belong."""
+    """Exact reads from a nonblocking socket; small ones share a buffer, large ones are not copied."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
@@ -228,9 +234,9 @@ class _Reader:
 
 
 async def _connect(world: World, peer: int) -> socket.socket:
-    """A proven connection to a rank.  An address that stays silent is tried again and again: the rank may be stopped.
+    """A proven connection to a rank.  A silent address is tried again without limit: the rank may be stopped.
 
-    Raises `ConnectionError` when every address has refused `REFUSALS` times: nobody is there any more.
+    Raises `ConnectionError` when every address has refused `REFUSALS` times: no process listens there any more.
     """
     endpoint, refusals, why = world.endpoints[peer], 0, ""
     while refusals < REFUSALS:
@@ -271,9 +277,13 @@ async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> No
     """Answer the server's challenge, set one, and check its answer."""
     loop, reader = asyncio.get_running_loop(), _Reader(stream)
     theirs, own = await reader.exactly(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    await loop.sock_sendall(stream, RANK.pack(world.rank) + own + _proof(world, b"client", theirs, world.rank, peer))
-    if not hmac.compare_digest(await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, world.rank, peer)):
-        raise ConnectionError("the peer does not know this run's secret")
+    await loop.sock_sendall(
+        stream, RANK.pack(world.rank) + own + _proof(world, b"client", theirs, caller=world.rank, called=peer)
+    )
+    if not hmac.compare_digest(
+        await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, caller=world.rank, called=peer)
+    ):
+        raise ConnectionError("the peer does not have this run's secret")
 
 
 async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader) -> int:
@@ -282,9 +292,11 @@ async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader)
     await loop.sock_sendall(stream, own)
     (source,) = RANK.unpack(await reader.exactly(RANK.size))
     theirs, proof = await reader.exactly(NONCE_BYTES), await reader.exactly(PROOF_BYTES)
-    if source >= world.size or not hmac.compare_digest(proof, _proof(world, b"client", own, source, world.rank)):
-        raise ConnectionError("a caller that does not know this run's secret was turned away")
-    await loop.sock_sendall(stream, _proof(world, b"server", theirs, source, world.rank))
+    if source >= world.size or not hmac.compare_digest(
+        proof, _proof(world, b"client", own, caller=source, called=world.rank)
+    ):
+        raise ConnectionError("a caller without this run's secret was turned away")
+    await loop.sock_sendall(stream, _proof(world, b"server", theirs, caller=source, called=world.rank))
     return int(source)
 
 

@@ -1,14 +1,13 @@
 """Whether a training replica makes progress: the judgement of its node, from orders, answers and signs of life.
 
-- The replica is serial: an order counts from when the one before it was answered.
+- The replica is serial -> an order counts from when the one before it was answered.
 - It writes a snapshot, which no order asks for -> an operation of its own; the next order counts from its end.
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
-- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long: whoever
-  keeps them waiting is ended first.
-- A process that has something to do gives no sign of life for ``floor_s`` -> hung; for half of that -> late.
+- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long.
+- A process with something to do gives no sign of life for ``floor_s`` -> hung; for half of that -> late.
 
-Pure: times are seconds of any monotonic clock, given as arguments.
+Pure: times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -36,9 +35,12 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train.link import BUSY, CHECKPOINT, COMPUTE, WAITING
 
 PEERS = 3.0
-"""Half: a replica that waits may be ended before the slow one; double: a lost message holds the run so much longer."""
+"""A replica that makes others wait is ended first.
+
+Half: a replica that waits may be ended before the slow one; double: a lost message holds the run so much longer.
+"""
 FRESH_S = 5.0
-"""Signs of life come every second; a phase reported longer ago says nothing about now."""
+"""Signs of life come every second; an older one proves nothing about now."""
 START = "start"
 
 
@@ -89,7 +91,7 @@ class ReplicaWatch:
                 self._deadlines.begin(key[0], key, now)
 
     def answered(self, message: Any, now: float) -> None:
-        """The replica answered.  A failure's duration says nothing about how long success takes."""
+        """The replica answered.  A failure's duration is not measured: it does not show how long success takes."""
         key = order_key(message)
         if key is None and isinstance(message, WorkerError) and self._orders and self._orders[0][0] == CHECKPOINT:
             key = self._orders[0]  # a save that was refused
@@ -103,7 +105,7 @@ class ReplicaWatch:
         else:
             self._deadlines.end(key, now)
         self._reported.discard(key)
-        # Signs of life of before the answer say nothing about what comes after it.
+        # A phase of before the answer has ended with it.
         self._alive = {
             process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
         }
@@ -138,7 +140,7 @@ class ReplicaWatch:
         return next(filter(None, failures), "")
 
     def clear(self) -> None:
-        """Nothing is waited for any more; measured durations stay."""
+        """Wait for nothing any more; measured durations stay."""
         self._deadlines.clear()
         self._orders.clear()
         self._busy = ""

@@ -1,26 +1,18 @@
 """The elastic pool as a pure state machine: event in, new pool and effects out.
 
-A node is in one of six states:
+    STARTING --engine ready--> ROLLOUT, or TRAIN once it is a member with its state
+    ROLLOUT  --move--> TO_TRAIN --drained, engine ready, member, state arrived--> TRAIN
+    TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
+    any      --heartbeat lost--> LOST --returned--> STARTING
 
-    STARTING --engine ready--> ROLLOUT | (member with its state) TRAIN          first start, restart after a crash,
-    return after a loss ROLLOUT  --move--> TO_TRAIN   --drained, engine ready, member, state arrived--> TRAIN TRAIN
-    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT any      --heartbeat lost-->
-    LOST --returned--> STARTING
-
-Only nodes of the ``hybrid`` component move; ``train`` and ``rollout`` nodes are the core and keep their role for life.
-
-*Membership* is the numbered set of data-parallel replicas.  Every wish to change it becomes a proposal with the next
-number; a newer proposal replaces one that is still forming.  A node is proposed once its training engine answers, so
-that members never wait for an engine to start, and it counts as a trainer (TRAIN) only when it is a member *and* its
-weights and optimizer state have arrived, in whatever order the two happen.  Trainers adopt a proposal at a step
-boundary; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the
-generation that no longer holds it is complete; if it has meanwhile become the only one that holds the training state,
-its move is called off.  The first generation waits for all core training nodes, so that a run does not form one group
-per node while they come up.
-
-`advance` raises `IllegalTransition` for an event that cannot happen in the present state (a core node ordered to move,
-a second order while the first is under way): the caller logs it and keeps the old pool.  Confirmations of a superseded
-generation are normal late messages and change nothing.
+- Only ``hybrid`` nodes move; ``train`` and ``rollout`` nodes are the core.
+- A training engine answers -> the next *membership* (numbered set of replicas) is proposed, instead of one still
+  forming.
+- Every rank of a proposal has confirmed it, at a step boundary -> it is the current generation.
+- A member has weights and optimizer state -> it counts as a trainer.
+- A node leaves -> it trains until a generation without it is complete.
+- A leaving node is the last that holds the state -> its move is called off.
+- The first generation waits for all core training nodes: a run does not form one group per node.
 """
 
 from __future__ import annotations
@@ -47,7 +39,7 @@ class NodeState(StrEnum):
 
 
 class IllegalTransition(Exception):
-    """An event that is impossible in the present state of the pool."""
+    """An event that is impossible in the present state of the pool; the caller logs it and keeps the old pool."""
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -57,14 +49,14 @@ class Node(msgspec.Struct, frozen=True):
     component: Component
     state: NodeState
     role: Role
-    """The role it has, or is on its way to."""
+    """The role it has, or is moving to."""
     draining: bool = False
     """Ordered to train, with turns still in flight."""
     engine_ready: bool = False
     """Whether the engine of ``role`` answers."""
     has_state: bool = False
-    """Whether its training engine holds the current weights and optimizer state (kept by a leaving node until it is
-    freed)."""
+    """Whether its training engine holds the current weights and optimizer state; a leaving node has it until it is
+    freed."""
     member_of: int = -1
     """Last generation its present training engine confirmed."""
 
@@ -118,7 +110,10 @@ class StateArrived(msgspec.Struct, frozen=True):
 
 
 class MemberOf(msgspec.Struct, frozen=True):
-    """The node's training engine formed the group of this generation."""
+    """The node's training engine formed the group of this generation.
+
+    One of a superseded generation is a normal late message and changes nothing.
+    """
 
     rank: int
     generation: int
@@ -169,7 +164,10 @@ class OrderDrain(msgspec.Struct, frozen=True):
 
 
 class FormMembership(msgspec.Struct, frozen=True):
-    """At the next step boundary, form this generation; each member reports `MemberOf`, a new one `StateArrived` too."""
+    """At the next step boundary, form this generation.
+
+    Each member reports `MemberOf`, a new one `StateArrived` too.
+    """
 
     membership: Membership
 
@@ -188,8 +186,7 @@ def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout")
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
-    """Ranks that count as training replicas now: members whose state has arrived, leaving ones included until they
-    are freed."""
+    """Ranks that count as training replicas now: members with their state, leaving ones until they are freed."""
     nodes = (pool.nodes[rank] for rank in pool.membership.ranks)
     return tuple(
         n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state)

@@ -1,11 +1,11 @@
-"""Flow of weight files from one node of the tree to its children: chunks leave as fast as each child takes them.
+"""Sends weight files from one node of the tree to its children, as fast as each child takes the chunks.
 
-- A child has at most `IN_FLIGHT` chunks that it has not taken; when it takes one, the next is read and sent.
+- A child took a chunk -> the next is read and sent; at most `IN_FLIGHT` are not taken.
 - Another file is started for a child -> unsent chunks of the one before are dropped.
-- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for
-  weights when it is back.
+- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends; it asks again
+  later.
 
-Every chunk is a copy of its own, so a file may be removed while a chunk of it still waits to be sent.
+Every chunk is a copy, so a file may be removed while a chunk of it waits to be sent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple
 from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
 
 CHUNK_BYTES = 16 << 20
-"""Large enough that the network's bandwidth is reached, small enough that a tree of depth 5 starts its last hop
-after 80 MiB."""
+"""Large enough to reach the network's bandwidth; small enough that a tree of depth 5 starts its last hop after 80
+MiB."""
 IN_FLIGHT = 4
 """Chunks: one on the wire, three for the pauses of the sender's loop.
 
@@ -115,7 +115,7 @@ class Flow:
             if stream.offset == file.size:
                 self._end(rank)
             self._in_flight[rank] += 1
-            chunk = WeightsChunk(file.version, offset, file.size, file.crc32, stream.relay)
+            chunk = WeightsChunk(file.version, offset, size=file.size, crc32=file.crc32, relay=stream.relay)
             self._send(rank, chunk, blob, partial(self._taken, rank))
 
     def _taken(self, rank: int, arrives: bool) -> None:

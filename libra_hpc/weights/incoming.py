@@ -36,7 +36,7 @@ class Incoming:
     def write(self, chunk: bytes | bytearray) -> None:
         """Append a chunk; raises `OSError` when there is no room.
 
-        Summed as it comes: the agent's loop must not stop for the seconds that the sum of a whole file takes.
+        It is summed at once: the agent's loop must not stop for the seconds that the sum of a whole file takes.
         """
         view = memoryview(chunk)
         while view:
@@ -44,7 +44,7 @@ class Incoming:
         self._sum = zlib.crc32(chunk, self._sum)
         self.received += len(chunk)
 
-    def keep(self, path: Path) -> WeightFile:
+    def finish(self, path: Path) -> WeightFile:
         """Give the complete file its name."""
         self._handle.close()
         self.file.path.replace(path)

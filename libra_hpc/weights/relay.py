@@ -1,16 +1,14 @@
-"""Weight relay: a version's file travels from the training node that exported it down a binomial tree of rollout nodes.
+"""Relays a version's weight file from the training node that exported it down a binomial tree of rollout nodes.
 
 The file is HF-named safetensors in /dev/shm, cut in chunks (`libra_hpc.weights.flow`).  A chunk is forwarded as soon as
-it is stored, so the depth of the tree costs one chunk.  Only the finished, checksummed file goes to the engines.
+it is stored; only the finished file with the right checksum goes to the engines.
 
-- A newer version is published -> unsent chunks of the older one are dropped, and receivers drop what they have of it.
+- A newer version is published -> unsent chunks of the older one are dropped, and what receivers have of it.
 - No chunk of an announced version, or no answer to a request, within the limit -> ``weights_stalled``; asks again.
 - The checksum is wrong -> ``weights_corrupt``; asks again later.
 - /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed; asks again later.
-- Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MOST_S`, until a version is complete.
-
-Receivers ask for what they miss (`WeightsWanted`): a node that joins, a rebuilt engine, a subtree whose inner node
-died.
+- Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MAX_S`, until a version is complete.
+- A node joins, an engine is rebuilt, an inner node of the tree dies -> receivers ask for what they miss.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ from .flow import Flow, Send, WeightFile, halves
 from .incoming import Incoming
 
 KEEP_VERSIONS = 2
-"""An engine may still be reading the previous file when the next one is complete."""
+"""An engine may still read the previous file when the next one is complete."""
 RETRY_S = 10.0
-"""An engine that closes an older version, or a person, frees memory: neither at once.  A corrupt source stays
-corrupt."""
-RETRY_MOST_S = 60.0
+"""An engine that closes an older version, or a person, frees memory: neither at once."""
+RETRY_MAX_S = 60.0
 """Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
 
 
@@ -48,7 +45,9 @@ class Publisher:
         for head, rest in halves(ranks):
             self._flow.start(file, file.size, head, rest)
         for rank in ranks:
-            self._send(rank, WeightsChunk(version, 0, file.size, crc32, ()), b"", lambda taken: None)
+            self._send(
+                rank, WeightsChunk(version, offset=0, size=file.size, crc32=crc32, relay=()), b"", lambda taken: None
+            )
         if previous is not None and previous.path != path:
             _prune(path.parent, path.name.split("-")[0])
 
@@ -135,7 +134,7 @@ class Receiver:
         self._deadlines.forget("request")
 
     def watch(self, now: float) -> None:
-        """To be called about once a second: notices what does not arrive."""
+        """Find what does not arrive; to be called about once a second."""
         overdue = self._deadlines.pending(now)
         if overdue:
             version, received = max(self.version, self._announced), 0
@@ -154,7 +153,7 @@ class Receiver:
         self._deadlines.discount(seconds)
 
     def reset(self) -> None:
-        """Be as just constructed: forget and remove every file."""
+        """Be as just constructed, and remove every file."""
         self._abandon()
         self._expected()
         self._deadlines.clear()
@@ -199,23 +198,23 @@ class Receiver:
     def _finish(self, incoming: Incoming, now: float) -> None:
         version = incoming.file.version
         if not incoming.intact:
-            self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._put_off(version, now))
+            self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._postpone(version, now))
             return
         self._deadlines.forget("chunk")
-        self.newest = incoming.keep(self._folder / f"weights-{version:08d}.safetensors")
+        self.newest = incoming.finish(self._folder / f"weights-{version:08d}.safetensors")
         self._incoming, self._failures = None, 0
         _prune(self._folder, "weights")
         self._complete(self.newest)
 
     def _not_stored(self, version: int, reason: str, now: float) -> None:
-        self._log("weights_not_stored", version=version, reason=reason, retry_s=self._put_off(version, now))
+        self._log("weights_not_stored", version=version, reason=reason, retry_s=self._postpone(version, now))
         _prune(self._folder, "weights", keep=1)
 
-    def _put_off(self, version: int, now: float) -> float:
+    def _postpone(self, version: int, now: float) -> float:
         """Take nothing of a version for a while; returns the seconds."""
         self._abandon()
         self._expected()
-        wait_s = min(RETRY_MOST_S, RETRY_S * 2**self._failures)
+        wait_s = min(RETRY_MAX_S, RETRY_S * 2**self._failures)
         self._failures += 1
         self._refused, self._retry_at = version, now + wait_s
         return wait_s

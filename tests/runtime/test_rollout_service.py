@@ -26,7 +26,7 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.traces.read import read_trace
 
 
-def test_a_full_disk_costs_decisions_and_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     full = True
 
@@ -73,7 +73,7 @@ def trace(index: int, sample: int, reward: float = 0.0) -> dict[str, Any]:
     }
 
 
-def kept(*done: tuple[int, int]) -> Recovered:
+def recovered(*done: tuple[int, int]) -> Recovered:
     found: dict[int, list[Trajectory]] = {}
     for index, sample in done:
         found.setdefault(index, []).append(Trajectory(index, sample, 0))
@@ -103,10 +103,10 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     assert not run.trajectories.exists(), "the first start goes back on nothing"
     log = LineLog(run.trajectories)
     log.write_all([trace(0, 0, 0.1), trace(0, 1), trace(1, 0), trace(2, 0), trace(3, 0), trace(4, 0)])
-    asyncio.run(starts(Welcome(1, "c", 1, (3,)), kept((2, 0))))
+    asyncio.run(starts(Welcome(1, "c", 1, (3,)), recovered((2, 0))))
     log.write_all([trace(1, 0, 0.5), trace(4, 0, 0.5), trace(2, 1, 0.5)])
     log._handle.write(b'{"torn')
-    asyncio.run(starts(Welcome(2, "c", 3, (3,)), kept()))
+    asyncio.run(starts(Welcome(2, "c", 3, (3,)), recovered()))
     log.write_all([trace(4, 0, 0.9)])
     live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
     assert [(line["index"], line["sample"], line["reward"]) for line in series.trajectories(run)] == live
