@@ -49,6 +49,5 @@ def orphans() -> list[Path]:
 
 
 def remove_orphans() -> None:
-    """Remove them."""
     for folder in orphans():
         shutil.rmtree(folder, ignore_errors=True)

@@ -33,10 +33,8 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Restarts inside the window at the last `spend`."""
         return len(self._at)
 
     @property
     def window_s(self) -> float:
-        """Length of the window in seconds."""
         return self._window_s

@@ -22,17 +22,16 @@ from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 from .dump import DUMP_SIGNAL
 
 READ_BYTES = 1 << 20
-"""Per read of the socket."""
 DUMP_S = 0.5
-"""From the request for stacks to SIGKILL: writing them takes milliseconds, and a stopped process writes none."""
+"""From the request for stacks to SIGKILL: writing them takes milliseconds."""
 LEAVE_S = 5.0
-"""From the closed socket to SIGKILL, when a child does not leave on its own."""
+"""From the closed socket to SIGKILL."""
 
 
 def _ignore_job_signals() -> None:
     """Run in the child before it becomes the engine; ignored signals stay ignored across exec.
 
-    Slurm sends a job's signals to every process of a step.  An engine that dies of the notice to save could not save.
+    Slurm signals every process of a step, and an engine that dies of the notice to save could not save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -73,7 +72,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, 0 before the start."""
         return self._process.pid if self._process else 0
 
     async def start(self, argv: Sequence[str], environment: dict[str, str], log: Path) -> None:
@@ -102,9 +100,9 @@ class Child:
         self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     def send(self, message: Any) -> None:
-        """Send one message; to a child that is gone it is dropped, as its `on_exit` reports.
+        """Send one message, or drop it if the child is gone.
 
-        What a child does not read waits until it is gone: the owner ends one that gives no sign of life.
+        What a child does not read waits: the owner ends one that gives no sign of life.
         """
         if self.ended:
             return
@@ -115,7 +113,6 @@ class Child:
             self._writer.write(frame)
 
     def kill(self) -> None:
-        """SIGKILL the child's process group."""
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -129,7 +126,7 @@ class Child:
             self.kill()
 
     async def stop(self, leave_s: float = LEAVE_S) -> None:
-        """Close the socket, at which the child leaves, and SIGKILL it when it does not; returns when it is gone."""
+        """Close the socket, SIGKILL a child that does not leave, and return when it is gone."""
         self.stopping = True
         if self._writer is not None:
             self._writer.close()

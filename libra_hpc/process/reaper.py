@@ -20,7 +20,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WALL = 0x40000000
 """__WALL of waitpid: children of every kind."""
 POLL_S = 0.001
-"""Between two rounds of `end_children`: a killed process takes about as long to end."""
 
 
 def become_subreaper() -> None:
@@ -31,7 +30,7 @@ def become_subreaper() -> None:
 
 
 def children() -> set[int]:
-    """Ids of this process's children, those included that have ended and are not reaped."""
+    """Ids of this process's children, ended ones that are not reaped included."""
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -44,7 +43,7 @@ def children() -> set[int]:
 
 
 def _children_by_scan() -> set[int]:
-    """The same from the parents of all processes, in about 10 us for each on the machine."""
+    """The same from the parents of all processes; about 10 us for each on the machine."""
     found: set[int] = set()
     for name in os.listdir("/proc"):
         try:
@@ -58,7 +57,6 @@ def _children_by_scan() -> set[int]:
 
 
 def descendants() -> set[int]:
-    """Ids of all processes below this one."""
     found: set[int] = set()
     new = children()
     while new:
@@ -79,7 +77,7 @@ def _children_of(pid: int) -> set[int]:
 def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
     """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds.
 
-    Children in ``spared`` go on with all that is below them and are not reaped: whoever started them waits for them.
+    Children in ``spared`` go on, with all below them: whoever started them waits for them.
     """
     deadline = time.monotonic() + limit_s
     while left := [pid for pid in children().difference(spared) if not _reaped(pid)]:
@@ -92,11 +90,11 @@ def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
 
 
 def end_strangers(known: Collection[int]) -> list[int]:
-    """Kill children that are neither in ``known`` nor of this process's session, and reap those that have ended.
+    """Kill and reap, in one round, children that are neither in ``known`` nor of this process's session.
 
-    Returns the ids of the killed.  Children of a killed one come up in its place: call it until it returns none.  Never
-    call it while a child is being started whose id is not known yet.  A process cannot enter another's session, so what
-    a tool left behind is never of this one.
+    Returns the killed.  Their children come up in their place: call it until it returns none.  Never call it while a
+    child is being started whose id is not known yet.  No process can enter another's session, so what a tool left is
+    not of it.
     """
     session, killed = os.getsid(0), []
     for pid in children().difference(known):
@@ -118,7 +116,6 @@ def _kill(pid: int) -> bool:
 
 
 def _reaped(pid: int) -> bool:
-    """Reap a child that has ended; False while it has not."""
     try:
         return os.waitpid(pid, os.WNOHANG | _WALL)[0] == pid
     except ChildProcessError:

@@ -53,16 +53,12 @@ from .world import NoWorld, World, meet
 
 HEARTBEAT_S = 1.0
 REAP_S = 1.0
-"""Between two searches for processes that were left behind."""
 GOODBYE_S = 5.0
-"""For the last messages of a leaving agent to reach the kernel."""
 
 log = logging.getLogger("libra_hpc.agent")
 
 
 class Agent:
-    """All parts of one node."""
-
     def __init__(self, world: World, config: RunConfig, layout: RankLayout, run: RunDir, attempt: int) -> None:
         self.mesh = Mesh(world, self._on_message)
         self.layout, self.run_dir, self.attempt = layout, run, attempt
@@ -126,7 +122,6 @@ class Agent:
     # --- life
 
     def _enter(self, start: wire.Welcome) -> None:
-        """Build the parts of this node, once the attempt's start state is here."""
         if self.context is not None:
             return
         context = AgentContext(
@@ -157,7 +152,6 @@ class Agent:
                 self._spawn(self.rollout_service.run())
 
     async def _leave(self) -> None:
-        """End the engines, then the tasks, and remove the folders of this agent."""
         stops = [part.stop() for part in (self.rollout_service, self.rollout_node, self.train_node) if part is not None]
         await asyncio.gather(*stops)
         await self.mesh.drain(GOODBYE_S)
@@ -192,7 +186,6 @@ class Agent:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _outlive_coordinator(self) -> None:
-        """Leave once the coordinator is gone, but not before training has saved."""
         await self._watch.gone()
         if self.train_leader is not None and self._training is not None:
             self.train_leader.on_stop("the coordinator was lost")
@@ -277,7 +270,6 @@ class Agent:
             self.rollout_service.leader.on_rank_lost(lost.rank)
 
     def _on_lost_message(self, rank: int, message: Any) -> None:
-        """Rank 0 only: a rank that was declared lost is heard again."""
         if isinstance(message, wire.Heartbeat) and self.coordinator is not None:
             self.mesh.remember(rank)
             self.coordinator.on_back(rank)
@@ -295,7 +287,6 @@ class Agent:
 
 
 def main() -> None:
-    """Entry point of ``python -m libra_hpc.runtime.agent``."""
     parser = argparse.ArgumentParser(prog="libra-hpc node agent")
     parser.add_argument("--run", required=True)
     parser.add_argument("--attempt", type=int, required=True)

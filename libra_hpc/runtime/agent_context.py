@@ -20,8 +20,6 @@ Send = Callable[..., None]
 
 @dataclass
 class AgentContext:
-    """One agent's surroundings."""
-
     rank: int
     layout: RankLayout
     config: RunConfig
@@ -38,18 +36,14 @@ class AgentContext:
 
     @property
     def component(self) -> str:
-        """This node's component."""
         return self.layout.components[self.rank]
 
     @property
     def logs(self) -> Path:
-        """Log folder of this attempt."""
         return self.run.logs(self.attempt)
 
     def log(self, kind: str, **fields: Any) -> None:
-        """Send one record to the event log."""
         self.send(0, Log(kind, time.time(), fields))
 
     def send_to_rollout_leader(self, message: MeshMessage) -> None:
-        """Send to the rollout leader."""
         self.send(self.layout.rollout_leader, message)

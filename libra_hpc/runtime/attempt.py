@@ -45,7 +45,6 @@ def _reports(run: RunDir, step: int) -> tuple[folders.StepRecord, ...]:
 
 
 def copy_policy(source: Path, destination: Path) -> None:
-    """Replace the folder of a policy; the new one appears whole."""
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)
@@ -65,8 +64,8 @@ def start_state(run: RunDir) -> Welcome:
 def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
     """Where an attempt starts: the newest checkpoint whose bytes are all as written, or the beginning.
 
-    Moves newer, damaged ones aside and returns them as step and sentence.  Only rank 0 calls it, before anybody writes.
-    It reads whole checkpoints, which takes minutes for large ones.
+    Moves newer, damaged ones aside and returns them as step and sentence.  For rank 0 alone, before anybody writes;
+    takes minutes for large checkpoints.
     """
     damaged: list[tuple[int, str]] = []
     if run.checkpoints.exists():
@@ -98,7 +97,6 @@ def complete_checkpoint(folder: Path, position: folders.DataPosition) -> None:
 
 
 def remove_old(run: RunDir, keep: int) -> None:
-    """Remove all but the newest ``keep`` complete checkpoints."""
     # The next checkpoint comes here again.
     with contextlib.suppress(OSError):
         for _, old in run.complete_checkpoints()[:-keep]:

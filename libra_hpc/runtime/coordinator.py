@@ -35,29 +35,26 @@ from .repartitioner import Repartitioner
 from .run_status import compose_status
 
 GONE_HELLO_S = 10.0
-"""From then on the end of a rank without `Hello` counts: earlier the launcher's note may be of the start before."""
+"""Before that, the noted end of a rank without `Hello` may be of the start before."""
 HELLO_S = 120.0
 """All agents of one `srun` send `Hello` within seconds of each other."""
 STATUS_S = 1.0
 ROLES_S = 2.0
-"""Between two repetitions of the roles, by which the agents also see that the coordinator lives."""
+"""The roles are repeated this often; agents see by them that the coordinator lives."""
 GONE_S = 1.0
-"""Between two readings of what the launcher saw."""
 NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
 """How long a checkpoint may take after a notice.
 
-A cancel is followed by SIGKILL after Slurm's KillWait (5 s is the shortest in use).  The notice before the time limit
-comes 60 s early.
+A cancel is followed by SIGKILL after Slurm's KillWait (at least 5 s); the notice before the time limit comes 60 s
+early.
 """
 SAVE_S = 600.0
 """How long a checkpoint may take when nobody else waits for it."""
 
 
 class Coordinator:
-    """See the module docstring.  `run` returns when the run is over; ``state`` then has the result."""
-
     def __init__(self, context: AgentContext, damaged: Sequence[tuple[int, str]] = ()) -> None:
-        """``damaged``: checkpoints that were passed over at the start, as step and sentence."""
+        """``damaged``: checkpoints passed over at the start, as step and sentence."""
         self._context, self._config, self._run_dir = context, context.config, context.run
         drop_steps_after(context.run, context.start.step)
         self._records = Records(context)
@@ -88,7 +85,6 @@ class Coordinator:
     # --- messages
 
     def on_message(self, source: int, message: Any) -> None:
-        """Everything that is addressed to the coordinator."""
         node = self._nodes.facts[source]
         node.seen = time.time()
         match message:
@@ -126,7 +122,6 @@ class Coordinator:
         self._settle()
 
     def on_signal(self, name: str) -> None:
-        """SIGTERM or the time-limit notice: save at the next step boundary, then stop."""
         if not self._ending.over:
             self._event("stop_requested", signal=name)
             self._stop(name, NOTICE_S[name])
@@ -147,7 +142,6 @@ class Coordinator:
         return self._ending.state
 
     def on_back(self, rank: int) -> None:
-        """A node that was declared lost is heard again."""
         self._nodes.request_reset(rank)
 
     def _maybe_start(self) -> None:
@@ -178,7 +172,6 @@ class Coordinator:
     # --- the loop
 
     async def run(self) -> None:
-        """Drive the run to its end."""
         next_status = next_roles = next_plan = 0.0
         self._poll(self._poll_gone())
         self._poll(self._poll_orders())
@@ -209,7 +202,6 @@ class Coordinator:
         return bool(self._repartitioner.ordered or self._ending.recovery.reason) or self._ending.stopping
 
     def _check(self, now: float) -> None:
-        """Act on what time alone brings about."""
         waited_s = now - self._started_at
         if self._nodes.pool is None and waited_s > GONE_HELLO_S:
             missing = [rank for rank, node in self._nodes.facts.items() if not node.host]
@@ -254,7 +246,7 @@ class Coordinator:
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
 
     def _recover(self, rank: int, reason: str) -> None:
-        """Restart all ranks, as often as that is allowed: a leader is lost."""
+        """A leader is lost: restart all ranks, as often as that is allowed."""
         layout = self._context.layout
         stage = "training" if rank == layout.train_leader else "rollout"
         sentence = f"node {rank}, which leads {stage}, was lost ({reason})"

@@ -19,18 +19,15 @@ from libra_hpc.process.deadlines import stall_of
 from .liveness import read_gone
 
 CHECK_S = 1.0
-"""Between two checks."""
 ORPHAN_S = 90.0
-"""The coordinator repeats the roles every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle
-longer."""
+"""Roles come every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle longer."""
 FIRST_WORD_S = 1800.0
-"""Before its first message the coordinator reads a whole checkpoint, which takes minutes for a large one."""
+"""Before, the coordinator reads a whole checkpoint, which takes minutes for a large one."""
 QUIET_S = 5.0
-"""Reading what the launcher saw costs a file look-up, so not every second."""
+"""Asking what the launcher saw costs a file look-up, so not every second."""
 FIRST_QUIET_S = 20.0
-"""Before the first message its process id is unknown: what the launcher notes late may be of the start before."""
+"""Before the first message its process id is unknown, and a late note may be of the start before."""
 SAVE_S = 60.0
-"""How long training may take to save once the coordinator is gone."""
 
 log = logging.getLogger("libra_hpc.agent")
 
@@ -44,11 +41,9 @@ class CoordinatorWatch:
         self._pid = 0
 
     def heard(self, pid: int = 0) -> None:
-        """A message of the coordinator came; the first one names its process."""
         self._heard_at, self._pid = time.monotonic(), pid or self._pid
 
     async def gone(self) -> None:
-        """Return once the coordinator is gone."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(CHECK_S)
@@ -62,7 +57,7 @@ class CoordinatorWatch:
                 return
 
     async def save(self, training: asyncio.Task[object]) -> None:
-        """The train leader's agent: wait until training, which was asked to stop, has saved."""
+        """The train leader's agent: wait until training has saved."""
         await asyncio.wait({training}, timeout=SAVE_S)
 
     async def stay(self, train_leader: int) -> None:
@@ -72,9 +67,6 @@ class CoordinatorWatch:
             await asyncio.sleep(CHECK_S)
 
     async def _ended(self, rank: int, pid: int = 0) -> bool:
-        """Whether the launcher saw the end of a rank, of process ``pid`` where that is given.
-
-        In a thread, because the file system may hang.
-        """
+        """Whether the launcher saw the end of a rank, of process ``pid`` where that is given."""
         found = (await asyncio.to_thread(read_gone, self._prefix)).get(rank)
         return found is not None and pid in (0, found)

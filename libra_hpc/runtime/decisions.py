@@ -30,7 +30,6 @@ class DecisionLog:
         self._repeats = 0
 
     def add(self, decision: PlanDecision, now: float) -> None:
-        """Log one decision, unless it repeats the last hold."""
         self._log_outcomes()
         before = self.last
         same = (
@@ -56,13 +55,11 @@ class DecisionLog:
         self.last = DecisionStatus(**msgspec.structs.asdict(decision), at=now, looks=self._repeats + 1)
 
     def close(self) -> None:
-        """Write how often the last decision was repeated."""
         if self.last is not None and self._repeats:
             self._event("held", looks=self._repeats, reason=self.last.reason)
         self._repeats = 0
 
     def _log_outcomes(self) -> None:
-        """Write what moves brought, as far as that was measured since the last decision."""
         for outcome in self._planner.outcomes[self._logged_outcomes :]:
             fields: dict[str, Any] = {
                 "at": outcome.at,

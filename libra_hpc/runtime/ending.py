@@ -26,11 +26,9 @@ class Ending:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to save and stop."""
         return self._deadline is not None
 
     def end(self, state: str, message: str) -> None:
-        """The run is over."""
         if not self.over:
             self.state, self.message, self.over = state, message, True
 
@@ -81,7 +79,6 @@ class Ending:
         return True
 
     def check(self, now: float) -> None:
-        """Act on deadlines that have passed."""
         if self._deadline is not None and now > self._deadline:
             self.end(
                 self._stop_state,

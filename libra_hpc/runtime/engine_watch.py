@@ -22,12 +22,9 @@ WEIGHTS: Operation = "weight update of the engine"
 WAKE: Operation = "waking of the engine"
 SILENCE: Operation = "silence of the engine"
 LATE_SHARE = 0.5
-"""Share of a limit after which an operation is late."""
 
 
 class LateEngine(NamedTuple):
-    """An engine that takes too long."""
-
     engine: str
     reason: str
     hopeless: str = ""
@@ -35,8 +32,6 @@ class LateEngine(NamedTuple):
 
 
 class EngineWatch:
-    """See the module docstring."""
-
     def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines = Deadlines(settings)
         self._in_flight: dict[str, set[Operation]] = {}
@@ -51,26 +46,22 @@ class EngineWatch:
             self._deadlines.begin(operation, (engine, operation), now)
 
     def ended(self, engine: str, operation: Operation, now: float) -> None:
-        """An operation has ended; one that is not in flight is ignored."""
         self._in_flight.get(engine, set()).discard(operation)
         self._deadlines.end((engine, operation), now)
         self._late.discard((engine, operation))
 
     def sign(self, engine: str, now: float) -> None:
-        """The engine sent something."""
         self.ended(engine, SILENCE, now)
         if not self._in_flight.get(engine):
             self._deadlines.begin(SILENCE, (engine, SILENCE), now)
 
     def gone(self, engine: str) -> None:
-        """Expect nothing of the engine any more."""
         for operation in (START, WEIGHTS, WAKE, SILENCE):
             self._deadlines.forget((engine, operation))
             self._late.discard((engine, operation))
         self._in_flight.pop(engine, None)
 
     def discount(self, seconds: float) -> None:
-        """This process was stopped for so long."""
         self._deadlines.discount(seconds)
 
     def late(self, now: float) -> list[LateEngine]:

@@ -27,17 +27,14 @@ from .agent_context import AgentContext
 from .commands import host_command, host_settings
 
 RESTART_S = 0.5
-"""Seconds."""
 NO_START_S = 5.0
 """Where the system refuses a process or its log: a full disk has 75 s to get room before the budget is spent."""
 START, LIFE = "start of environment host", "sign of life of environment host"
 
 
 class Hosts:
-    """Hosts by their number.
-
-    ``message`` gets what a host sends, ``down`` hears that another has followed a dead one, ``fail`` ends the run.
-    """
+    """``message`` gets what a host sends, ``down`` hears that another has followed a dead one, ``fail`` ends the
+    run."""
 
     def __init__(
         self,
@@ -63,27 +60,23 @@ class Hosts:
         self._stopping = False
 
     async def start(self) -> None:
-        """Start all."""
         for host in range(len(self._children)):
             await self._start(host)
 
     async def stop(self) -> None:
-        """End all."""
         self._stopping = True
         await asyncio.gather(*(child.stop() for child in self._children if child is not None))
 
     def send(self, host: int, message: ToHost) -> None:
-        """Send one message; to a host that is gone it is dropped, until its end is reported."""
+        """Send one message; to a host that is gone it is dropped."""
         child = self._children[host]
         if child is not None and host not in self._lost:
             child.send(message)
 
     def discount(self, seconds: float) -> None:
-        """Nobody could read messages for so long."""
         self._deadlines.discount(seconds)
 
     def watch(self) -> None:
-        """Report hosts that are late, and end those that are overdue; about once a second."""
         now = self._clock()
         for pending in self._deadlines.pending(now):
             host = int(str(pending.key))
@@ -161,10 +154,7 @@ class Hosts:
             self._announce(host)
 
     def _announce(self, host: int) -> None:
-        """Report the end of the host before, so that its episodes are opened in this one.
-
-        It comes before any other message to the new host or from it.
-        """
+        """Report the end of the host before, so that its episodes are opened in this one before any other message."""
         reason = self._lost.pop(host, None)
         if reason is not None:
             self._down(host, reason)

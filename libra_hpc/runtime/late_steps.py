@@ -17,11 +17,8 @@ from libra_hpc.runtime import states
 FLOOR_S = 30.0
 """Seconds.  No step is late before."""
 FACTOR = 5.0
-"""Of the median step."""
 NOTICE_S = 120.0
-"""Seconds.  An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
-"""Notices remembered."""
 NOTICE_KINDS = (
     "slow",
     "hung",
@@ -40,7 +37,6 @@ NOTICE_KINDS = (
     "node_lost",
     "own_stall",
 )
-"""Events whose reason belongs on the status screen."""
 
 
 class Notices:
@@ -50,13 +46,11 @@ class Notices:
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
 
     def add(self, kind: str, t: float, fields: dict[str, Any]) -> None:
-        """Remember an event, if it is one that people should see."""
         if kind in NOTICE_KINDS:
             where = f"node {fields['rank']}: " if "rank" in fields else ""
             self._notices.append((t, f"{where}{kind.replace('_', ' ')}: {fields.get('reason', '')}".rstrip(": ")))
 
     def recent(self, now: float) -> list[str]:
-        """Newest first."""
         return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]
 
 

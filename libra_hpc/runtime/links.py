@@ -29,32 +29,25 @@ RANK = struct.Struct("<I")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_S = 5.0
-"""For one address to answer and prove itself.
-
-Too short costs another round over the addresses, too long delays a start at a node with wrong ones.
-"""
+"""For one address to prove itself.  Shorter costs another round over the addresses, longer delays a start at a wrong
+one."""
 REFUSALS = 3
 """A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
-"""Between two rounds over the addresses, and after a caller that was not accepted."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
-"""Seconds, seconds, times.
-
-A firewall between the nodes sees traffic; a machine that is gone is noticed after six minutes where no heartbeat is.
-"""
+"""Seconds, seconds, times: a firewall sees traffic, and a machine that is gone is noticed after six minutes."""
 JOIN_BYTES = 1 << 16
 """Small messages that wait are sent with one call of the kernel, up to this size."""
 TURN_BYTES = 4 << 20
 """Bytes after which the loop's other tasks run: 2 to 4 ms of copying."""
 TURN_MESSAGES = 64
-"""Messages after which they do."""
 MAX_FRAME_BYTES = 1 << 30
 MAX_BLOB_BYTES = 1 << 36
 
 Done = Callable[[bool], None]
-"""Called once: True when the buffers of a message are free again, False when it was dropped."""
+"""Called once: True when a message's buffers are free again, False when it was dropped."""
 Deliver = Callable[[int, bytes, bytearray], None]
-"""Gets (rank, frame, blob) of each message, in the order in which that rank sent them."""
+"""Gets (rank, frame, blob) of each message, in the sender's order."""
 
 log = logging.getLogger("libra_hpc.links")
 
@@ -75,7 +68,6 @@ class Outgoing:
         self._socket: socket.socket | None = None
         self.broken = False
         self.pending = 0
-        """Bytes that the kernel has not taken yet."""
 
     def put(self, frame: bytes, blob: memoryview, done: Done | None) -> None:
         """Queue one message; the blob's memory must stay as it is until ``done``."""
@@ -94,7 +86,6 @@ class Outgoing:
         self.broken = False
 
     async def _serve(self) -> None:
-        """Send until nothing waits."""
         try:
             if self._socket is None:
                 self._socket = await _connect(self._world, self._peer)
@@ -105,10 +96,8 @@ class Outgoing:
             self._give_up()
 
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
-        """Send what waits up to a blob's end or `JOIN_BYTES`.
-
-        A message is in the queue until the kernel has all of it.
-        """
+        """Send what waits, up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of
+        it."""
         taken, small = 0, bytearray()
         for posted in self._queue:
             small += posted.frame
@@ -139,7 +128,6 @@ class Outgoing:
 
 
 async def accept(world: World, deliver: Deliver) -> None:
-    """Serve everyone who connects, until cancelled."""
     loop = asyncio.get_running_loop()
     streams: set[asyncio.Task[None]] = set()
     try:
@@ -161,7 +149,6 @@ async def accept(world: World, deliver: Deliver) -> None:
 
 
 async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> None:
-    """Read one peer's messages until it closes the connection."""
     try:
         reader = _Reader(stream)
         async with asyncio.timeout(ANSWER_S):
@@ -189,20 +176,19 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> Non
 
 
 def _defect(task: asyncio.Task[None]) -> None:
-    """Hand an unexpected error to the loop's exception handler at once, not when the task is collected."""
+    """Hand an unexpected error to the loop's exception handler at once."""
     if not task.cancelled():
         task.result()
 
 
 class _Reader:
-    """Exact reads from a nonblocking socket; small ones share a buffer, large ones are not copied."""
+    """Exact reads from a nonblocking socket; large ones are not copied."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
         self._stream, self.buffered = stream, bytearray()
 
     async def exactly(self, count: int) -> bytes:
-        """The next ``count`` bytes; raises `EOFError` at the stream's end."""
         if count > JOIN_BYTES:
             data = bytearray(count)
             await self.into(memoryview(data))
@@ -217,7 +203,6 @@ class _Reader:
         return bytes(data)
 
     async def into(self, view: memoryview) -> None:
-        """Fill ``view`` with what comes next."""
         ready = min(len(view), len(self.buffered))
         view[:ready] = self.buffered[:ready]
         del self.buffered[:ready]
@@ -236,7 +221,7 @@ class _Reader:
 async def _connect(world: World, peer: int) -> socket.socket:
     """A proven connection to a rank.  A silent address is tried again without limit: the rank may be stopped.
 
-    Raises `ConnectionError` when every address has refused `REFUSALS` times: no process listens there any more.
+    Raises `ConnectionError` when every address has refused `REFUSALS` times.
     """
     endpoint, refusals, why = world.endpoints[peer], 0, ""
     while refusals < REFUSALS:
@@ -274,7 +259,6 @@ async def _open(world: World, peer: int, address: str) -> socket.socket:
 
 
 async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> None:
-    """Answer the server's challenge, set one, and check its answer."""
     loop, reader = asyncio.get_running_loop(), _Reader(stream)
     theirs, own = await reader.exactly(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(
@@ -287,7 +271,7 @@ async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> No
 
 
 async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader) -> int:
-    """The other side of `_prove_as_client`; returns the caller's rank."""
+    """Challenge a caller, check its answer, and return its rank."""
     loop, own = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(stream, own)
     (source,) = RANK.unpack(await reader.exactly(RANK.size))

@@ -36,7 +36,6 @@ class LivePlanning:
 
     @property
     def last(self) -> DecisionStatus | None:
-        """The last decision, for the status."""
         return self._decisions.last
 
     def decide(self, steps_left: int, now: float) -> PlanDecision:
@@ -81,5 +80,4 @@ class LivePlanning:
         return StageEstimate(made.times.train, made.times.rollout, made.times.batch)
 
     def close(self) -> None:
-        """Log how often the last decision was repeated."""
         self._decisions.close()

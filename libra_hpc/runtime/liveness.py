@@ -27,14 +27,12 @@ LEADER_LOST_S = 45.0
 BROKEN_S = 5.0
 """After a node took its state, until a broken connection to it counts.
 
-By then the launcher has noted the end of its process, which is the better reason; and nodes that readmit it no longer
-report the old connection.  Double: turns wait longer.
+By then the launcher has noted the end of its process, the better reason, and others report the old connection no more.
+Double: turns wait longer.
 """
 
 
 class LostNode(NamedTuple):
-    """A node that is lost."""
-
     rank: int
     reason: str
     silent_s: float
@@ -43,7 +41,7 @@ class LostNode(NamedTuple):
 def lost_nodes(
     nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], gone: Mapping[int, int], now: float
 ) -> list[LostNode]:
-    """Nodes lost at epoch time ``now``; ``gone`` has the process ids whose end the launcher saw, by rank."""
+    """Nodes lost at epoch time ``now``; ``gone``: process ids by rank whose end the launcher saw."""
     found = []
     for rank, node in nodes.items():
         if rank == own or not node.pid:
@@ -60,7 +58,7 @@ def lost_nodes(
 def _cut_off(
     nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float
 ) -> list[LostNode]:
-    """The nodes to give up for a connection that broke between two that live; ``lost`` are those that do not."""
+    """The nodes to give up for a connection that broke between two that live."""
     found = {}
     for rank, node in nodes.items():
         # What a node sent before it fell silent is out of date.
@@ -84,7 +82,7 @@ def discount(nodes: Mapping[int, NodeFacts], slept_s: float, planned_s: float, n
 
 
 def read_gone(prefix: Path) -> dict[int, int]:
-    """Process ids by rank, from the files the launcher left; empty where they cannot be read."""
+    """Process ids by rank, from the files the launcher left; none where they cannot be read."""
     found = {}
     with contextlib.suppress(OSError):
         for path in prefix.parent.glob(f"{prefix.name}*"):

@@ -24,7 +24,6 @@ from .links import Done, Outgoing, accept
 from .world import World
 
 DRAIN_S = 0.005
-"""Between two checks of what the kernel has not taken yet, when an agent leaves."""
 
 SETTLE_S = 3.0
 """From a broken connection to its report: if the process at the other end ended, its launcher reports that first."""
@@ -41,14 +40,11 @@ class Mesh:
         self._links: dict[int, Outgoing] = {}
         self._lost: set[int] = set()
         self._broke: dict[int, float] = {}
-        """When the connection to a rank broke (monotonic seconds)."""
         self.from_lost: Callable[[int, Any], None] | None = None
         """Gets (rank, message) of a forgotten rank; without it they are discarded."""
         self.rejected = 0
-        """Frames that did not decode; counted, otherwise ignored."""
 
     def send(self, dest: int, message: MeshMessage, blob: bytes | memoryview = b"", done: Done | None = None) -> None:
-        """Queue a message; never blocks.  A message to a forgotten rank is dropped."""
         if dest == self.rank:
             asyncio.get_running_loop().call_soon(self._deliver_here, message, bytes(blob), done)
         elif dest in self._lost:
@@ -68,13 +64,13 @@ class Mesh:
         self._lost.add(rank)
 
     def remember(self, rank: int) -> None:
-        """Make a forgotten rank a peer again; it has nothing of what was sent before."""
+        """Make a forgotten rank a peer again, which has nothing of what was sent before."""
         self._lost.discard(rank)
         self._broke.pop(rank, None)
         self.reopen(rank)
 
     def reopen(self, rank: int) -> None:
-        """Try a rank again to which the connection broke; it stays `unreachable`, because messages were lost."""
+        """Try a broken connection again; the rank stays `unreachable`, because messages were lost."""
         if rank in self._links:
             self._links[rank].reopen()
 
@@ -84,15 +80,13 @@ class Mesh:
         return tuple(rank for rank, broke in self._broke.items() if now - broke >= SETTLE_S)
 
     def pending(self, rank: int) -> int:
-        """Bytes that wait for a rank on this side of the kernel."""
         return self._links[rank].pending if rank in self._links else 0
 
     async def run(self) -> None:
-        """Deliver messages until cancelled."""
         await accept(self._world, self._deliver)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until the kernel has every message to the ranks that are not lost, at most ``seconds``."""
+        """Wait at most ``seconds`` until the kernel has every message to ranks that are not lost."""
         deadline = time.monotonic() + seconds
         while any(self.pending(rank) for rank in self._links.keys() - self._lost) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_S)

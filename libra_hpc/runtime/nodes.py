@@ -24,9 +24,8 @@ Role = Literal["train", "rollout"]
 
 
 class NodePool:
-    """The pool of one run.
+    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of completed moves.
 
-    ``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of every completed move;
     ``recorded()`` is the highest step whose metrics line is durable.
     """
 
@@ -45,21 +44,18 @@ class NodePool:
         self.moves: dict[int, tuple[Role, float]] = {}
         """Moves in flight: where to, and since when (epoch seconds)."""
         self.frozen = False
-        """True once the run is over: nothing is ordered any more."""
+        """The run is over: nothing is ordered any more."""
 
     @property
     def complete(self) -> bool:
-        """Whether every agent has sent `Hello`."""
         return all(node.host for node in self.facts.values())
 
     @property
     def trainers(self) -> int:
-        """Replicas of the present generation."""
         return len(self.pool.membership.ranks) if self.pool else 0
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """Ranks that accept turns."""
         return states.rollout_nodes(self.pool) if self.pool else ()
 
     @property
@@ -74,13 +70,11 @@ class NodePool:
         return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
 
     def start(self, hybrid_role: Role) -> None:
-        """Have every node start its engine."""
         self.pool, effects = states.start(self._context.layout.pool(), hybrid_role)
         self.announce()
         self._carry_out(effects)
 
     def move(self, rank: int, role: Role, now: float) -> None:
-        """Order a hybrid node into the other role."""
         self.moves[rank] = (role, now)
         self.apply(states.MoveOrdered(rank, role))
 
@@ -107,7 +101,6 @@ class NodePool:
         self.apply(states.Returned(rank))
 
     def apply(self, event: states.Event) -> None:
-        """Advance the state machine and carry out the effects."""
         if self.pool is None or self.frozen:
             return
         before = self.pool.nodes

@@ -48,7 +48,6 @@ class Observations:
         """(seconds from commit to commit that the planner expected, measured ones)"""
 
     def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
-        """One committed step, and the planner's estimate of its seconds."""
         metrics = report.metrics
         self.rewards.append(metrics.get("reward", 0.0))
         self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
@@ -98,7 +97,6 @@ class Observations:
             self._finished += 1
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
-        """One completed move."""
         self.switches.append(SwitchFact(now, direction, seconds))
 
     @property
@@ -111,7 +109,6 @@ class Observations:
     def snapshot(
         self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int
     ) -> PlanSnapshot:
-        """The planner's view."""
         report = self.report
         queue = QueueFact(
             report.ready_groups if report else 0,

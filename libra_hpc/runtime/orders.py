@@ -56,11 +56,9 @@ class Orders:
         return order
 
     def refuse(self, order: LayoutOrder, reason: str) -> None:
-        """Answer with the reason why not."""
         self.answer(order.id, REFUSED, by="operator", reason=reason, changes=order.values)
 
     def answer(self, order: str, kind: str, **fields: object) -> None:
-        """Write the one answer to an order and remove the file."""
         self._event(kind, order=order, **fields)
         self._answered.add(order)
         self._remove()

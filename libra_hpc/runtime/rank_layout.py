@@ -19,8 +19,6 @@ PoolComponent = Literal["train", "hybrid", "rollout"]
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """Component of every rank."""
-
     components: tuple[str, ...]
 
     @classmethod
@@ -30,12 +28,10 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     @property
     def train_leader(self) -> int:
-        """Lowest rank of component ``train``."""
         return self.components.index("train")
 
     @property
     def rollout_leader(self) -> int:
-        """Lowest rank of component ``rollout``."""
         return self.components.index("rollout")
 
     def engine_node(self, rank: int) -> int:
@@ -43,7 +39,6 @@ class RankLayout(msgspec.Struct, frozen=True):
         return sum(name in ("hybrid", "rollout") for name in self.components[:rank])
 
     def pool(self) -> list[tuple[int, PoolComponent]]:
-        """Every rank that runs engines, with its component."""
         return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]
 
 

@@ -22,7 +22,6 @@ CLOSE_S = 30.0
 Half: a slow file system loses them; double: Slurm kills the job first.
 """
 FLUSH_S = 2.0
-"""How long `Records.event_now` waits."""
 
 
 class Records:
@@ -36,11 +35,9 @@ class Records:
 
     @property
     def recorded(self) -> int:
-        """Highest step whose metrics line is in the file."""
         return self._facts.recorded
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something happened here, now."""
         self.record(kind, time.time(), fields)
 
     def event_now(self, kind: str, **fields: Any) -> None:
@@ -54,7 +51,6 @@ class Records:
         self._facts.event({"t": t, "kind": kind, **fields})
 
     def step(self, line: dict[str, Any]) -> None:
-        """A committed step, once."""
         self._facts.step(line)
 
     def check_storage(self) -> str:
@@ -74,7 +70,6 @@ class Records:
         )
 
     def notices(self, now: float) -> list[str]:
-        """What went wrong lately, newest first."""
         found = self._notices.recent(now)
         if self._fault:
             found.insert(0, f"storage fault: {self._fault}; {self._facts.waiting} lines wait in memory")
@@ -83,11 +78,9 @@ class Records:
         return found
 
     def status(self, status: Status) -> None:
-        """The newest snapshot."""
         self._facts.status(encode_status(status))
 
     def result(self, state: str, message: str, step: int) -> None:
-        """How the run ended."""
         self.event("job_finished", state=state, message=message, step=step)
         result = {"state": state, "message": message, "step": step, "attempt": self._attempt, "t": time.time()}
         self._facts.result(json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")

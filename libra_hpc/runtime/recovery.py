@@ -25,7 +25,6 @@ class Recovery:
 
     def __init__(self, restarts: int, environ: Mapping[str, str] = os.environ) -> None:
         self.used = int(environ.get(RECOVERIES, "0") or 0)
-        """Restarts of this attempt so far."""
         self.cause = environ.get(REASON, "")
         """Why this is a restart; empty for a first start and after a repartition."""
         self._restarts = restarts

@@ -36,7 +36,6 @@ class _Ordered(NamedTuple):
     config: RunConfig
     predicted_s: float | None = None
     order: str = ""
-    """Id of an operator's order."""
 
 
 class Repartitioner:
@@ -57,12 +56,10 @@ class Repartitioner:
         )
         """Epoch seconds before which the planner proposes none."""
         self.last = in_words(carried_out[-1]) if carried_out else ""
-        """The last one in words, for the status."""
         self._answer_left_over(context.start.step)
 
     @property
     def ordered(self) -> bool:
-        """Whether one is in progress."""
         return self._ordered is not None
 
     @property
@@ -117,7 +114,6 @@ class Repartitioner:
         self._log_done(step, self._ordered)
 
     def give_up(self, reason: str) -> None:
-        """The run ends: refuse an order that still waits."""
         order = self._orders.waiting()
         if order is not None:
             self._orders.refuse(order, reason)
@@ -168,5 +164,4 @@ class Repartitioner:
 
 
 def in_words(event: Mapping[str, Any]) -> str:
-    """A ``repartitioned`` event in words."""
     return f"after step {event['step']} by the {event.get('by', 'planner')}: {event['layout']}"

@@ -49,7 +49,6 @@ from .node_engine import NodeEngine
 
 KIND = "rollout"
 WATCH_S = 1.0
-"""Between two checks of the deadlines; the shortest deadline is a minute."""
 EXIT_S, REPEAT_S = 10.0, 60.0
 """A killed process is gone within a second, unless the kernel waits for something.
 
@@ -58,8 +57,6 @@ Half or double changes only when and how often that is logged.
 
 
 class RolloutNode:
-    """See the module docstring."""
-
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
@@ -86,12 +83,10 @@ class RolloutNode:
 
     @property
     def states(self) -> dict[str, str]:
-        """State of every engine that was ever started."""
         return {e.name: e.state for e in self._engines.values() if e.child is not None}
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id of every live engine."""
         return {e.name: e.child.pid for e in self._engines.values() if e.child is not None and not e.child.ended}
 
     @property
@@ -100,7 +95,6 @@ class RolloutNode:
         return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
 
     async def start(self) -> None:
-        """Bring every engine of the node up: start what is missing, wake what sleeps."""
         async with self._changing:
             self._wanted, self._ordered_at = True, time.monotonic()
             for engine in self._engines.values():
@@ -116,7 +110,6 @@ class RolloutNode:
             self._maybe_ready()
 
     def standby(self) -> None:
-        """Put every engine to sleep; the rollout leader has drained them."""
         self._wanted = False
         for engine in self._engines.values():
             if engine.child is not None and engine.state in ("ready", "loading"):
@@ -128,7 +121,6 @@ class RolloutNode:
                 self._context.send_to_rollout_leader(wire.EngineDown(self._context.rank, engine.name, "standby"))
 
     async def stop(self) -> None:
-        """End every engine."""
         self._wanted = False
         for engine in self._engines.values():
             self._watch.gone(engine.name)
@@ -138,7 +130,7 @@ class RolloutNode:
         await asyncio.gather(*(e.child.stop() for e in self._engines.values() if e.child is not None))
 
     async def reset(self) -> None:
-        """End every engine unreported and be as just constructed: a lost node is readmitted."""
+        """End every engine unreported: a lost node is readmitted."""
         async with self._changing:
             children = [engine.child for engine in self._engines.values() if engine.child is not None]
             self._wanted, self._outbox = False, []
@@ -162,7 +154,6 @@ class RolloutNode:
             checked_at = time.monotonic()
 
     def on_turns(self, message: wire.Turns) -> None:
-        """Pass requests on; one whose engine is gone is refused."""
         for name, request in message.items:
             engine = self._engines.get(name)
             if engine is not None and engine.child is not None and engine.state == "ready":
@@ -171,11 +162,10 @@ class RolloutNode:
                 self._answer(name, _refused(request, "engine is not ready"))
 
     def on_chunk(self, message: wire.WeightsChunk, blob: bytes | bytearray) -> None:
-        """A piece of new weights."""
         self._receiver.chunk(message, blob, time.monotonic())
 
     def on_current(self, message: wire.WeightsCurrent) -> None:
-        """There is nothing newer than what the engines have."""
+        """The engines have the newest weights."""
         self._receiver.answered()
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= message.version:

@@ -33,18 +33,14 @@ STALL_S = 1.0
 
 
 def position(start: wire.Welcome) -> TrainedPrompts:
-    """The data order's part of a start state."""
     return TrainedPrompts(start.step, start.low, frozenset(start.extra))
 
 
 def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
-    """A line of `trajectories.jsonl`."""
     return record.line() if isinstance(record, Restart) else trace_line(record)
 
 
 class RolloutService:
-    """Runs one `RolloutLeader`."""
-
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         config = context.config
@@ -92,7 +88,6 @@ class RolloutService:
                 await self._flush()
 
     async def _watch(self) -> None:
-        """Check deadlines once a second; a stall of this process counts for nobody."""
         before = time.monotonic()
         while not self._stopping:
             await asyncio.sleep(REPORT_S)
@@ -119,7 +114,6 @@ class RolloutService:
         await self._flush()
 
     async def _learn(self) -> None:
-        """Show the policy the trajectories of before this attempt."""
         context, config = self._context, self._context.config
         try:
             records = await asyncio.to_thread(
@@ -138,7 +132,6 @@ class RolloutService:
             context.log("scheduler_warm_start", trajectories=len(records))
 
     async def _recover(self) -> Recovered:
-        """Trajectories of earlier starts that this one need not sample again."""
         context, config, start = self._context, self._context.config, self._context.start
         if self._recovery_log is None:
             # Versions number the weights of one line of starts; without records, those of another could be mixed in.
@@ -150,7 +143,6 @@ class RolloutService:
         return recovered
 
     def _saved(self) -> TrainedPrompts:
-        """Where a start would go on now."""
         return position(start_state(self._context.run))
 
     def _on_ended(self, ended: TrajectoryEnd) -> None:
@@ -162,7 +154,6 @@ class RolloutService:
         await self._storage.flush(self._recovery_log, new)
 
     async def stop(self) -> None:
-        """End the environment hosts and write what is left."""
         self._stopping = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -178,7 +169,6 @@ class RolloutService:
             await self._recovery_log.close()
 
     def on_message(self, message: Any) -> None:
-        """What the mesh brings for the rollout leader."""
         leader = self.leader
         match message:
             case wire.TurnsDone(items=items):

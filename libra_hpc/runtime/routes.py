@@ -30,13 +30,10 @@ FOR_ROLLOUT_SERVICE = (
 
 
 class Routes:
-    """The table; message types have no subtypes, so the type alone decides."""
-
     def __init__(self) -> None:
         self._rows: dict[type, Callable[[Any, bytes | bytearray], object]] = {}
 
     def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
-        """Messages of this type go to ``handler``, instead of where they went before."""
         self._rows[kind] = lambda message, blob: handler(message)
 
     def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes | bytearray], None]) -> None:
@@ -95,6 +92,5 @@ def add_train_leader(
 
 
 def add_rollout_service(routes: Routes, service: RolloutService) -> None:
-    """Rows of the rollout leader."""
     for kind in FOR_ROLLOUT_SERVICE:
         routes.add(kind, service.on_message)

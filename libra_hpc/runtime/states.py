@@ -28,8 +28,6 @@ Component = Literal["train", "hybrid", "rollout"]
 
 
 class NodeState(StrEnum):
-    """State of a pool node."""
-
     STARTING = "starting"
     TRAIN = "train"
     TO_ROLLOUT = "to_rollout"
@@ -39,12 +37,10 @@ class NodeState(StrEnum):
 
 
 class IllegalTransition(Exception):
-    """An event that is impossible in the present state of the pool; the caller logs it and keeps the old pool."""
+    """The event is impossible in the present state of the pool; the caller logs it and keeps the old pool."""
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One node."""
-
     rank: int
     component: Component
     state: NodeState
@@ -55,22 +51,19 @@ class Node(msgspec.Struct, frozen=True):
     engine_ready: bool = False
     """Whether the engine of ``role`` answers."""
     has_state: bool = False
-    """Whether its training engine holds the current weights and optimizer state; a leaving node has it until it is
-    freed."""
+    """Its training engine holds the current weights and optimizer state; a leaving node has it until it is freed."""
     member_of: int = -1
     """Last generation its present training engine confirmed."""
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """A numbered set of training replicas; the one a run starts from is empty."""
+    """A numbered set of training replicas; a run starts from an empty one."""
 
     generation: int
     ranks: tuple[int, ...]
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The whole pool."""
-
     nodes: dict[int, Node]
     membership: Membership
     """Latest complete generation."""
@@ -110,10 +103,7 @@ class StateArrived(msgspec.Struct, frozen=True):
 
 
 class MemberOf(msgspec.Struct, frozen=True):
-    """The node's training engine formed the group of this generation.
-
-    One of a superseded generation is a normal late message and changes nothing.
-    """
+    """The node's training engine formed this generation's group; one of a superseded generation changes nothing."""
 
     rank: int
     generation: int
@@ -133,7 +123,7 @@ class HeartbeatLost(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A lost node answers again; whatever it held is gone."""
+    """A lost node is heard again; whatever it held is gone."""
 
     rank: int
 
@@ -164,10 +154,7 @@ class OrderDrain(msgspec.Struct, frozen=True):
 
 
 class FormMembership(msgspec.Struct, frozen=True):
-    """At the next step boundary, form this generation.
-
-    Each member reports `MemberOf`, a new one `StateArrived` too.
-    """
+    """Form this generation at the next step boundary; members report `MemberOf`, new ones `StateArrived` too."""
 
     membership: Membership
 
@@ -186,7 +173,7 @@ def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout")
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
-    """Ranks that count as training replicas now: members with their state, leaving ones until they are freed."""
+    """Training replicas now: members with their state, leaving ones until they are freed."""
     nodes = (pool.nodes[rank] for rank in pool.membership.ranks)
     return tuple(
         n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state)
@@ -194,7 +181,6 @@ def trainers(pool: Pool) -> tuple[int, ...]:
 
 
 def rollout_nodes(pool: Pool) -> tuple[int, ...]:
-    """Ranks that accept turns now."""
     return tuple(rank for rank, node in pool.nodes.items() if node.state is NodeState.ROLLOUT)
 
 
@@ -305,7 +291,7 @@ def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
 
 
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
-    """Replace whatever is forming by the next generation over all training engines that answer."""
+    """Propose the next generation, over all training engines that answer."""
     nodes = pool.nodes.values()
     wanted = tuple(sorted(n.rank for n in nodes if n.role == "train" and n.engine_ready))
     if not wanted:

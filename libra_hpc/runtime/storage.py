@@ -20,8 +20,6 @@ KEEP_LINES = 20_000
 
 
 class Storage:
-    """``log`` writes an event."""
-
     def __init__(self, trajectories: Journal[Any], decisions: Journal[Any], log: Callable[..., None]) -> None:
         self.trajectories, self.decisions, self._log = trajectories, decisions, log
         self._faults: dict[str, str] = {}
@@ -46,7 +44,6 @@ class Storage:
         self._log_fault("decisions.jsonl", self.decisions.fault, self.decisions.dropped)
 
     async def close(self) -> None:
-        """Write the rest and close the files."""
         await self.trajectories.close()
         await self.decisions.close()
 

@@ -51,18 +51,14 @@ KIND = "train"
 ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
 """Answers that count as the same answer to one request."""
 WATCH_S = 1.0
-"""Between two checks of whether the replica makes progress."""
 KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
 REPEAT_S = 60.0
-"""Between two events about a process that does not end."""
 WARNING_S = 60.0
 """A full file system fails every snapshot: one event a minute is enough."""
 
 
 class TrainNode:
-    """See the module docstring."""
-
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._children: list[Child] = []
@@ -85,16 +81,13 @@ class TrainNode:
 
     @property
     def states(self) -> dict[str, str]:
-        """State of the replica, once it was started."""
         return {} if self._state == "none" else {f"t{self._context.rank}": self._state}
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id of every live worker."""
         return {child.name: child.pid for child in self._children if not child.ended}
 
     async def start(self) -> None:
-        """Build the replica, or end its standby."""
         self._ordered_at = time.monotonic()
         if self._state == "standby":
             self._state = "ready"
@@ -117,7 +110,6 @@ class TrainNode:
                 child.send(Standby())
 
     async def stop(self) -> None:
-        """End every process of the replica."""
         self._stopping = True
         for child in self._children:
             child.stopping = True
@@ -125,7 +117,7 @@ class TrainNode:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def reset(self) -> None:
-        """End every process unreported and be as just constructed: a lost node is readmitted."""
+        """End every process unreported: a lost node is readmitted."""
         async with self._spawning:
             children, self._children = self._children, []
             self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
@@ -137,7 +129,6 @@ class TrainNode:
             await asyncio.gather(*(child.stop() for child in children))
 
     def on_message(self, message: ToWorker) -> None:
-        """Pass an order of the train leader to every process."""
         if isinstance(message, Export):
             message = Export(str(self._export_path(message.version)), message.version)
         if self._state == "ready":
@@ -167,7 +158,7 @@ class TrainNode:
             self._check_ended(now)
 
     def _check_ended(self, now: float) -> None:
-        """Count a process that SIGKILL does not end as ended; an event a minute names it as long as it lives."""
+        """Count a process that SIGKILL does not end as ended; an event a minute names it."""
         if self._killed_at is None:
             return
         stuck = [child for child in self._children if child.pid and not child.ended]
@@ -188,11 +179,9 @@ class TrainNode:
         self._context.log(kind, rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
 
     def on_publish(self, message: wire.Publish) -> None:
-        """A version is committed: send its file on its way."""
         self._publisher.publish(message.version, self._export_path(message.version), message.crc32, message.ranks)
 
     def on_wanted(self, message: wire.WeightsWanted) -> None:
-        """A rollout node asks for the newest weights."""
         if not self._publisher.answer(message.rank, message.have):
             self._context.send(message.rank, wire.WeightsCurrent(message.have))
 

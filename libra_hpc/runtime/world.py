@@ -42,11 +42,10 @@ RECORD_BYTES = 4096
 """Room for what a rank sends the others; a node with 20 addresses uses 500."""
 SECRET_BYTES = 32
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
-"""Interfaces by prefix that never lead to another node."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a rank listens: addresses to be tried in this order, all with one port."""
+    """Where a rank listens: addresses in order of trial, all with one port."""
 
     host: str
     addresses: tuple[str, ...]
@@ -54,7 +53,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class NoWorld(OperationError):
-    """The ranks have met, but cannot go on; ``rank`` is the own one."""
+    """The ranks have met but cannot go on; ``rank`` is the own one."""
 
     def __init__(self, rank: int, problem: str) -> None:
         super().__init__(problem)
@@ -72,12 +71,11 @@ class World(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return len(self.endpoints)
 
 
 class _Place(msgspec.Struct):
-    """First round: which machine a rank is on, and why it cannot go on, if so."""
+    """First round: a rank's machine, and why it cannot go on, if so."""
 
     machine: str
     problem: str = ""
@@ -95,11 +93,10 @@ Record = TypeVar("Record", _Place, Endpoint, _Reached)
 def meet(interface: str = "", problem: str = "") -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem``: the caller's reason why this rank cannot go on.  Raises `NoWorld` with the first problem of any rank,
-    on every rank alike.
+    ``problem``: why the caller cannot go on.  Raises `NoWorld` on every rank alike, with the first problem of any.
 
-    A rank that fails inside MPI leaves the others waiting there, where no Python runs.  So the kernel ends this process
-    with SIGALRM after `MEET_S`; whoever started it may try again.
+    A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
+    with SIGALRM after `MEET_S`, and whoever started it may try again.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MEET_S)
@@ -132,10 +129,7 @@ def meet(interface: str = "", problem: str = "") -> World:
 
 
 def own_addresses(interface: str = "") -> list[str]:
-    """Addresses of this machine that another one may reach, the one its name resolves to first.
-
-    With an ``interface``, those of that one.
-    """
+    """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
     found = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():
@@ -158,12 +152,11 @@ def _interfaces() -> str:
 
 
 def _machine() -> str:
-    """A name unlike that of any other machine, and of any container with a network of its own."""
+    """A name unlike that of any other machine or container with a network of its own."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _listen(address: str, size: int) -> socket.socket:
-    """A listening socket on one address; on all interfaces where none is given."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=2 * size)
@@ -176,7 +169,7 @@ def _listen(address: str, size: int) -> socket.socket:
 
 
 def _reach(first: Endpoint, own: Endpoint) -> str:
-    """Why rank 0 cannot be reached from here, or nobody can reach this rank; empty if both can."""
+    """Why rank 0 cannot be reached from here, or nobody can reach this rank; else empty."""
     if not own.addresses:
         return f"{own.host} has no network address that other nodes can reach"
     for address in first.addresses:
@@ -191,7 +184,6 @@ def _reach(first: Endpoint, own: Endpoint) -> str:
 
 
 def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
-    """Everyone's record, by rank."""
     body = msgspec.msgpack.encode(record)
     encoded = LENGTH.pack(len(body)) + body
     if len(encoded) > RECORD_BYTES:

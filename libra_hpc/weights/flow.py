@@ -44,18 +44,13 @@ class WeightFile(NamedTuple):
 
 
 class _Stream:
-    """A file on its way to one child."""
-
     def __init__(self, file: WeightFile, relay: tuple[int, ...]) -> None:
         self.file, self.relay = file, relay
         self.offset = 0
         self._handle = file.path.open("rb", buffering=0)
 
     def read(self, available: int) -> bytes:
-        """The next chunk out of the first ``available`` bytes; empty when there is none.
-
-        Raises `OSError` when the file lacks it.
-        """
+        """The next chunk out of the first ``available`` bytes, or nothing; raises `OSError` when the file lacks it."""
         wanted = min(CHUNK_BYTES, available - self.offset)
         if wanted <= 0:
             return b""
@@ -69,8 +64,6 @@ class _Stream:
 
 
 class Flow:
-    """The streams to all children."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self._streams: dict[int, _Stream] = {}
@@ -78,7 +71,7 @@ class Flow:
         self._available = 0
 
     def start(self, file: WeightFile, available: int, rank: int, relay: tuple[int, ...]) -> None:
-        """Send a file from its beginning, as far as it is ``available``, to one child."""
+        """Send a file to one child from its beginning, as far as it is ``available``."""
         before = self._streams.get(rank)
         if before is not None and before.file.version == file.version:
             # It asked for itself alone; those behind it still need the file.
@@ -91,13 +84,12 @@ class Flow:
         self._post(rank)
 
     def grow(self, available: int) -> None:
-        """So many bytes of the file that is sent exist by now."""
+        """So many bytes of the file exist by now."""
         self._available = available
         for rank in list(self._streams):
             self._post(rank)
 
     def drop(self) -> None:
-        """Send no more chunks."""
         for rank in list(self._streams):
             self._end(rank)
 

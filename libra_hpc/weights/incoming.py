@@ -25,12 +25,10 @@ class Incoming:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte was received."""
         return self.received == self.file.size
 
     @property
     def intact(self) -> bool:
-        """Whether the checksum of what was received is that of the file."""
         return self._sum == self.file.crc32
 
     def write(self, chunk: bytes | bytearray) -> None:
@@ -45,12 +43,10 @@ class Incoming:
         self.received += len(chunk)
 
     def finish(self, path: Path) -> WeightFile:
-        """Give the complete file its name."""
         self._handle.close()
         self.file.path.replace(path)
         return self.file._replace(path=path)
 
     def abandon(self) -> None:
-        """Remove it."""
         self._handle.close()
         self.file.path.unlink(missing_ok=True)

@@ -20,8 +20,6 @@ from libra_hpc.hardware.architecture import Architecture
 
 
 class ReplicaPlace(NamedTuple):
-    """Place of this process in its replica."""
-
     tp: int
     tp_rank: int
     pp: int
@@ -77,7 +75,6 @@ def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
 
 
 def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shape of every Hugging Face tensor of the model."""
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
     by_suffix: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (q, hidden),

@@ -52,7 +52,7 @@ class Publisher:
             _prune(path.parent, path.name.split("-")[0])
 
     def answer(self, rank: int, have: int) -> bool:
-        """Send the newest version to one rank, from its beginning; False when it already has it."""
+        """Send the newest version to one rank; False when it already has it."""
         if self._file is None or self._file.version <= have:
             return False
         self._flow.start(self._file, self._file.size, rank, ())
@@ -62,8 +62,7 @@ class Publisher:
 class Receiver:
     """The receiving and forwarding end, on a rollout node; times are seconds of ``time.monotonic``.
 
-    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with
-    an event.
+    ``complete`` gets each checked file; ``request`` sends a `WeightsWanted`; ``log`` writes an event.
     """
 
     def __init__(
@@ -81,26 +80,20 @@ class Receiver:
         self._deadlines = Deadlines(DeadlineSettings(deadlines.floor_s, deadlines.floor_s, deadlines.factor))
         self._flow = Flow(send)
         self._forwarded: set[int] = set()
-        """Children that the present version was started for."""
         self._incoming: Incoming | None = None
         self._refused = -1
         """A version that could not be stored, or was corrupt."""
         self._announced = -1
-        """A version of which no chunk has come yet."""
         self._failures = 0
         self._retry_at = float("inf")
         self.newest: WeightFile | None = None
 
     @property
     def version(self) -> int:
-        """The newest complete version, -1 without one."""
         return -1 if self.newest is None else self.newest.version
 
     def chunk(self, message: WeightsChunk, blob: bytes | bytearray, now: float) -> None:
-        """Take one chunk, forward it, and finish the file when it was the last.
-
-        Chunks that came on another path already are passed over.
-        """
+        """Take one chunk, forward it, and finish the file when it was the last."""
         if not blob:
             self._expect(message.version, now)
             return
@@ -130,7 +123,6 @@ class Receiver:
             self._request(have)
 
     def answered(self) -> None:
-        """There is nothing newer."""
         self._deadlines.forget("request")
 
     def watch(self, now: float) -> None:
@@ -149,7 +141,6 @@ class Receiver:
             self.ask(self.version, now)
 
     def discount(self, seconds: float) -> None:
-        """This process was stopped for so long."""
         self._deadlines.discount(seconds)
 
     def reset(self) -> None:
@@ -161,7 +152,7 @@ class Receiver:
         _prune(self._folder, "weights", keep=0)
 
     def _expect(self, version: int, now: float) -> None:
-        """A version was published.  The one that is waited for longest counts: every step may announce another."""
+        """A version was published; the one waited for longest counts, because every step may announce another."""
         present = self.version if self._incoming is None else self._incoming.file.version
         if self._announced < 0 and version > max(present, self._refused):
             self._announced = version
@@ -172,7 +163,7 @@ class Receiver:
         self._deadlines.forget("announced")
 
     def _file_of(self, message: WeightsChunk) -> Incoming | None:
-        """Where a chunk belongs; None for a chunk that is of no use."""
+        """Where a chunk belongs; None for one that is of no use."""
         incoming = self._incoming
         present = self.version if incoming is None else incoming.file.version
         if message.version < present or message.version <= max(self.version, self._refused):
@@ -220,7 +211,6 @@ class Receiver:
         return wait_s
 
     def _abandon(self) -> None:
-        """Drop an unfinished file, and the streams that read from it."""
         self._deadlines.forget("chunk")
         self._flow.drop()
         self._forwarded.clear()
