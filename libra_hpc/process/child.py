@@ -22,6 +22,7 @@ from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 from .dump import DUMP_SIGNAL
 
 READ_BYTES = 1 << 20
+"""Per read of the socket: large enough to hide the call."""
 DUMP_S = 0.5
 """From the request for stacks to SIGKILL: writing them takes milliseconds."""
 LEAVE_S = 5.0

@@ -20,6 +20,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WALL = 0x40000000
 """__WALL of waitpid: children of every kind."""
 POLL_S = 0.001
+"""Between two rounds of `end_children`: a killed process takes about as long to end."""
 
 
 def become_subreaper() -> None:

@@ -52,8 +52,11 @@ from .train_node import TrainNode
 from .world import NoWorld, World, meet
 
 HEARTBEAT_S = 1.0
+"""Between two heartbeats."""
 REAP_S = 1.0
+"""Between two searches for processes that were left behind."""
 GOODBYE_S = 5.0
+"""For the last messages of a leaving agent to reach the kernel."""
 
 log = logging.getLogger("libra_hpc.agent")
 

@@ -39,9 +39,11 @@ GONE_HELLO_S = 10.0
 HELLO_S = 120.0
 """All agents of one `srun` send `Hello` within seconds of each other."""
 STATUS_S = 1.0
+"""Between two status snapshots."""
 ROLES_S = 2.0
 """The roles are repeated this often; agents see by them that the coordinator lives."""
 GONE_S = 1.0
+"""Between two readings of what the launcher saw."""
 NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
 """How long a checkpoint may take after a notice.
 

@@ -19,6 +19,7 @@ from libra_hpc.process.deadlines import stall_of
 from .liveness import read_gone
 
 CHECK_S = 1.0
+"""Between two checks."""
 ORPHAN_S = 90.0
 """Roles come every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle longer."""
 FIRST_WORD_S = 1800.0
@@ -28,6 +29,7 @@ QUIET_S = 5.0
 FIRST_QUIET_S = 20.0
 """Before the first message its process id is unknown, and a late note may be of the start before."""
 SAVE_S = 60.0
+"""For training to save once the coordinator is gone."""
 
 log = logging.getLogger("libra_hpc.agent")
 

@@ -22,6 +22,7 @@ WEIGHTS: Operation = "weight update of the engine"
 WAKE: Operation = "waking of the engine"
 SILENCE: Operation = "silence of the engine"
 LATE_SHARE = 0.5
+"""Of a limit; then an operation is late."""
 
 
 class LateEngine(NamedTuple):

@@ -27,6 +27,7 @@ from .agent_context import AgentContext
 from .commands import host_command, host_settings
 
 RESTART_S = 0.5
+"""After one end in the window; two ends wait twice as long."""
 NO_START_S = 5.0
 """Where the system refuses a process or its log: a full disk has 75 s to get room before the budget is spent."""
 START, LIFE = "start of environment host", "sign of life of environment host"

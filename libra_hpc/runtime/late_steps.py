@@ -15,10 +15,13 @@ from libra_hpc.protocol.mesh import RolloutReport
 from libra_hpc.runtime import states
 
 FLOOR_S = 30.0
-"""Seconds.  No step is late before."""
+"""No step is late before."""
 FACTOR = 5.0
+"""Times the median step."""
 NOTICE_S = 120.0
+"""An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
+"""Most notices remembered."""
 NOTICE_KINDS = (
     "slow",
     "hung",
@@ -37,6 +40,7 @@ NOTICE_KINDS = (
     "node_lost",
     "own_stall",
 )
+"""Events whose reason belongs on the status screen."""
 
 
 class Notices:

@@ -34,6 +34,7 @@ one."""
 REFUSALS = 3
 """A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
+"""Between two rounds over the addresses, and after a caller that was not accepted."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
 """Seconds, seconds, times: a firewall sees traffic, and a machine that is gone is noticed after six minutes."""
 JOIN_BYTES = 1 << 16
@@ -41,8 +42,10 @@ JOIN_BYTES = 1 << 16
 TURN_BYTES = 4 << 20
 """Bytes after which the loop's other tasks run: 2 to 4 ms of copying."""
 TURN_MESSAGES = 64
+"""Messages after which they run."""
 MAX_FRAME_BYTES = 1 << 30
 MAX_BLOB_BYTES = 1 << 36
+"""Far beyond what a peer of this protocol sends; a longer one closes the connection."""
 
 Done = Callable[[bool], None]
 """Called once: True when a message's buffers are free again, False when it was dropped."""

@@ -24,6 +24,7 @@ from .links import Done, Outgoing, accept
 from .world import World
 
 DRAIN_S = 0.005
+"""Between two checks of what waits, when an agent leaves."""
 
 SETTLE_S = 3.0
 """From a broken connection to its report: if the process at the other end ended, its launcher reports that first."""

@@ -22,6 +22,7 @@ CLOSE_S = 30.0
 Half: a slow file system loses them; double: Slurm kills the job first.
 """
 FLUSH_S = 2.0
+"""How long `Records.event_now` waits."""
 
 
 class Records:

@@ -35,7 +35,10 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train.link import BUSY, CHECKPOINT, COMPUTE, WAITING
 
 PEERS = 3.0
-"""Half: a replica that waits may be ended before the slow one; double: a lost message holds the run so much longer."""
+"""Limits that a replica may take while it waits for others.
+
+Half: it may be ended before the slow one; double: a lost message holds the run so much longer.
+"""
 FRESH_S = 5.0
 """Signs of life come every second; an older one proves nothing about now."""
 START = "start"

@@ -49,6 +49,7 @@ from .node_engine import NodeEngine
 
 KIND = "rollout"
 WATCH_S = 1.0
+"""Between two checks of the deadlines; the shortest deadline is a minute."""
 EXIT_S, REPEAT_S = 10.0, 60.0
 """A killed process is gone within a second, unless the kernel waits for something.
 

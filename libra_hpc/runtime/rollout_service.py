@@ -26,6 +26,7 @@ from .origin import digest
 from .storage import KEEP_LINES, Storage
 
 REPORT_S = 1.0
+"""Between two reports."""
 LEARN_BATCH = 200
 """Earlier trajectories a policy learns from before the loop's other tasks run: some 10 ms."""
 STALL_S = 1.0

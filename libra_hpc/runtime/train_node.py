@@ -51,9 +51,11 @@ KIND = "train"
 ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
 """Answers that count as the same answer to one request."""
 WATCH_S = 1.0
+"""Between two checks of whether the replica makes progress."""
 KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
 REPEAT_S = 60.0
+"""Between two events about a process that does not end."""
 WARNING_S = 60.0
 """A full file system fails every snapshot: one event a minute is enough."""
 

@@ -42,6 +42,7 @@ RECORD_BYTES = 4096
 """Room for what a rank sends the others; a node with 20 addresses uses 500."""
 SECRET_BYTES = 32
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
+"""Interfaces by prefix that never lead to another node."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):

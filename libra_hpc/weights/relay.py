@@ -27,7 +27,10 @@ KEEP_VERSIONS = 2
 RETRY_S = 10.0
 """An engine that closes an older version, or a person, frees memory: neither at once."""
 RETRY_MAX_S = 60.0
-"""Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
+"""Longest pause between two requests.
+
+Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made.
+"""
 
 
 class Publisher:
