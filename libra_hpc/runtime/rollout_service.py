@@ -11,7 +11,7 @@ from libra_hpc.errors import said
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, TrainedPrompts
+from libra_hpc.rollout.recovered import Recovered, SavedTrajectory, TrainedPrompts
 from libra_hpc.rollout.recovery_log import RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
@@ -51,7 +51,7 @@ class RolloutService:
         self._recovery_log = (
             RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
         )
-        self._unwritten: list[Trajectory | FinishedTrajectory | wire.Committed] = []
+        self._unwritten: list[Trajectory | SavedTrajectory | wire.Committed] = []
         """For the next write to the recovery log."""
         self._stopping = False
         self._policy = make_policy(config.rollout.policy)
@@ -160,7 +160,7 @@ class RolloutService:
             self._watcher.cancel()
         # Before anything slow, for which whoever ends the job may not wait.  Unfinished trajectories are written as
         # they are now: they may go on meanwhile.
-        self._unwritten += [FinishedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
+        self._unwritten += [SavedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await self._hosts.stop()
         # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.
