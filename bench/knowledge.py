@@ -32,7 +32,7 @@ from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.protocol import TurnView
-from libra_hpc.sched.tree import UPPER, CausalTree, Cursor
+from libra_hpc.sched.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.sim_engines import build_fleet
@@ -72,7 +72,7 @@ def laws(work: Sequence[TrajectoryRecord]) -> dict[str, Law]:
     return {prompt: Law(fmean(group), scatter) for prompt, group in groups.items()}
 
 
-class ToldTree(CausalTree):
+class ToldTree(RemainingWorkEstimator):
     """Estimates as they are until ``turns`` tools have answered, the truth from then on."""
 
     def __init__(self, truth: Mapping[str, TrajectoryRecord], turns: float, laws: Mapping[str, Law]) -> None:
@@ -82,20 +82,23 @@ class ToldTree(CausalTree):
         """The trajectory of each cursor."""
 
     def advance(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> float:
-        """See `CausalTree.advance`."""
+        """See `RemainingWorkEstimator.advance`."""
         super().advance(cursor, signals, attained, room)
         return self._tell(cursor, self.names.get(cursor, ""), signals, attained, room)
 
-    def ahead(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
-        """See `CausalTree.ahead`."""
-        middle = super().ahead(cursor, signals, attained, room)
+    def peek(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
+        """See `RemainingWorkEstimator.ahead`."""
+        middle = super().peek(cursor, signals, attained, room)
         self._tell(middle, self.names.get(cursor, ""), signals, attained, room)
         return middle
 
     def _tell(self, cursor: Cursor, name: str, signals: tuple[Signal, ...], attained: int, room: float) -> float:
         if name and self._laws:
             left = self._laws[self._truth[name].prompt_id].left(attained)
-            cursor.left, cursor.reach = left * room / (left + room) if room < inf else left, min(UPPER * left, room)
+            cursor.left, cursor.reach = (
+                left * room / (left + room) if room < inf else left,
+                min(REACH_FACTOR * left, room),
+            )
         elif name and len(signals) >= self._turns:
             spec = self._truth[name]
             cursor.left = cursor.reach = max(1.0, float(spec.generated - attained))

@@ -34,7 +34,7 @@ CENTRE: Final = 7.0
 PRIOR: Final[tuple[float, ...]] = (0.0, -0.3, 0.0, 0.0, 0.0, 0.0, 1.0)
 """Attained service is taken at 0.7 of its word: lengths within a task vary less than the tail of the prior says."""
 PRIOR_WEIGHT: Final = 20.0
-PLAIN: Final = 3
+PLAIN_FEATURES: Final = 3
 MEMORY: Final = 4000.0
 """Observations: some 1,300 trajectories."""
 SOLVE_EVERY: Final = 96

@@ -27,7 +27,7 @@ from typing import Final
 from libra_hpc.protocol.rollout import EngineStats
 
 from .concurrency import CapController
-from .costs import StepFit, carried, stand_in
+from .costs import StepFit, default_costs, scaled_costs
 from .speed import SpeedEstimate
 
 REFIT_EVERY: Final = 16
@@ -44,7 +44,7 @@ class EngineView:
         "cap",
         "decode_s",
         "engine",
-        "home",
+        "tp_class",
         "inflight",
         "inflight_tokens",
         "kv_capacity",
@@ -62,10 +62,10 @@ class EngineView:
         "waiting",
     )
 
-    def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, home: TpClass) -> None:
+    def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, tp_class: TpClass) -> None:
         self.engine = engine
         self.tp = tp
-        self.home = home
+        self.tp_class = tp_class
         """Its TP class."""
         self.kv_capacity = kv_capacity
         """Tokens of KV cache."""
@@ -119,7 +119,7 @@ class TpClass:
     def least(self) -> EngineView | None:
         """The member with a free slot that has the fewest tokens in flight; None when all are full or closed."""
         if self.touched:
-            self._mend()
+            self._repair_heap()
         heap = self._heap
         while heap:
             tokens, stamp, engine = heap[0]
@@ -134,7 +134,7 @@ class TpClass:
                 return engine
         return None
 
-    def _mend(self) -> None:
+    def _repair_heap(self) -> None:
         """Entries for the members that were touched."""
         for engine in self.touched:
             self._stamps = engine.stamp = self._stamps + 1
@@ -170,22 +170,22 @@ class Board:
         from before it took any."""
         if engine in self.engines:
             self.down(engine)
-        home = next((c for c in self.classes if c.tp == tp), None)
-        if home is None:
-            home = TpClass(tp)
-            insort(self.classes, home, key=lambda c: c.tp)
+        tp_class = next((c for c in self.classes if c.tp == tp), None)
+        if tp_class is None:
+            tp_class = TpClass(tp)
+            insort(self.classes, tp_class, key=lambda c: c.tp)
         cap = self.max_inflight
         if self.adaptive:
             controller = self._controllers[engine] = CapController(self.max_inflight)
             cap = controller.cap
-        view = self.engines[engine] = EngineView(engine, tp, kv_capacity, cap, version, home)
-        home.members.append(view)
+        view = self.engines[engine] = EngineView(engine, tp, kv_capacity, cap, version, tp_class)
+        tp_class.members.append(view)
         for stats in warm_up:
-            home.fit.observe(engine, stats, kv_capacity)
-        home.fit.forget(engine)
+            tp_class.fit.observe(engine, stats, kv_capacity)
+        tp_class.fit.forget(engine)
         self._relevel()
         self.free += view.free
-        home.touched[view] = None
+        tp_class.touched[view] = None
         return view
 
     def down(self, engine: str) -> EngineView | None:
@@ -195,14 +195,14 @@ class Board:
             return None
         self._controllers.pop(engine, None)
         self.free -= view.free
-        home = view.home
-        home.members.remove(view)
-        home.fit.forget(engine)
-        home.touched.pop(view, None)
+        tp_class = view.tp_class
+        tp_class.members.remove(view)
+        tp_class.fit.forget(engine)
+        tp_class.touched.pop(view, None)
         view.open = False
         view.stamp = 0
-        if not home.members:
-            self.classes.remove(home)
+        if not tp_class.members:
+            self.classes.remove(tp_class)
         self._relevel()
         return view
 
@@ -213,7 +213,7 @@ class Board:
             self.free -= view.free
             view.open = is_open
             self.free += view.free
-            view.home.touched[view] = None
+            view.tp_class.touched[view] = None
 
     def set_cap(self, engine: str, cap: int) -> None:
         """Change the most turns in flight at one engine."""
@@ -222,7 +222,7 @@ class Board:
             self.free -= view.free
             view.cap = cap
             self.free += view.free
-            view.home.touched[view] = None
+            view.tp_class.touched[view] = None
 
     def sent(self, engine: str, tokens: int) -> None:
         """A turn of ``tokens`` context tokens is in flight now."""
@@ -241,7 +241,7 @@ class Board:
         view.inflight_tokens -= tokens
         if view.open and view.inflight < view.cap:
             self.free += 1
-        view.home.touched[view] = None
+        view.tp_class.touched[view] = None
 
     def applied(self, engine: str, version: int) -> None:
         """An engine samples under new weights."""
@@ -262,7 +262,7 @@ class Board:
         view.steps = stats.steps
         view.speed.update(stats)
         view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s
-        fit = view.home.fit
+        fit = view.tp_class.fit
         if fit.observe(engine, stats, view.kv_capacity) and (fit.count <= REFIT_EVERY or fit.count % REFIT_EVERY == 0):
             self._recost()
         controller = self._controllers.get(engine)
@@ -281,8 +281,8 @@ class Board:
         classes = self.classes
         measured = [c for c in classes if c.fit.observations > 0.0]
         for c in classes:
-            prior = stand_in(c.tp, c.members[0].kv_capacity)
+            prior = default_costs(c.tp, c.members[0].kv_capacity)
             if measured and not (c.fit.observations > 0.0):
                 near = min(measured, key=lambda m: max(m.tp / c.tp, c.tp / m.tp))
-                prior = carried(near.fit.solve(stand_in(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
+                prior = scaled_costs(near.fit.solve(default_costs(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
             c.base_s, c.slope_s, c.prefill_s = c.fit.solve(prior)

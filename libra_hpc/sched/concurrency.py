@@ -38,12 +38,12 @@ FLOOR: Final = 4
 class CapController:
     """The state of one engine's cap; feed every `EngineStats` to `update`."""
 
-    __slots__ = ("_hold", "_preemptions", "cap", "most")
+    __slots__ = ("_hold", "_preemptions", "cap", "ceiling")
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, ceiling: int) -> None:
+        self.ceiling = ceiling
         """Ceiling: the run's most turns in flight at one engine."""
-        self.cap = min(most, START)
+        self.cap = min(ceiling, START)
         self._hold = 0
         self._preemptions: int | None = None
 
@@ -55,8 +55,8 @@ class CapController:
             self._hold -= 1
         if preempted or stats.kv_use > CUT_AT:
             if not self._hold:
-                self.cap = max(min(FLOOR, self.most), min(self.cap, int(CUT_TO * inflight)))
+                self.cap = max(min(FLOOR, self.ceiling), min(self.cap, int(CUT_TO * inflight)))
                 self._hold = HOLD_REPORTS
         elif stats.kv_use < GROW_BELOW and not stats.waiting and not self._hold and 2 * inflight >= self.cap:
-            self.cap = min(self.most, self.cap + max(1, int(GROW * self.cap)))
+            self.cap = min(self.ceiling, self.cap + max(1, int(GROW * self.cap)))
         return self.cap

@@ -38,13 +38,13 @@ Coefficients = tuple[float, float, float]
 """Seconds: of an empty step, per KV token in use, per prefilled token."""
 
 
-def stand_in(tp: int, kv_capacity: int) -> Coefficients:
+def default_costs(tp: int, kv_capacity: int) -> Coefficients:
     """Costs while nothing is measured anywhere; ``kv_capacity`` in tokens of one replica."""
     faster = float(tp**TP_EXPONENT)
     return DECODE_S / faster, FULL_SHARE * DECODE_S / faster / max(1, kv_capacity), PREFILL_S / faster
 
 
-def carried(known: Coefficients, from_tp: int, to_tp: int) -> Coefficients:
+def scaled_costs(known: Coefficients, from_tp: int, to_tp: int) -> Coefficients:
     """Costs of one TP degree, guessed from those of another."""
     scale = float((from_tp / to_tp) ** TP_EXPONENT)
     return known[0] * scale, known[1] * scale, known[2] * scale

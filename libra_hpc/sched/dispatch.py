@@ -21,7 +21,7 @@ from .protocol import Decision, Finished, Policy, TurnView
 from .turn_migration import Move, Rebalances, Running
 
 MAX_REFUSED = 32
-LOOK_S = 5.0
+REBALANCE_EVERY_S = 5.0
 
 
 class _Entry:
@@ -46,7 +46,7 @@ class Dispatcher:
         self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
-        self._look_at = 0.0
+        self._rebalance_at = 0.0
 
     def __len__(self) -> int:
         """Turns that wait."""
@@ -74,7 +74,7 @@ class Dispatcher:
         refused: list[_Entry] = []
         heap, board, route = self._heap, self.board, self.policy.route
         if self._wanted:
-            self._recall()
+            self._requeue()
         while heap and board.free > 0 and len(refused) < MAX_REFUSED:
             key, _, entry = heappop(heap)
             if not entry.alive or entry.parked or key != entry.key:
@@ -104,9 +104,9 @@ class Dispatcher:
     def rebalance(self, running: Iterable[Running], now: float) -> Sequence[Move]:
         """Which of the running turns to interrupt, so that they go on elsewhere; ``running`` is not read unless the
         policy wants to know."""
-        if self._rebalances is None or self._entries or now < self._look_at:
+        if self._rebalances is None or self._entries or now < self._rebalance_at:
             return ()
-        self._look_at = now + LOOK_S
+        self._rebalance_at = now + REBALANCE_EVERY_S
         return self._rebalances.rebalance(running, self.board, now)
 
     def finished(self, record: Finished, now: float) -> None:
@@ -128,7 +128,7 @@ class Dispatcher:
                 entry.parked, entry.key = False, key
                 self._push(entry)
 
-    def _recall(self) -> None:
+    def _requeue(self) -> None:
         """Bring back as many turns as their engine has free slots; all of them when it takes no turns any more."""
         engines = self.board.engines
         for name, waiting in list(self._wanted.items()):

@@ -26,7 +26,7 @@ from typing import Final
 
 from .board import Board, EngineView, TpClass
 
-SLACK: Final = 0.998
+ENTRY_SLACK: Final = 0.998
 
 
 class Resident:
@@ -43,11 +43,11 @@ class Resident:
 class EngineLoad:
     """One engine; see the module."""
 
-    __slots__ = ("entry", "finish", "heap", "home", "kv_capacity", "prefill", "reach4", "residents", "view", "work")
+    __slots__ = ("entry", "finish", "heap", "tp_class", "kv_capacity", "prefill", "reach4", "residents", "view", "work")
 
     def __init__(self, view: EngineView) -> None:
         self.view = view
-        self.home: TpClass = view.home
+        self.tp_class: TpClass = view.tp_class
         self.kv_capacity = float(max(1, view.kv_capacity))
         self.reach4 = self.work = self.prefill = 0.0
         """Sums over residents: fourth powers of the reach, work, tokens to prefill."""
@@ -61,15 +61,15 @@ class EngineLoad:
 
     def finish_with(self, reach: float, work: float, prefill: float) -> float:
         """Seconds until everything is done when one more trajectory sits here."""
-        home = self.home
+        tp_class = self.tp_class
         work += self.work
         reach *= reach
         steps = sqrt(sqrt(self.reach4 + reach * reach))
         if work > steps * self.kv_capacity:
             steps = work / self.kv_capacity
-        return home.base_s * steps + home.slope_s * work + home.prefill_s * (self.prefill + prefill)
+        return tp_class.base_s * steps + tp_class.slope_s * work + tp_class.prefill_s * (self.prefill + prefill)
 
-    def sit(self, resident: Resident, reach: float, work: float, prefill: float, finish: float) -> None:
+    def add(self, resident: Resident, reach: float, work: float, prefill: float, finish: float) -> None:
         """A trajectory sits down; ``finish`` as `finish_with` gave it."""
         resident.reach, resident.work, resident.prefill, resident.load = reach, work, prefill, self
         reach *= reach
@@ -79,7 +79,7 @@ class EngineLoad:
         self.residents += 1
         self.finish = finish
 
-    def leave(self, resident: Resident) -> None:
+    def remove(self, resident: Resident) -> None:
         """A resident stands up."""
         resident.load = None
         self.residents -= 1
@@ -108,7 +108,7 @@ class EngineLoads:
         """The load of an engine."""
         return self._loads.get(engine)
 
-    def follow(self, board: Board) -> None:
+    def sync(self, board: Board) -> None:
         """Take over which engines there are and what their steps cost, if that has changed."""
         if board.generation == self.generation:
             return
@@ -119,9 +119,9 @@ class EngineLoads:
             load = before.get(name)
             self._loads[name] = load if load is not None and load.view is view else EngineLoad(view)
         self._heaps = []
-        for members in board.classes:
+        for tp_class in board.classes:
             heap: list[tuple[float, int, EngineLoad]] = []
-            for view in members.members:
+            for view in tp_class.members:
                 load = self._loads[view.engine]
                 load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
                 load.heap = heap
@@ -130,15 +130,15 @@ class EngineLoads:
             heapify(heap)
             self._heaps.append(heap)
 
-    def lightest(self, members: TpClass) -> EngineLoad | None:
+    def first_to_finish(self, tp_class: TpClass) -> EngineLoad | None:
         """The engine of a class with a free slot that finishes first; the one with the fewest tokens in flight when
         that one is full; None when all are."""
-        heap = self._heaps[members.level]
+        heap = self._heaps[tp_class.level]
         while True:
             value, count, load = heap[0]
             if value != load.entry:
                 heappop(heap)
-            elif load.finish * SLACK > value:
+            elif load.finish * ENTRY_SLACK > value:
                 load.entry = load.finish
                 heapreplace(heap, (load.finish, count, load))
             else:
@@ -146,17 +146,17 @@ class EngineLoads:
         view = load.view
         if view.open and view.inflight < view.cap:
             return load
-        least = members.least()
+        least = tp_class.least()
         return self._loads[least.engine] if least is not None else None
 
-    def changed(self, load: EngineLoad) -> None:
+    def update_entry(self, load: EngineLoad) -> None:
         """A load may finish earlier than its entry says."""
-        if load.finish < SLACK * load.entry:
+        if load.finish < ENTRY_SLACK * load.entry:
             load.entry = load.finish
             self._count += 1
             # Engines may have come or gone since the heaps were made: those in use next are made anew then.
             heap = load.heap
             heappush(heap, (load.finish, self._count, load))
-            if len(heap) > 64 + 8 * len(load.home.members):
+            if len(heap) > 64 + 8 * len(load.tp_class.members):
                 heap[:] = [item for item in heap if item[0] == item[2].entry]
                 heapify(heap)

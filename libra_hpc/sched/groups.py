@@ -19,14 +19,14 @@ from collections import OrderedDict
 from math import exp, inf
 from typing import Final
 
-from .blend import PLAIN, Blend
-from .context import Context, Gate
+from .blend import PLAIN_FEATURES, Blend
+from .signal_effect import Gate, SignalEffect
 from .survival import HALF_LIFE, Survival
 
 K_PROMPT: Final[tuple[float, ...]] = (0.5, 2.0, 8.0, inf)
-WIDEST: Final = 2.3
+MAX_GAP: Final = 2.3
 """Bound of a shrunk gap: ten times shorter or longer than the task."""
-ERROR_KEEP: Final = 0.98
+ERROR_DECAY: Final = 0.98
 """Memory of the errors behind k: 50 trajectories."""
 FIRST_K: Final = 1
 """Index of the k that rules before anything is known: one finished sibling counts a third."""
@@ -43,22 +43,22 @@ class TaskStats:
         self.errors = [0.0] * len(K_PROMPT)
         self.k = K_PROMPT[FIRST_K]
         self.tokens_per_turn = 128.0
-        self.plain, self.full = Blend(PLAIN), Blend()
+        self.plain, self.full = Blend(PLAIN_FEATURES), Blend()
         """Estimates without and with what tools said."""
         self.gate = Gate()
         """Whether what tools said pays."""
-        self.singles: dict[int, Context] = {}
+        self.singles: dict[int, SignalEffect] = {}
         """By the last symbol."""
-        self.pairs: OrderedDict[int, Context] = OrderedDict()
+        self.pairs: OrderedDict[int, SignalEffect] = OrderedDict()
         """By the last two symbols, least recently learned first."""
 
-    def judge(self, log_total: float, gap: float, count: float) -> None:
+    def evaluate(self, log_total: float, gap: float, count: float) -> None:
         """Predict a finished trajectory from its siblings' gap under every k."""
         off = log_total - self.tables[0].log_total[0]
         errors = self.errors
         for i, k in enumerate(K_PROMPT):
             miss = off - gap * count / (count + k)
-            errors[i] = ERROR_KEEP * errors[i] + miss * miss
+            errors[i] = ERROR_DECAY * errors[i] + miss * miss
         self.k = K_PROMPT[errors.index(min(errors))]
 
     def copied(self) -> TaskStats:
@@ -75,7 +75,7 @@ class TaskStats:
 class PromptGroup:
     """What is known of one prompt."""
 
-    __slots__ = ("_sum", "_version", "contexts", "finished", "log_scale", "running", "running_sum", "scale", "task")
+    __slots__ = ("_sum", "_version", "effects", "finished", "log_scale", "running", "running_sum", "scale", "task")
 
     def __init__(self, task: TaskStats) -> None:
         self.task = task
@@ -86,7 +86,7 @@ class PromptGroup:
         self._version = 0
         self.scale = 1.0
         self.log_scale = 0.0
-        self.contexts: dict[int, Context] = {}
+        self.effects: dict[int, SignalEffect] = {}
         """By the last symbol, at most `tree.MAX_OWN`, first come."""
 
     def gap(self) -> tuple[float, float]:
@@ -100,7 +100,7 @@ class PromptGroup:
         """Bring ``scale`` up to date."""
         gap, count = self.gap()
         gap *= count / (count + self.task.k)
-        self.log_scale = gap = gap if -WIDEST < gap < WIDEST else WIDEST if gap > 0.0 else -WIDEST
+        self.log_scale = gap = gap if -MAX_GAP < gap < MAX_GAP else MAX_GAP if gap > 0.0 else -MAX_GAP
         self.scale = exp(gap)
 
     def learn(self, log_total: float, version: int) -> None:

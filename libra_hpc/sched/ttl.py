@@ -19,19 +19,19 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-KEPT: Final = 64
-SLACK: Final = 1.25
+WINDOW: Final = 64
+KEEP_SLACK: Final = 1.25
 REFRESH: Final = 16
 MAX_TOOLS: Final = 256
 """Tools told apart; later ones count as "all tools" only."""
-ALL: Final = ""
+ALL_TOOLS: Final = ""
 
 
 class _Tool:
     __slots__ = ("chosen", "count", "durations")
 
     def __init__(self) -> None:
-        self.durations: deque[float] = deque(maxlen=KEPT)
+        self.durations: deque[float] = deque(maxlen=WINDOW)
         self.count = 0
         self.chosen: dict[int, float] = {}
 
@@ -40,14 +40,14 @@ class KeepTimes:
     """Learns tool durations, answers how long to keep a cache."""
 
     def __init__(self) -> None:
-        self._tools: dict[str, _Tool] = {ALL: _Tool()}
+        self._tools: dict[str, _Tool] = {ALL_TOOLS: _Tool()}
 
     def learn(self, tool: str, seconds: float) -> None:
         """One call of ``tool`` took ``seconds``."""
         known = self._tools.get(tool)
         if known is None and len(self._tools) <= MAX_TOOLS:
             known = self._tools[tool] = _Tool()
-        for one in (known, self._tools[ALL]):
+        for one in (known, self._tools[ALL_TOOLS]):
             if one is not None:
                 one.durations.append(seconds)
                 one.count += 1
@@ -62,7 +62,7 @@ class KeepTimes:
         """
         known = self._tools.get(tool)
         if known is None:
-            known = self._tools[ALL]
+            known = self._tools[ALL_TOOLS]
         chosen = known.chosen.get(tp)
         if chosen is None:
             chosen = known.chosen[tp] = best_keep_s(sorted(known.durations), prefill_s, kv_capacity)
@@ -78,5 +78,5 @@ def best_keep_s(durations: list[float], prefill_s: float, kv_capacity: int) -> f
         held = (before + (size - i - 1) * t) / size
         gain = (i + 1) / size * prefill_s - held / kv_capacity
         if gain > best:
-            best, chosen = gain, SLACK * t
+            best, chosen = gain, KEEP_SLACK * t
     return chosen

@@ -39,14 +39,14 @@ import msgspec
 from .board import Board, EngineView
 from .protocol import TurnView
 
-FASTER = 0.95
-GAIN = 0.04
-RENT = 4.0
-TAIL = 4
-MOST = 8
+MAX_TIME_RATIO = 0.95
+MIN_GAIN = 0.04
+MIN_SAVED_PREFILLS = 4.0
+MAX_OPEN_PER_ENGINE = 4
+MAX_MOVES = 8
 """Moves at one look: so many prefills at once are still nothing to engines that are nearly idle."""
 
-INTERRUPTS = (
+MIGRATES = (
     "move in mid-turn: {generated:.0f} tokens into it, {engine} ends the rest {saves_s:.1f} s sooner than {source}"
     " would in {left_s:.1f} s, though {context:.0f} tokens are prefilled again; {remaining:.0f} tokens expected"
 )
@@ -75,7 +75,7 @@ class Move(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> str:
         """The reason as a sentence."""
-        return INTERRUPTS.format(**self.numbers)
+        return MIGRATES.format(**self.numbers)
 
 
 @runtime_checkable
@@ -87,13 +87,13 @@ class Rebalances(Protocol):
         has given it back."""
 
 
-class Runner:
+class OpenTrajectory:
     """A trajectory as `moves` sees it; ``generated`` is 0 while its tool runs."""
 
-    __slots__ = ("context", "engine", "generated", "left", "trajectory", "turns")
+    __slots__ = ("context", "engine", "generated", "left", "name", "turns")
 
-    def __init__(self, trajectory: str, turns: int, engine: str, left: float, context: float, generated: float) -> None:
-        self.trajectory, self.turns, self.engine = trajectory, turns, engine
+    def __init__(self, name: str, turns: int, engine: str, left: float, context: float, generated: float) -> None:
+        self.name, self.turns, self.engine = name, turns, engine
         self.left, self.context, self.generated = left, context, generated
 
 
@@ -106,75 +106,82 @@ class _Load:
         self.view = view
         self.context = self.left4 = 0.0
 
-    def add(self, runner: Runner, sign: float = 1.0) -> None:
-        self.context = max(0.0, self.context + sign * runner.context)
-        self.left4 = max(0.0, self.left4 + sign * runner.left**4)
+    def add(self, trajectory: OpenTrajectory, sign: float = 1.0) -> None:
+        self.context = max(0.0, self.context + sign * trajectory.context)
+        self.left4 = max(0.0, self.left4 + sign * trajectory.left**4)
 
     def step_s(self, more: float = 0.0) -> float:
-        home = self.view.home
-        return home.base_s + home.slope_s * max(0.0, self.context + more)
+        tp_class = self.view.tp_class
+        return tp_class.base_s + tp_class.slope_s * max(0.0, self.context + more)
 
 
-def moves(board: Board, runners: Iterable[Runner]) -> list[Move]:
+def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[Move]:
     """See the module; the best first, each with those before it taken for done."""
     loads = {name: _Load(view) for name, view in board.engines.items()}
-    placed = [runner for runner in runners if runner.engine in loads]
-    for runner in placed:
-        loads[runner.engine].add(runner)
-    movable = [runner for runner in placed if runner.generated > 0.0]
+    placed = [trajectory for trajectory in trajectories if trajectory.engine in loads]
+    for trajectory in placed:
+        loads[trajectory.engine].add(trajectory)
+    movable = [trajectory for trajectory in placed if trajectory.generated > 0.0]
     found: list[Move] = []
-    while movable and len(found) < MOST:
-        least = GAIN * sum(load.step_s() ** 4 * load.left4 for load in loads.values())
-        best: tuple[Runner, _Load] | None = None
+    while movable and len(found) < MAX_MOVES:
+        least = MIN_GAIN * sum(load.step_s() ** 4 * load.left4 for load in loads.values())
+        best: tuple[OpenTrajectory, _Load] | None = None
         targets = _targets(board, loads)
-        for runner in movable:
+        for trajectory in movable:
             for target in targets:
-                gain = _gain(runner, loads[runner.engine], target)
+                gain = _gain(trajectory, loads[trajectory.engine], target)
                 if gain > least:
-                    least, best = gain, (runner, target)
+                    least, best = gain, (trajectory, target)
         if best is None:
             break
-        runner, target = best
-        found.append(_move(runner, loads[runner.engine], target))
-        movable.remove(runner)
-        loads[runner.engine].add(runner, -1.0)
-        target.add(runner)
+        trajectory, target = best
+        found.append(_move_of(trajectory, loads[trajectory.engine], target))
+        movable.remove(trajectory)
+        loads[trajectory.engine].add(trajectory, -1.0)
+        target.add(trajectory)
     return found
 
 
 def _targets(board: Board, loads: Mapping[str, _Load]) -> list[_Load]:
     """Of each TP class the engine with the shortest step among those that would start a turn at once."""
     able = (
-        [loads[view.engine] for view in members.members if view.free and not view.waiting] for members in board.classes
+        [loads[view.engine] for view in tp_class.members if view.free and not view.waiting]
+        for tp_class in board.classes
     )
     return [min(some, key=_Load.step_s) for some in able if some]
 
 
-def _gain(runner: Runner, source: _Load, target: _Load) -> float:
+def _gain(trajectory: OpenTrajectory, source: _Load, target: _Load) -> float:
     """By how much the late finish falls, seconds to the fourth; 0.0 when a rule forbids the move."""
-    if target is source or target.context + runner.context > target.view.kv_capacity:
+    if target is source or target.context + trajectory.context > target.view.kv_capacity:
         return 0.0
-    left, context = runner.left, runner.context
+    left, context = trajectory.left, trajectory.context
     here, there = source.step_s(), target.step_s(context)
-    price = target.view.home.prefill_s * context
-    own = left * there + price
-    if own > FASTER * left * here or runner.generated * (here - there) < RENT * price:
+    prefill_s = target.view.tp_class.prefill_s * context
+    own_s = left * there + prefill_s
+    if own_s > MAX_TIME_RATIO * left * here or trajectory.generated * (here - there) < MIN_SAVED_PREFILLS * prefill_s:
         return 0.0
     before = here**4 * source.left4 + target.step_s() ** 4 * target.left4
-    after = source.step_s(-context) ** 4 * (source.left4 - left**4) + there**4 * target.left4 + own**4
+    after = source.step_s(-context) ** 4 * (source.left4 - left**4) + there**4 * target.left4 + own_s**4
     return before - after
 
 
-def _move(runner: Runner, source: _Load, target: _Load) -> Move:
-    left_s = runner.left * source.step_s()
-    own = runner.left * target.step_s(runner.context) + target.view.home.prefill_s * runner.context
+def _move_of(trajectory: OpenTrajectory, source: _Load, target: _Load) -> Move:
+    left_s = trajectory.left * source.step_s()
+    own_s = trajectory.left * target.step_s(trajectory.context) + target.view.tp_class.prefill_s * trajectory.context
     numbers: dict[str, float | str] = {
-        "remaining": runner.left,
-        "generated": runner.generated,
-        "context": runner.context,
+        "remaining": trajectory.left,
+        "generated": trajectory.generated,
+        "context": trajectory.context,
         "left_s": left_s,
-        "saves_s": left_s - own,
+        "saves_s": left_s - own_s,
         "source": source.view.engine,
         "engine": target.view.engine,
     }
-    return Move(runner.trajectory, runner.turns, source.view.engine, target.view.engine, numbers)
+    return Move(
+        trajectory=trajectory.name,
+        turns=trajectory.turns,
+        source=source.view.engine,
+        target=target.view.engine,
+        numbers=numbers,
+    )

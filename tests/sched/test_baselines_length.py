@@ -27,7 +27,7 @@ def test_buckets_fill_their_class_then_the_others_then_ignore_the_limit() -> Non
     buckets, board = LengthBuckets(max_queue_length=1), board_of(*MIXED)
     chosen = [buckets.choose(1, turn_of(f"t{i}"), board) for i in range(6)]
     assert [e.engine for e in chosen if e] == ["two", "one", "uno", "four", "one", "uno"]
-    buckets.homes.drop("t0")
+    buckets.live.drop("t0")
     again = buckets.choose(1, turn_of("t9"), board)
     assert again is not None
     assert again.engine == "two"

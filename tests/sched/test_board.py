@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.concurrency import CUT_TO, FLOOR, HOLD_REPORTS, START, CapController
-from libra_hpc.sched.costs import TP_EXPONENT, StepFit, stand_in
+from libra_hpc.sched.costs import TP_EXPONENT, StepFit, default_costs
 from libra_hpc.sched.speed import SpeedEstimate
 from tests.sched.views import board, stats
 
@@ -27,7 +27,7 @@ def check(made: Board) -> None:
     assert [c.tp for c in made.classes] == sorted({v.tp for v in made.engines.values()})
     for level, members in enumerate(made.classes):
         assert members.level == level
-        assert all(v.level == level and v.home is members for v in members.members)
+        assert all(v.level == level and v.tp_class is members for v in members.members)
         usable = [v.inflight_tokens for v in members.members if v.open and v.inflight < v.cap]
         least = members.least()
         assert (least.inflight_tokens if least else None) == min(usable, default=None)
@@ -70,7 +70,7 @@ def test_many_changes_do_not_grow_the_heap_without_bound() -> None:
 
 def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> None:
     made = board(("slow", 1), ("fast", 4), kv=1000)
-    assert made.classes[0].base_s == stand_in(1, 1000)[0]
+    assert made.classes[0].base_s == default_costs(1, 1000)[0]
     steps, prefill, busy = 0, 0, 0.0
     for i in range(400):
         kv = (i * 7 % 10) / 10
@@ -110,7 +110,7 @@ def test_weight_updates_are_no_part_of_what_steps_cost() -> None:
         report = msgspec.structs.replace(stats(10 * i, 6.0 * i, kv=0.5), update_s=5.0 * i)
         fit.observe("a", report, 1000)
         speed.update(report)
-    base, slope, _ = fit.solve(stand_in(1, 1000))
+    base, slope, _ = fit.solve(default_costs(1, 1000))
     assert base + slope * 500 == pytest.approx(0.1, rel=0.05)
     assert speed.decode_s == pytest.approx(0.1, rel=0.05)
 
@@ -119,7 +119,7 @@ def test_reports_that_are_all_alike_keep_the_shape_of_the_prior_but_not_its_leve
     fit = StepFit()
     for i in range(50):
         fit.observe("a", stats(10 * i, 5.0 * i, kv=0.5), 1000)
-    base, slope, _ = fit.solve(stand_in(1, 1000))
+    base, slope, _ = fit.solve(default_costs(1, 1000))
     assert base + slope * 500 == pytest.approx(0.5, rel=0.05)
     assert base > 0.0
     assert slope > 0.0

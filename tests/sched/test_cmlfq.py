@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.engine_loads import SLACK as ENTRY_SLACK
-from libra_hpc.sched.engine_loads import EngineLoads, Resident
-from libra_hpc.sched.ttl import SLACK, KeepTimes, best_keep_s
+from libra_hpc.sched.engine_loads import ENTRY_SLACK, EngineLoads, Resident
+from libra_hpc.sched.ttl import KEEP_SLACK, KeepTimes, best_keep_s
 from tests.sched.views import MISS, OK, board, finished, stats, turn
 
 
@@ -221,52 +220,52 @@ def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int,
 
 def test_the_lightest_seat_is_the_lightest_within_the_slack() -> None:
     made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
-    loads.follow(made)
+    loads.sync(made)
     residents: list[Resident] = []
     for i in range(200):
-        load = loads.lightest(made.classes[0])
+        load = loads.first_to_finish(made.classes[0])
         assert load is not None
         every = [s for n in made.engines if (s := loads.get(n)) is not None]
         assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
         one = Resident()
         left = float(100 + i * 37 % 500)
-        load.sit(one, left, left * 1000, 500.0, load.finish_with(left, left * 1000, 500.0))
+        load.add(one, left, left * 1000, 500.0, load.finish_with(left, left * 1000, 500.0))
         residents.append(one)
         if i % 3 == 2:
             gone = residents.pop(i % len(residents))
             left_seat = gone.load
             assert left_seat is not None
-            left_seat.leave(gone)
-            loads.changed(left_seat)
+            left_seat.remove(gone)
+            loads.update_entry(left_seat)
 
 
 def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
     loads = EngineLoads()
     made = board(("e", 1))
-    loads.follow(made)
+    loads.sync(made)
     load = loads.get("e")
     assert load is not None
     alone = load.finish_with(1000.0, 0.0, 0.0)
     residents = [Resident() for _ in range(16)]
     for one in residents:
-        load.sit(one, 1000.0, 0.0, 0.0, load.finish_with(1000.0, 0.0, 0.0))
+        load.add(one, 1000.0, 0.0, 0.0, load.finish_with(1000.0, 0.0, 0.0))
     assert load.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
     assert load.finish_with(100.0, 0.0, 0.0) == pytest.approx(load.finish, rel=1e-4), "a short one is no candidate"
     for one in residents:
-        load.leave(one)
+        load.remove(one)
     assert (load.reach4, load.finish) == (0.0, 0.0)
 
 
 def test_finishes_follow_what_steps_cost() -> None:
     loads, made = EngineLoads(), board(("e", 1), ("other", 1))
-    loads.follow(made)
+    loads.sync(made)
     load = loads.get("e")
     assert load is not None
-    load.sit(Resident(), 1000.0, 1e6, 500.0, load.finish_with(1000.0, 1e6, 500.0))
+    load.add(Resident(), 1000.0, 1e6, 500.0, load.finish_with(1000.0, 1e6, 500.0))
     before = load.finish
     made.report("other", stats(0, 0.0))
     made.report("other", stats(10, 10.0))
-    loads.follow(made)
+    loads.sync(made)
     assert load.finish == load.finish_with(0.0, 0.0, 0.0) > 2.0 * before
 
 
@@ -293,13 +292,13 @@ def test_a_cache_is_kept_for_quick_tools_and_not_for_slow_ones() -> None:
     for _ in range(20):
         keep.learn("quick", 2.0)
         keep.learn("slow", 500.0)
-    assert keep.keep_s("quick", 1, 1e-4, 300_000) == pytest.approx(SLACK * 2.0)
+    assert keep.keep_s("quick", 1, 1e-4, 300_000) == pytest.approx(KEEP_SLACK * 2.0)
     assert keep.keep_s("slow", 1, 1e-4, 300_000) == 0.0, "30 s of the whole cache is what its prefill costs"
 
 
 def test_the_keep_time_maximises_the_gain() -> None:
     durations = sorted([0.5] * 8 + [100.0] * 2)
-    assert best_keep_s(durations, 1e-4, 300_000) == pytest.approx(SLACK * 0.5)
+    assert best_keep_s(durations, 1e-4, 300_000) == pytest.approx(KEEP_SLACK * 0.5)
     assert best_keep_s([], 1e-4, 300_000) == 0.0
 
 

@@ -15,12 +15,12 @@ from libra_hpc_envs import compile as building
 from libra_hpc import compiled
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.groups import TaskStats
-from libra_hpc.sched.tree import CausalTree
+from libra_hpc.sched.remaining_work import RemainingWorkEstimator
 from tests.sched.views import MISS, OK, finished
 
 PLAY = """
 import hashlib, json
-import libra_hpc.sched.tree
+import libra_hpc.sched.remaining_work
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
@@ -52,8 +52,8 @@ for round in range(6):
         task = ("one", "two")[round % 2]
         left = (done.generated_tokens, 20, done.at_signal, done.signals, round)
         policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, *left), now)
-compiled = libra_hpc.sched.tree.__file__.endswith(".so")
-print(json.dumps([compiled, policy.tree.learned, len(policy.tree), seen.hexdigest()]))
+compiled = libra_hpc.sched.remaining_work.__file__.endswith(".so")
+print(json.dumps([compiled, policy.estimator.learned, len(policy.estimator), seen.hexdigest()]))
 """
 
 
@@ -99,7 +99,7 @@ def test_a_build_serves_the_sources_it_was_made_of_alone(sources: Path, monkeypa
     compiled.use(path)
     assert len(path) == 2
     monkeypatch.delenv(compiled.INTERPRETED)
-    with (sources / "tree.py").open("a") as edited:
+    with (sources / "remaining_work.py").open("a") as edited:
         edited.write("\n")
     assert not compiled.in_use(), "a build of other sources"
 
@@ -136,12 +136,12 @@ def known(thing: object) -> dict[str, object]:
 
 
 def test_a_copy_knows_the_same_and_goes_its_own_way() -> None:
-    tree = CausalTree()
+    estimator = RemainingWorkEstimator()
 
     def teach(start: int) -> None:
         for i in range(start, start + 60):
             signals: tuple[Signal, ...] = (OK, MISS, OK)[: i % 4]
-            tree.insert(
+            estimator.insert(
                 finished(
                     100 + 37 * i,
                     f"p{i // 4}",
@@ -153,11 +153,11 @@ def test_a_copy_knows_the_same_and_goes_its_own_way() -> None:
             )
 
     teach(0)
-    copy = tree.everything.copied()
-    before = known(tree.everything)
+    copy = estimator.everything.copied()
+    before = known(estimator.everything)
     assert len(before) > 600
     assert known(copy) == before
     teach(60)
-    assert known(tree.everything) != before
+    assert known(estimator.everything) != before
     assert known(copy) == before
     assert known(TaskStats()) != before

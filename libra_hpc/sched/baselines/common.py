@@ -69,7 +69,7 @@ def first_of_tps(
     return None
 
 
-class Forerunners:
+class Probes:
     """One trajectory of each prompt that goes ahead of the others: the first that is asked about, until it ends."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Forerunners:
             del self._first[prompt]
 
 
-class Homes:
+class LiveTrajectories:
     """The engine each live trajectory counts at, tool time included: the "connections" of a least-connections
     balancer."""
 

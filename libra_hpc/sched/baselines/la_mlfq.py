@@ -15,7 +15,7 @@ turn that is ready now.
 
 from __future__ import annotations
 
-from libra_hpc.sched.baselines.common import Baseline, Forerunners, eligible, last_engine, wait
+from libra_hpc.sched.baselines.common import Baseline, Probes, eligible, last_engine, wait
 from libra_hpc.sched.baselines.length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS, LengthBuckets
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
@@ -32,7 +32,7 @@ class LaMlfq(Baseline):
     def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
         self._buckets = LengthBuckets(thresholds, max_queue_length)
         self._level: dict[str, int] = {}
-        self._scouts = Forerunners()
+        self._scouts = Probes()
         self._history: dict[str, tuple[int, int]] = {}
         """Prompt -> (generated tokens of its last trajectory, weight version)."""
         self._version = 0
@@ -81,7 +81,7 @@ class LaMlfq(Baseline):
         """See `Policy.forget`: the prompt of a lost scout gets a new one."""
         self._scouts.drop(trajectory)
         self._level.pop(trajectory, None)
-        self._buckets.homes.drop(trajectory)
+        self._buckets.live.drop(trajectory)
 
     def _start(self, turn: TurnView, levels: int) -> int:
         known = self._known(turn.prompt_id)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from libra_hpc.sched.baselines.common import Baseline, Homes, eligible, first_of_tps, wait
+from libra_hpc.sched.baselines.common import Baseline, LiveTrajectories, eligible, first_of_tps, wait
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, TurnView
 
@@ -36,18 +36,18 @@ class LengthAware(Baseline):
     ) -> None:
         self._thresholds, self._preferred = thresholds, preferred
         self._prompt: dict[str, int] = {}
-        self._homes = Homes()
+        self._live = LiveTrajectories()
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """See `Policy.route`."""
         prompt = self._prompt.setdefault(turn.trajectory, turn.context_tokens)
         tps = self._preferred[bisect_left(self._thresholds, prompt)]
         # The trajectory's own place does not count against the engine that has it.
-        self._homes.drop(turn.trajectory)
-        chosen = first_of_tps((*tps, *(c.tp for c in board.classes)), eligible(turn, board), self._homes.count)
+        self._live.drop(turn.trajectory)
+        chosen = first_of_tps((*tps, *(c.tp for c in board.classes)), eligible(turn, board), self._live.count)
         if chosen is None:
             return wait(board)
-        self._homes.put(turn.trajectory, chosen.engine)
+        self._live.put(turn.trajectory, chosen.engine)
         numbers: dict[str, float | str] = {"prompt": float(prompt), "tp": float(tps[0]), "engine": chosen.engine}
         return Decision(
             chosen.engine, 0, chosen.level, "a prompt of {prompt:.0f} tokens prefers TP {tp:.0f}: {engine}", numbers
@@ -56,4 +56,4 @@ class LengthAware(Baseline):
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""
         self._prompt.pop(trajectory, None)
-        self._homes.drop(trajectory)
+        self._live.drop(trajectory)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from libra_hpc.sched.baselines.common import Homes, eligible, first_of_tps
+from libra_hpc.sched.baselines.common import LiveTrajectories, eligible, first_of_tps
 from libra_hpc.sched.board import Board, EngineView
 from libra_hpc.sched.protocol import TurnView
 
@@ -30,7 +30,7 @@ class LengthBuckets:
     def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
         self.thresholds = thresholds
         self._limit = max_queue_length
-        self.homes = Homes()
+        self.live = LiveTrajectories()
 
     def level(self, length: float, levels: int) -> int:
         """Bucket of a length in tokens, of ``levels`` buckets."""
@@ -40,11 +40,11 @@ class LengthBuckets:
         """Choose an engine for a trajectory of bucket ``level`` and count it there; None (and counted as before)
         when none is eligible."""
         free = eligible(turn, board)
-        below = [e for e in free if self.homes.count(e) < self._limit] if self._limit > 0 else free
+        below = [e for e in free if self.live.count(e) < self._limit] if self._limit > 0 else free
         tps = [c.tp for c in board.classes]
-        chosen = first_of_tps((*tps[level : level + 1], *tps), below, self.homes.count)
+        chosen = first_of_tps((*tps[level : level + 1], *tps), below, self.live.count)
         if chosen is None and free:
-            chosen = min(free, key=self.homes.count)
+            chosen = min(free, key=self.live.count)
         if chosen is not None:
-            self.homes.put(turn.trajectory, chosen.engine)
+            self.live.put(turn.trajectory, chosen.engine)
         return chosen

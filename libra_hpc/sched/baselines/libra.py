@@ -59,7 +59,7 @@ class Libra(Baseline):
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""
         self._level.pop(trajectory, None)
-        self._buckets.homes.drop(trajectory)
+        self._buckets.live.drop(trajectory)
 
     def _target(self, turn: TurnView, level: int, levels: int) -> tuple[int, str, dict[str, float | str]]:
         if not turn.signals:

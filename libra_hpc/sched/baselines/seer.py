@@ -12,7 +12,7 @@ section on rollout).
 
 from __future__ import annotations
 
-from libra_hpc.sched.baselines.common import Baseline, Forerunners, eligible, last_engine, wait
+from libra_hpc.sched.baselines.common import Baseline, Probes, eligible, last_engine, wait
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 
@@ -30,7 +30,7 @@ class Seer(Baseline):
 
     def __init__(self, pooled: bool = False) -> None:
         self._pooled = pooled
-        self._probes = Forerunners()
+        self._probes = Probes()
         self._longest: dict[str, int] = {}
 
     def key(self, turn: TurnView, now: float) -> float:

@@ -23,43 +23,43 @@ from typing import Final
 
 from .survival import HALF_LIFE
 
-K_CONTEXT: Final = 8.0
+CREDIBILITY_K: Final = 8.0
 OPEN_BELOW: Final = 0.97
 TRIALS: Final = 24
-GATE_KEEP: Final = 0.995
+GATE_DECAY: Final = 0.995
 
 
 class Gate:
     """Whether something pays on held-out data."""
 
-    __slots__ = ("open", "trials", "with_split", "without")
+    __slots__ = ("open", "trials", "with_signals", "without_signals")
 
     def __init__(self) -> None:
-        self.with_split = self.without = 0.0
+        self.with_signals = self.without_signals = 0.0
         """Decayed losses."""
         self.trials = 0
         self.open = False
 
-    def learn(self, with_split: float, without: float) -> None:
+    def learn(self, with_signals: float, without_signals: float) -> None:
         """Losses of one held-out prediction."""
-        self.with_split = GATE_KEEP * self.with_split + with_split
-        self.without = GATE_KEEP * self.without + without
+        self.with_signals = GATE_DECAY * self.with_signals + with_signals
+        self.without_signals = GATE_DECAY * self.without_signals + without_signals
         self.trials += 1
-        self.open = self.trials >= TRIALS and self.with_split < OPEN_BELOW * self.without
+        self.open = self.trials >= TRIALS and self.with_signals < OPEN_BELOW * self.without_signals
 
     def copied(self) -> Gate:
         """Another gate in the same state."""
         other = Gate()
-        other.with_split, other.without, other.trials, other.open = (
-            self.with_split,
-            self.without,
+        other.with_signals, other.without_signals, other.trials, other.open = (
+            self.with_signals,
+            self.without_signals,
             self.trials,
             self.open,
         )
         return other
 
 
-class Context:
+class SignalEffect:
     """A node; see the module."""
 
     __slots__ = ("_sum", "_version", "count", "effect")
@@ -71,7 +71,7 @@ class Context:
         self._sum = 0.0
         self._version = 0
 
-    def learn(self, beyond: float, version: int) -> None:
+    def learn(self, residual: float, version: int) -> None:
         """One value: ``beyond`` is log (remaining / expected without this context)."""
         if version > self._version:
             keep = 0.5 ** ((version - self._version) / HALF_LIFE)
@@ -79,11 +79,11 @@ class Context:
             self.count *= keep
             self._sum *= keep
         self.count = count = self.count + 1.0
-        self._sum += beyond
-        self.effect = self._sum / (count + K_CONTEXT)
+        self._sum += residual
+        self.effect = self._sum / (count + CREDIBILITY_K)
 
-    def copied(self) -> Context:
+    def copied(self) -> SignalEffect:
         """Another node of the same evidence."""
-        other = Context()
+        other = SignalEffect()
         other.effect, other.count, other._sum, other._version = self.effect, self.count, self._sum, self._version
         return other

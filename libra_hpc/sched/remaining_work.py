@@ -41,19 +41,19 @@ from typing import Final
 from libra_hpc.protocol.env import Signal
 
 from .blend import CENTRE
-from .context import Context
 from .groups import PromptGroup, TaskStats
 from .protocol import Finished
+from .signal_effect import SignalEffect
 from .signals import SignalState, Vocabulary
 from .survival import cell_of
 
-LEARNED: Final = 3
-UPPER: Final = 1.3
+MAX_LEARNED: Final = 3
+REACH_FACTOR: Final = 1.3
 MAX_PROMPTS: Final = 8192
-MAX_OWN: Final = 8
+MAX_PROMPT_EFFECTS: Final = 8
 MAX_PAIRS: Final = 8192
-TASK_ENDS: Final = 16
-RUNNING: Final = 0.25
+MIN_TASK_ENDS: Final = 16
+RUNNING_WEIGHT: Final = 0.25
 """A running sibling against a finished one: its imputed total is a guess, and the trajectory itself is among those
 that are counted."""
 _SHIFT: Final = 10
@@ -86,7 +86,7 @@ class Cursor(SignalState):
         self.effect: float | None = None
         """Of its contexts, on the logarithm; None until it is asked for."""
         self.left = 0.0
-        """Expected tokens to generate, as of the last `CausalTree.advance`."""
+        """Expected tokens to generate, as of the last `RemainingWorkEstimator.advance`."""
         self.reach = 0.0
         """Tokens it may have to generate."""
         self.future = 0.0
@@ -111,7 +111,7 @@ Moment = tuple[int, int, float, float, int | None]
 failing tests when they last ran."""
 
 
-class CausalTree:
+class RemainingWorkEstimator:
     """Learns from finished trajectories, estimates what a running one has left; see the module."""
 
     def __init__(self, max_prompts: int = MAX_PROMPTS, max_pairs: int = MAX_PAIRS) -> None:
@@ -127,7 +127,7 @@ class CausalTree:
     def __len__(self) -> int:
         """Nodes: prompts and contexts."""
         stats = {id(s): s for s in (self.everything, *self._tasks.values())}
-        return sum(1 + len(p.contexts) for p in self._prompts.values()) + sum(
+        return sum(1 + len(p.effects) for p in self._prompts.values()) + sum(
             len(s.singles) + len(s.pairs) for s in stats.values()
         )
 
@@ -151,9 +151,9 @@ class CausalTree:
         cell = cell_of(attained)
         if cell > cursor.cell:
             self._pass(cursor, cell)
-        if stats.tables[0].ends < TASK_ENDS:
+        if stats.tables[0].ends < MIN_TASK_ENDS:
             stats = self.everything
-        log_rest = stats.tables[1 if prompt.finished and stats.tables[1].ends >= TASK_ENDS else 0].log_rest
+        log_rest = stats.tables[1 if prompt.finished and stats.tables[1].ends >= MIN_TASK_ENDS else 0].log_rest
         log_scale = prompt.log_scale
         base = log_rest[cell] if log_scale == 0.0 else log_scale + log_rest[cell_of(attained / prompt.scale)]
         seen = len(trail)
@@ -182,7 +182,7 @@ class CausalTree:
             w = blend.weights
             correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale
         left = exp(base + stats.tables[0].known[cell] * (correction + blend.log_smear))
-        reach = UPPER * left
+        reach = REACH_FACTOR * left
         if room < inf:
             if room < 1.0:
                 room = 1.0
@@ -198,11 +198,11 @@ class CausalTree:
             cursor.future = cursor.payload / seen * turns_left
         return left
 
-    def ahead(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
+    def peek(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
         """Where a trajectory stands in the middle of a turn: a cursor of its own, from which nothing is learned.  No
         signal may be new."""
-        middle = Cursor(cursor.prompt)
-        middle.symbol, middle.failed, middle.effect, middle.payload, middle.trail = (
+        copy = Cursor(cursor.prompt)
+        copy.symbol, copy.failed, copy.effect, copy.payload, copy.trail = (
             cursor.symbol,
             cursor.failed,
             cursor.effect,
@@ -210,9 +210,9 @@ class CausalTree:
             cursor.trail,
         )
         # Cells count as passed when a turn is over.
-        middle.cell = max(cursor.cell, cell_of(attained))
-        self.advance(middle, signals, attained, room)
-        return middle
+        copy.cell = max(cursor.cell, cell_of(attained))
+        self.advance(copy, signals, attained, room)
+        return copy
 
     def insert(self, record: Finished) -> None:
         """Learn from a completed trajectory that had no cursor (warm start, another leader's)."""
@@ -246,7 +246,7 @@ class CausalTree:
         task.tables[0].passed(cursor.cell, cell)
         cursor.cell = cell
         table = task.tables[0]
-        weight = RUNNING * table.below[cell]
+        weight = RUNNING_WEIGHT * table.below[cell]
         weighted = weight * (table.log_total[cell] - table.log_total[0])
         prompt.running += weight - cursor.weight
         prompt.running_sum += weighted - cursor.weighted
@@ -259,7 +259,7 @@ class CausalTree:
         gap, count = prompt.gap()
         everything = self.everything
         if count:
-            task.judge(log_total, gap, count)
+            task.evaluate(log_total, gap, count)
         prompt.rescale()
         cell = cell_of(total)
         task.tables[0].passed(cursor.cell, cell)
@@ -277,7 +277,7 @@ class CausalTree:
         """Judge and learn the estimates at some of its signals, and at its start."""
         trail, at_signal, version, prompt = cursor.trail, record.at_signal, record.version, cursor.prompt
         count = min(len(trail), len(at_signal))
-        stride = -(-count // LEARNED) if count else 1
+        stride = -(-count // MAX_LEARNED) if count else 1
         everything, task = self.everything, cursor.task
         for stats in (task,) if task is everything else (everything, task):
             weight = stats.tables[0].weight[cell_of(total)]
@@ -307,29 +307,29 @@ class CausalTree:
         stats.gate.learn(full.loss(below), plain.loss(above))
         plain.learn(x, target, above, weight)
         full.learn(x, target, below, weight)
-        beyond = below + full.weights[-1] * effect
+        residual = below + full.weights[-1] * effect
         node = stats.singles.get(symbol)
         if node is None:
-            node = stats.singles[symbol] = Context()
-        node.learn(beyond, version)
-        beyond -= node.effect
+            node = stats.singles[symbol] = SignalEffect()
+        node.learn(residual, version)
+        residual -= node.effect
         key = symbol << _SHIFT | before
         node = stats.pairs.get(key)
         if node is None:
-            node = stats.pairs[key] = Context()
+            node = stats.pairs[key] = SignalEffect()
             if len(stats.pairs) > self._max_pairs:
                 stats.pairs.popitem(last=False)
         else:
             stats.pairs.move_to_end(key)
-        node.learn(beyond, version)
+        node.learn(residual, version)
         if stats is prompt.task:
-            beyond -= node.effect
-            node = prompt.contexts.get(symbol)
+            residual -= node.effect
+            node = prompt.effects.get(symbol)
             if node is None:
-                if len(prompt.contexts) >= MAX_OWN:
+                if len(prompt.effects) >= MAX_PROMPT_EFFECTS:
                     return
-                node = prompt.contexts[symbol] = Context()
-            node.learn(beyond, version)
+                node = prompt.effects[symbol] = SignalEffect()
+            node.learn(residual, version)
 
     def _task(self, name: str) -> TaskStats:
         stats = self._tasks.get(name)
@@ -354,7 +354,7 @@ def _effect(stats: TaskStats, prompt: PromptGroup, symbol: int, before: int) -> 
     node = stats.pairs.get(symbol << _SHIFT | before)
     if node is not None:
         effect += node.effect
-        node = prompt.contexts.get(symbol)
+        node = prompt.effects.get(symbol)
         if node is not None:
             effect += node.effect
     return effect
