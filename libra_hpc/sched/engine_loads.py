@@ -1,21 +1,17 @@
-"""Seats: the work each engine still has in front of it, as far as the trajectories placed there are known.
+"""Engine loads: the seconds until each engine finishes the trajectories placed there.
 
-A trajectory *sits* at the engine of its last turn, through its tool gaps too, because that is where it will want to go
-on.  With l_j the tokens trajectory j is expected to generate, c_j its mean context while it does, p_j the tokens it
-will have prefilled, an engine of class costs (base, slope, prefill) ends its residents' work after
+A trajectory counts at the engine of its last turn, through its tool gaps too.  With l_j the tokens it is expected to
+generate, c_j its mean context meanwhile, p_j the tokens it will have prefilled and u_j its *reach*:
 
-    finish = base * max((sum_j u_j ** 4) ** (1/4), sum_j l_j c_j / capacity) + slope * sum_j l_j c_j + prefill * sum_j
-    p_j:
+    work = sum_j l_j c_j
 
-every step costs ``base`` once for the whole batch, and there are as many steps as the longest resident has tokens, or
-as many as it takes when only ``capacity`` KV tokens fit at once; every token costs ``slope`` per KV token of its
-context.  Which resident will be the longest is not known, l_j being but an expectation.  The fourth root of the sum of
-fourth powers of the *reach* u_j stands for the expected longest: close to the longest when one stands out, and growing
-with the number of those that may yet become it.  All terms are sums, so a turn changes them in constant time.
+    steps = max((sum_j u_j ** 4) ** (1/4), work / KV capacity)
 
-`EngineLoads.lightest` finds the engine of a class that finishes first through a heap of lower bounds, repaired when an
-entry surfaces; an entry may be up to `SLACK` = 0.2 % too high, which saves many pushes.  (5 % are too many: with a
-hundred trajectories at each engine, five more or less would go unnoticed.)
+    finish = base * steps + slope * work + prefill * sum_j p_j
+
+A step costs ``base`` once for the whole batch.  There are as many steps as the longest trajectory has tokens, or as
+many as the KV capacity demands.  The fourth root stands for the expected longest: it grows with the number of
+trajectories that may become it.  All terms are sums, so a turn changes them in constant time.
 """
 
 from __future__ import annotations
@@ -27,21 +23,22 @@ from typing import Final
 from .board import Board, EngineView, TpClass
 
 ENTRY_SLACK: Final = 0.998
+"""A heap entry may be 0.2 % too high, which saves pushes; 5 % would miss five of a hundred trajectories."""
 
 
 class Resident:
-    """What one trajectory adds to its load."""
+    """What one trajectory adds to the load of its engine."""
 
     __slots__ = ("prefill", "reach", "load", "work")
 
     def __init__(self) -> None:
         self.load: EngineLoad | None = None
         self.reach = self.work = self.prefill = 0.0
-        """Tokens it may have to generate; those it is expected to, times the mean context; tokens to prefill."""
+        """Tokens it may generate; expected tokens times mean context; tokens to prefill."""
 
 
 class EngineLoad:
-    """One engine; see the module."""
+    """Sums over the trajectories placed at one engine."""
 
     __slots__ = ("entry", "finish", "heap", "tp_class", "kv_capacity", "prefill", "reach4", "residents", "view", "work")
 
@@ -50,17 +47,17 @@ class EngineLoad:
         self.tp_class: TpClass = view.tp_class
         self.kv_capacity = float(max(1, view.kv_capacity))
         self.reach4 = self.work = self.prefill = 0.0
-        """Sums over residents: fourth powers of the reach, work, tokens to prefill."""
+        """Sums of reach ** 4, of work, and of tokens to prefill."""
         self.residents = 0
         self.finish = 0.0
-        """Seconds, see the module."""
+        """Seconds until all residents are done."""
         self.entry = 0.0
-        """Its value in the heap."""
+        """Its value in the heap, a lower bound of ``finish``."""
         self.heap: list[tuple[float, int, EngineLoad]] = []
-        """That of its class, as of the last `EngineLoads.follow`."""
+        """Heap of its class, as of the last `EngineLoads.sync`."""
 
     def finish_with(self, reach: float, work: float, prefill: float) -> float:
-        """Seconds until everything is done when one more trajectory sits here."""
+        """Seconds until all is done with one more trajectory."""
         tp_class = self.tp_class
         work += self.work
         reach *= reach
@@ -70,7 +67,7 @@ class EngineLoad:
         return tp_class.base_s * steps + tp_class.slope_s * work + tp_class.prefill_s * (self.prefill + prefill)
 
     def add(self, resident: Resident, reach: float, work: float, prefill: float, finish: float) -> None:
-        """A trajectory sits down; ``finish`` as `finish_with` gave it."""
+        """Place a trajectory; ``finish`` is what `finish_with` returned."""
         resident.reach, resident.work, resident.prefill, resident.load = reach, work, prefill, self
         reach *= reach
         self.reach4 += reach * reach
@@ -80,7 +77,7 @@ class EngineLoad:
         self.finish = finish
 
     def remove(self, resident: Resident) -> None:
-        """A resident stands up."""
+        """Remove a trajectory."""
         resident.load = None
         self.residents -= 1
         if self.residents:
@@ -89,17 +86,17 @@ class EngineLoad:
             reach = resident.reach * resident.reach
             self.reach4 = max(0.0, self.reach4 - reach * reach)
         else:
-            # Sums of floats are exact again once the engine is empty.
+            # An empty engine clears the rounding errors of the sums.
             self.reach4 = self.work = self.prefill = 0.0
         self.finish = self.finish_with(0.0, 0.0, 0.0)
 
 
 class EngineLoads:
-    """The loads of all engines of a board."""
+    """The loads of all engines of a board, with a heap of lower bounds per TP class."""
 
     def __init__(self) -> None:
         self.generation = -1
-        """Of the board, when it was last followed."""
+        """Generation of the board at the last `sync`."""
         self._loads: dict[str, EngineLoad] = {}
         self._heaps: list[list[tuple[float, int, EngineLoad]]] = []
         self._count = 0
@@ -109,7 +106,7 @@ class EngineLoads:
         return self._loads.get(engine)
 
     def sync(self, board: Board) -> None:
-        """Take over which engines there are and what their steps cost, if that has changed."""
+        """Read the engines and step costs of the board, if they have changed."""
         if board.generation == self.generation:
             return
         self.generation = board.generation
@@ -131,8 +128,7 @@ class EngineLoads:
             self._heaps.append(heap)
 
     def first_to_finish(self, tp_class: TpClass) -> EngineLoad | None:
-        """The engine of a class with a free slot that finishes first; the one with the fewest tokens in flight when
-        that one is full; None when all are."""
+        """The engine that finishes first; if it is full, the one with the fewest tokens in flight; None if all are."""
         heap = self._heaps[tp_class.level]
         while True:
             value, count, load = heap[0]
@@ -150,11 +146,11 @@ class EngineLoads:
         return self._loads[least.engine] if least is not None else None
 
     def update_entry(self, load: EngineLoad) -> None:
-        """A load may finish earlier than its entry says."""
+        """Lower the heap entry of a load that finishes earlier."""
         if load.finish < ENTRY_SLACK * load.entry:
             load.entry = load.finish
             self._count += 1
-            # Engines may have come or gone since the heaps were made: those in use next are made anew then.
+            # The set of engines may have changed since the last sync, so the load has its own reference.
             heap = load.heap
             heappush(heap, (load.finish, self._count, load))
             if len(heap) > 64 + 8 * len(load.tp_class.members):

@@ -1,32 +1,16 @@
-"""Mid-turn moves: a running turn that binds the batch is interrupted and goes on, with what it has generated, at an
-engine where its steps are shorter.
+"""Migration of a running turn: it is interrupted and continues, with its output so far, where steps are shorter.
 
-A trajectory changes engine in its tool gaps (`cmlfq`).  A long turn has none, so it stays where it was put when nothing
-was known of it, beside others as long, while engines of the same or a faster class run out of work.  Whoever drives the
-policy asks (`Rebalances`) while nothing waits, aborts the turns it is told to, and offers them anew with their partial
-output; that they may be moved at all is the driver's promise, which ones is decided here.
+Tool gaps let a trajectory change engine (`cmlfq`); a long turn has none.  In the tail of a batch it may share an engine
+while others idle.  Trajectory j with l_j tokens left, at an engine whose contexts add up to K, ends in
 
-Trajectory j with l_j tokens expected to be left runs at engine e, whose residents' contexts add up to K_e, and ends in
+    f_j = l_j * (base + slope * K) seconds, and the late finish is sum over j of f_j ** 4.
 
-    f_j = l_j * step_e,   step_e = base + slope * K_e.
+A move changes the steps at both engines and costs the prefill of the context.  The best is done first, when all hold:
 
-The late finish is sum_j f_j ** 4, as in `cmlfq`, but over trajectories: the question is not how much work an engine
-has, but whose steps share an engine with too much context.  Interrupting j at a and going on at b changes the steps of
-both engines' residents, and costs prefill_b * context.  It is done, the best first, when all of these hold:
-
-* *it gains itself*: it ends before `FASTER` = 0.95 of f_j, prefill included.  So nothing is ever pushed to a slower
-  place for others' sake, which was right only when the estimates were.
-* *it binds the batch*: the late finish falls by more than `GAIN` = 4 %, which is 1 % of the makespan it stands for.
-* *the price is earned*: what the tokens generated so far in this turn, at this engine, would have saved at b is at
-  least `RENT` = 4 times the prefill. Somebody who rents until the rent has reached the price never pays more than twice
-  what foresight would have (ski rental).  A turn that will soon be over is left to its gap, and one that has moved must
-  earn the price again: nothing goes back and forth.
-* *the batch is in its tail*: at most `TAIL` = 4 open trajectories per engine.  Before, engines are full and short ones
-  end everywhere all the time.
-
-On simulated batches of one long turn each (`math`, 40 seeds) this saves 4 % of the makespan, where turns are short from
-1 % to nothing.  Rents of 1 to 16, gains of 0.5 to 4 % and tails of 2 and more are equally fast; the ones chosen move
-least where little is to be gained.
+- The batch is in its tail: at most `MAX_OPEN_PER_ENGINE` open trajectories per engine.
+- The turn itself ends before `MAX_TIME_RATIO` of f_j, prefill included.
+- The late finish falls by more than `MIN_GAIN`.
+- The tokens of this turn so far would have saved `MIN_SAVED_PREFILLS` prefills at the target (ski rental).
 """
 
 from __future__ import annotations
@@ -40,11 +24,15 @@ from .board import Board, EngineView
 from .protocol import TurnView
 
 MAX_TIME_RATIO = 0.95
+"""Below 1, so that no turn moves to a slower engine for the sake of others."""
 MIN_GAIN = 0.04
+"""Share of the late finish; 4 % of a sum of fourth powers is 1 % of the makespan.  0.5 to 4 % are equally fast."""
 MIN_SAVED_PREFILLS = 4.0
+"""Excludes turns that are nearly over, and moves back and forth.  1 to 16 are equally fast."""
 MAX_OPEN_PER_ENGINE = 4
+"""Above it engines are full, and short trajectories end everywhere.  2 and more are equally fast."""
 MAX_MOVES = 8
-"""Moves at one look: so many prefills at once are still nothing to engines that are nearly idle."""
+"""Moves per evaluation: so many prefills cost little at engines that are nearly idle."""
 
 MIGRATES = (
     "move in mid-turn: {generated:.0f} tokens into it, {engine} ends the rest {saves_s:.1f} s sooner than {source}"
@@ -53,21 +41,20 @@ MIGRATES = (
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A turn in flight."""
+    """A turn in flight, as the driver of a policy describes it."""
 
     turn: TurnView
-    """As it was sent, ``engine`` being where it runs."""
+    """As it was sent; ``engine`` is where it runs."""
     generated: int
-    """Tokens since it was sent, as far as is known: the steps its engine has reported since, each of which gives
-    every running sequence one."""
+    """Tokens since it was sent: the steps its engine has reported since, one token per step."""
 
 
 class Move(msgspec.Struct, frozen=True):
-    """A running turn that should go on elsewhere."""
+    """A running turn that continues at another engine."""
 
     trajectory: str
     turns: int
-    """Turns done before the interrupted one."""
+    """Finished turns before the interrupted one."""
     source: str
     target: str
     numbers: Mapping[str, float | str]
@@ -80,11 +67,10 @@ class Move(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Rebalances(Protocol):
-    """A policy that may move running turns."""
+    """A policy that migrates running turns."""
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> Sequence[Move]:
-        """Which turns to interrupt now.  Each is offered to `Policy.route` again, as any other turn, once its engine
-        has given it back."""
+        """Turns to interrupt now; each is offered to `Policy.route` again when its engine has returned it."""
 
 
 class OpenTrajectory:
