@@ -1,20 +1,11 @@
-"""A node of the causal tree: what followed a context (the last one or two symbols) beyond what was expected without it.
+"""Effect of the last tool results on the remaining work, and a gate that admits it only while it lowers the loss.
 
-Each node keeps, decayed by weight version, the number of values and their sum of log (remaining / expected).  Its
-*effect*, on the logarithm of what is left, is
+A `SignalEffect` belongs to the last one or two symbols (`signals`).  Its effect on the logarithm of what is left is
 
-    effect = sum of log (remaining / expected) / (n + K_CONTEXT).
+    effect = sum of log (remaining / expected) / (n + CREDIBILITY_K),   n the decayed number of values.
 
-n / (n + k) is the credibility weight (Buhlmann), k the variance within over the variance between contexts: tool signals
-correlate with what remains by at most 0.3 on SWE and tau-bench records (0.09 of the variance), hence `K_CONTEXT` = 8.
-A finer context expects what the coarser ones make of it, so that effects add up.  Evidence halves per `HALF_LIFE` = 16
-weight versions: a node forgets within an epoch of a small data set but keeps siblings, which finish within a few
-versions.
-
-What tools say is *used* only while it pays on held-out data.  Every value is first predicted, then learned
-(prequential); a `Gate` keeps decayed losses of the prediction with and without, and opens while `OPEN_BELOW` = 0.97 of
-the loss without exceeds the loss with it, after at least `TRIALS` = 24 trials.  The memory of a gate is 1 / (1 -
-`GATE_KEEP`) = 200 trials.
+n / (n + k) is the credibility weight (Buhlmann).  A finer effect starts from what the coarser ones expect, so effects
+add up.  A `Gate` compares decayed losses with and without tool results; each value is predicted before it is learned.
 """
 
 from __future__ import annotations
@@ -24,13 +15,17 @@ from typing import Final
 from .survival import HALF_LIFE
 
 CREDIBILITY_K: Final = 8.0
+"""Variance within over variance between symbols: tool results explain at most 0.09 on SWE and tau-bench records."""
 OPEN_BELOW: Final = 0.97
+"""Loss with tool results over loss without: below it the gate is open."""
 TRIALS: Final = 24
+"""Predictions before the gate may open."""
 GATE_DECAY: Final = 0.995
+"""Memory of 200 trials."""
 
 
 class Gate:
-    """Whether something pays on held-out data."""
+    """Whether tool results lower the held-out loss."""
 
     __slots__ = ("open", "trials", "with_signals", "without_signals")
 
@@ -41,14 +36,14 @@ class Gate:
         self.open = False
 
     def learn(self, with_signals: float, without_signals: float) -> None:
-        """Losses of one held-out prediction."""
+        """Add the losses of one held-out prediction."""
         self.with_signals = GATE_DECAY * self.with_signals + with_signals
         self.without_signals = GATE_DECAY * self.without_signals + without_signals
         self.trials += 1
         self.open = self.trials >= TRIALS and self.with_signals < OPEN_BELOW * self.without_signals
 
     def copied(self) -> Gate:
-        """Another gate in the same state."""
+        """An independent copy."""
         other = Gate()
         other.with_signals, other.without_signals, other.trials, other.open = (
             self.with_signals,
@@ -60,19 +55,19 @@ class Gate:
 
 
 class SignalEffect:
-    """A node; see the module."""
+    """Mean residual after one or two symbols, shrunk by its evidence."""
 
     __slots__ = ("_sum", "_version", "count", "effect")
 
     def __init__(self) -> None:
         self.effect = 0.0
         self.count = 0.0
-        """Evidence: decayed number of values."""
+        """Decayed number of values."""
         self._sum = 0.0
         self._version = 0
 
     def learn(self, residual: float, version: int) -> None:
-        """One value: ``beyond`` is log (remaining / expected without this context)."""
+        """Add ``residual`` = log (remaining / expected without this effect)."""
         if version > self._version:
             keep = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
@@ -83,7 +78,7 @@ class SignalEffect:
         self.effect = self._sum / (count + CREDIBILITY_K)
 
     def copied(self) -> SignalEffect:
-        """Another node of the same evidence."""
+        """An independent copy."""
         other = SignalEffect()
         other.effect, other.count, other._sum, other._version = self.effect, self.count, self._sum, self._version
         return other

@@ -102,7 +102,7 @@ class _Load:
 
 
 def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[Move]:
-    """See the module; the best first, each with those before it taken for done."""
+    """The moves to make now, best first; each is chosen as if those before it were done."""
     loads = {name: _Load(view) for name, view in board.engines.items()}
     placed = [trajectory for trajectory in trajectories if trajectory.engine in loads]
     for trajectory in placed:
