@@ -229,7 +229,7 @@ def test_the_lightest_seat_is_the_lightest_within_the_slack() -> None:
         assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
         one = Resident()
         left = float(100 + i * 37 % 500)
-        load.add(one, left, left * 1000, 500.0, load.finish_with(left, left * 1000, 500.0))
+        load.add(one, reach=left, work=left * 1000, prefill=500.0, finish=load.finish_with(left, left * 1000, 500.0))
         residents.append(one)
         if i % 3 == 2:
             gone = residents.pop(i % len(residents))
@@ -248,7 +248,7 @@ def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
     alone = load.finish_with(1000.0, 0.0, 0.0)
     residents = [Resident() for _ in range(16)]
     for one in residents:
-        load.add(one, 1000.0, 0.0, 0.0, load.finish_with(1000.0, 0.0, 0.0))
+        load.add(one, reach=1000.0, work=0.0, prefill=0.0, finish=load.finish_with(1000.0, 0.0, 0.0))
     assert load.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
     assert load.finish_with(100.0, 0.0, 0.0) == pytest.approx(load.finish, rel=1e-4), "a short one is no candidate"
     for one in residents:
@@ -261,7 +261,7 @@ def test_finishes_follow_what_steps_cost() -> None:
     loads.sync(made)
     load = loads.get("e")
     assert load is not None
-    load.add(Resident(), 1000.0, 1e6, 500.0, load.finish_with(1000.0, 1e6, 500.0))
+    load.add(Resident(), reach=1000.0, work=1e6, prefill=500.0, finish=load.finish_with(1000.0, 1e6, 500.0))
     before = load.finish
     made.report("other", stats(0, 0.0))
     made.report("other", stats(10, 10.0))

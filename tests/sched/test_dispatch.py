@@ -39,15 +39,15 @@ class Scripted:
 
 def anywhere(board: Board) -> Decision:
     least = next((e for c in board.classes if (e := c.least())), None)
-    return Decision(least.engine if least else "", 0, 0, "", {})
+    return Decision(engine=least.engine if least else "", priority=0, level=0, template="", numbers={})
 
 
 def refuse(board: Board) -> Decision:
-    return Decision("", 0, 0, "", {})
+    return Decision(engine="", priority=0, level=0, template="", numbers={})
 
 
 def park(board: Board) -> Decision:
-    return Decision("", 0, 0, "", {}, wait="sibling")
+    return Decision(engine="", priority=0, level=0, template="", numbers={}, wait="sibling")
 
 
 def only(name: str) -> Callable[[Board], Decision]:
@@ -56,9 +56,9 @@ def only(name: str) -> Callable[[Board], Decision]:
         if view is None:
             return anywhere(board)
         return (
-            Decision(name, 0, 0, "", {})
+            Decision(engine=name, priority=0, level=0, template="", numbers={})
             if view.inflight < view.cap
-            else Decision("", 0, 0, "", {}, wait="engine", wanted=name)
+            else Decision(engine="", priority=0, level=0, template="", numbers={}, wait="engine", wanted=name)
         )
 
     return route

@@ -21,14 +21,19 @@ def read(*signals: Signal) -> list[tuple[str, str]]:
 
 
 def test_outcomes_are_facts_not_words() -> None:
-    assert read(Signal("sh", "ok", 1, 0.0, 1)) == [("error", "")], "ok with exit code 1 is an error"
-    assert read(Signal("sh", "ok", 1, 0.0, 0)) == [("ok", "")]
-    assert read(Signal("sh", "timeout", 1, 0.0, 124)) == [("timeout", "")]
+    assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=1)) == [("error", "")], (
+        "ok with exit code 1 is an error"
+    )
+    assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=0)) == [("ok", "")]
+    assert read(Signal("sh", outcome="timeout", payload_tokens=1, seconds=0.0, exit_code=124)) == [("timeout", "")]
     assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "no substring is looked at"
 
 
 def test_test_counts_become_classes_with_their_trend() -> None:
-    runs = [Signal("t", "ok", 1, 0.0, None, p, f) for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))]
+    runs = [
+        Signal("t", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=None, passed=p, failed=f)
+        for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))
+    ]
     assert [tests for _, tests in read(*runs)] == ["none", "some-", "some=", "all"]
 
 

@@ -38,7 +38,9 @@ class GateMachine(RuleBasedStateMachine):
 
     def start(self, version: int, kept: dict[str, int]) -> None:
         """From ``version``, with the versions under which kept groups were first sampled."""
-        self.gate = StalenessGate(self.eta, self.size, self.max_open, version, self.in_order)
+        self.gate = StalenessGate(
+            eta=self.eta, batch=self.size, max_open=self.max_open, version=version, in_order=self.in_order
+        )
         self.kept = kept
         self.admitted: dict[str, int] = {}
         self.running: set[str] = set()
