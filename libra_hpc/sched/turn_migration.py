@@ -35,7 +35,7 @@ MAX_MOVES = 8
 """Moves per evaluation: so many prefills cost little at engines that are nearly idle."""
 
 MIGRATES = (
-    "move in mid-turn: {generated:.0f} tokens into it, {engine} ends the rest {saves_s:.1f} s sooner than {source}"
+    "migrate: {generated:.0f} tokens into the turn, {engine} ends the rest {saves_s:.1f} s sooner than {source}"
     " would in {left_s:.1f} s, though {context:.0f} tokens are prefilled again; {remaining:.0f} tokens expected"
 )
 

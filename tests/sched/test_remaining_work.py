@@ -1,4 +1,4 @@
-"""Signals, survival, groups, contexts, and what the causal tree makes of them."""
+"""Signals, survival tables, groups, signal effects, and the estimator built from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def read(*signals: Signal) -> list[tuple[str, str]]:
     return [state.read(s)[1:3] for s in signals]
 
 
-def test_outcomes_are_facts_not_words() -> None:
+def test_outcomes_come_from_exit_codes_not_text() -> None:
     assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=1)) == [("error", "")], (
         "ok with exit code 1 is an error"
     )
     assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=0)) == [("ok", "")]
     assert read(Signal("sh", outcome="timeout", payload_tokens=1, seconds=0.0, exit_code=124)) == [("timeout", "")]
-    assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "no substring is looked at"
+    assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "text is never read"
 
 
 def test_test_counts_become_classes_with_their_trend() -> None:
@@ -52,7 +52,7 @@ def test_the_vocabulary_is_bounded() -> None:
     assert words.number(("t1", "ok", "", 0, 0)) == 2
 
 
-def test_survival_knows_only_heavy_tails_at_first() -> None:
+def test_survival_starts_with_a_heavy_tail() -> None:
     table = Survival()
     for tokens in (1000, 8000, 64_000):
         assert table.rest[cell_of(tokens)] == pytest.approx(tokens, rel=0.35), "as long again"
@@ -69,7 +69,7 @@ def test_survival_recovers_an_exponential() -> None:
         assert table.rest[cell_of(attained)] == pytest.approx(3000, rel=0.2)
 
 
-def test_those_that_still_run_count() -> None:
+def test_running_trajectories_count() -> None:
     cold, aware = Survival(), Survival()
     for table in (cold, aware):
         for _ in range(20):
@@ -83,7 +83,7 @@ def test_those_that_still_run_count() -> None:
     assert aware.rest[0] > 5 * cold.rest[0]
 
 
-def test_a_context_keeps_what_is_beyond_the_expectation_and_shrinks_it_by_evidence() -> None:
+def test_a_signal_effect_is_the_mean_residual_shrunk_by_evidence() -> None:
     node = SignalEffect()
     node.learn(1.0, 0)
     assert node.effect == pytest.approx(1.0 / 9.0), "one value of weight 1 / (1 + 8)"
@@ -108,7 +108,7 @@ def test_a_blend_finds_the_weights_behind_the_data() -> None:
     assert 0.0 < blend.log_smear < 0.55
 
 
-def test_a_blend_stays_with_its_prior_until_the_data_say_otherwise() -> None:
+def test_a_blend_stays_with_its_prior_until_data_move_it() -> None:
     blend = Blend()
     assert blend.weights == list(PRIOR)
     for i in range(SOLVE_EVERY):
@@ -155,7 +155,7 @@ def test_a_gate_stays_shut_before_enough_trials_and_shuts_again() -> None:
     assert not gate.open
 
 
-def taught(useful: bool, groups: int = 60, seed: int = 0) -> RemainingWorkEstimator:
+def trained(useful: bool, groups: int = 60, seed: int = 0) -> RemainingWorkEstimator:
     """Two kinds of prompts, 400 and 6,000 tokens; ``useful``: kinds belong to prompts, else to nothing."""
     rng, estimator = random.Random(seed), RemainingWorkEstimator()
     for g in range(groups):
@@ -171,24 +171,24 @@ def left(estimator: RemainingWorkEstimator, prompt: str, attained: int = 0, sign
 
 
 def test_siblings_decide_where_prompts_matter_and_are_ignored_where_they_do_not() -> None:
-    estimator = taught(useful=True)
+    estimator = trained(useful=True)
     assert left(estimator, "p0") > 5 * left(estimator, "p1")
     assert estimator.everything.k <= 2.0
-    noise = taught(useful=False)
+    noise = trained(useful=False)
     assert noise.everything.k >= 8.0
     assert 0.5 < left(noise, "p0") / left(noise, "p1") < 2.0
 
 
 def test_a_running_sibling_that_outlives_the_others_lengthens_its_group() -> None:
-    estimator = taught(useful=True)
+    estimator = trained(useful=True)
     before = left(estimator, "new")
     estimator.advance(estimator.cursor("new", "task"), (), 20_000)
     after = left(estimator, "new")
     assert after > before
 
 
-def test_a_running_trajectory_given_up_no_longer_counts() -> None:
-    estimator = taught(useful=True)
+def test_an_aborted_trajectory_no_longer_counts() -> None:
+    estimator = trained(useful=True)
     before = left(estimator, "new")
     cursor = estimator.cursor("new", "task")
     estimator.advance(cursor, (), 20_000)
@@ -201,10 +201,10 @@ def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
     rng, estimator = random.Random(seed), RemainingWorkEstimator()
     for i in range(600):
         long = rng.random() < 0.5
-        said = long if informative else rng.random() < 0.5
+        failed = long if informative else rng.random() < 0.5
         total = 200 + int((5000 if long else 200) * rng.lognormvariate(0.0, 0.3))
         estimator.insert(
-            finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if said else "ok", 5, 0.1),), at=(200,))
+            finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if failed else "ok", 5, 0.1),), at=(200,))
         )
     return estimator
 
@@ -219,7 +219,7 @@ def test_signals_move_the_estimate_where_they_inform_and_not_where_they_do_not()
     assert not noise.everything.gate.open
 
 
-def test_a_cursor_says_the_same_as_a_walk_from_the_start() -> None:
+def test_a_cursor_equals_a_walk_from_the_start() -> None:
     estimator = outcomes(True)
     signals = tuple(Signal("run", o, 5, 0.1) for o in ("ok", "error", "error", "ok"))
     stepwise = estimator.cursor("new", "task")
@@ -237,7 +237,7 @@ def test_evidence_halves_with_weight_versions() -> None:
     assert estimator.cursor("p", "task").prompt.finished == pytest.approx(3.0)
 
 
-def test_nodes_are_bounded() -> None:
+def test_prompts_and_effects_are_bounded() -> None:
     estimator, rng = RemainingWorkEstimator(max_prompts=20, max_pairs=30), random.Random(0)
     for i in range(300):
         signals = tuple(Signal(f"tool{rng.randrange(20)}", "ok", 5, 0.1) for _ in range(8))
@@ -246,7 +246,7 @@ def test_nodes_are_bounded() -> None:
     assert len(estimator) <= 20 * (1 + MAX_PROMPT_EFFECTS) + 30 + singles
 
 
-def test_a_second_task_starts_from_what_all_tasks_know_then_goes_its_own_way() -> None:
+def test_a_second_task_starts_from_all_tasks_then_separates() -> None:
     estimator = RemainingWorkEstimator()
     for i in range(100):
         estimator.insert(finished(4000, f"a{i}", f"t{i}", task="long"))
