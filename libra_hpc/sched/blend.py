@@ -6,8 +6,7 @@ With b the tokens left by attained service and prompt (`survival`, `groups`):
     x = (1, log b - `CENTRE`, log scale of the prompt, tests green, tests fail, log failing tests, signal effect)
 
 - w: ridge regression of log (left / b) on x over finished trajectories, pulled to `PRIOR`.
-- An observation counts by the inverse of its chance to be seen by now (`Survival.weight`; Robins and Rotnitzky, 1992):
-  early in a batch only short trajectories have finished.
+- An observation counts by the inverse of its chance to be seen by now (`Survival.weight`; Robins and Rotnitzky, 1992).
 - smear: from the mean logarithm to the mean (Duan, 1983).
 - `Blend.loss`: pinball losses (Koenker and Bassett, 1978) of the quantiles 0.5 and 0.9 of the logarithm.
 """

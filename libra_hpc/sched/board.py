@@ -1,16 +1,15 @@
 """The board: the current state of every engine, updated in constant time per turn.
 
-The rollout leader or the simulator writes to the board; policies read it.  Engines of one tensor-parallel degree form a
-*TP class*.  Classes are sorted by degree, and the index of a class is its *level*, a bucket of C-MLFQ.
+The rollout leader or the simulator writes it; policies read it.  Engines of one tensor-parallel degree form a *TP
+class*; the index of a class, in ascending degree, is its *level*, a bucket of C-MLFQ.
 
-- A turn is sent or answered -> KV tokens and slots of its engine change.  A trajectory in a tool call counts nowhere.
-- An engine reports (twice a second) -> its speed, the step costs of its class (`costs`) and its cap (`concurrency`).
+- A turn is sent or answered -> tokens and slots of its engine change.  A trajectory in a tool call counts nowhere.
+- An engine reports (twice a second) -> its speed, its cap (`concurrency`) and the step costs of its class (`costs`).
 
-`TpClass.least` uses a heap with lazy repair.  Each entry is a lower bound of the engine's tokens in flight:
+`TpClass.least` uses a heap of lower bounds with lazy repair:
 
 - A turn is sent -> the entry is too low, and is repaired when it surfaces.
 - A turn is answered -> the engine is noted, and gets a new entry at the next `least`.
-- An entry was replaced -> its stamp is out of date, and it is dropped.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from .costs import StepFit, default_costs, scaled_costs
 from .speed import SpeedEstimate
 
 REFIT_EVERY: Final = 16
-"""Observations of a class between two refits of its costs; each of the first 16 refits.  A refit takes about 25 us, and
-the window holds 64 observations, so costs are at most a quarter of a window old."""
+"""Observations of a class between two refits (25 us); each of the first 16 refits.  The window holds 64."""
 
 _generations = count(1)
 
@@ -64,15 +62,13 @@ class EngineView:
         self.tp = tp
         self.tp_class = tp_class
         self.kv_capacity = kv_capacity
-        """Tokens of KV cache."""
+        """Tokens."""
         self.cap = cap
         """Most turns in flight."""
         self.version = version
-        """Weight version."""
         self.open = True
         """False while it drains or lacks the newest weights."""
         self.level = 0
-        """Index of its TP class."""
         self.inflight = 0
         """Turns sent and not answered."""
         self.inflight_tokens = 0
@@ -81,7 +77,7 @@ class EngineView:
         """Share of the KV cache, 0..1, as last reported."""
         self.running = self.waiting = self.preemptions = self.steps = 0
         self.decode_s = 0.0
-        """Measured seconds per decoded token of one sequence at the present batch size; 0.0 while unknown."""
+        """Measured seconds per token of one sequence at the present batch size; 0.0 while unknown."""
         self.prefill_s = 0.0
         """Measured seconds per prefilled token; 0.0 while unknown."""
         self.speed = SpeedEstimate()
@@ -130,7 +126,7 @@ class TpClass:
         return None
 
     def _repair_heap(self) -> None:
-        """New entries for the touched members; rebuilds the heap when most entries are out of date."""
+        """New entries for the touched members; rebuilds the heap if most entries are outdated."""
         for engine in self.touched:
             self._stamps = engine.stamp = self._stamps + 1
             heappush(self._heap, (engine.inflight_tokens, engine.stamp, engine))
@@ -157,7 +153,7 @@ class Board:
         self.free = 0
         """Free slots of all open engines."""
         self.generation = next(_generations)
-        """Changes with the set of engines and with the costs of a class; unique across boards."""
+        """Changes with engines and class costs; unique across boards."""
         self._controllers: dict[str, CapController] = {}
 
     def up(

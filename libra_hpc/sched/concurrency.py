@@ -1,11 +1,10 @@
 """The cap on turns in flight at one engine: additive increase, multiplicative decrease, as TCP finds its window.
 
-Too few turns leave memory bandwidth unused.  Too many fill the KV cache, and vLLM preempts sequences and computes their
-context again.  Every report (twice a second) triggers one of:
+Too few turns waste memory bandwidth; too many fill the KV cache, and vLLM preempts sequences.  At every report:
 
 - A sequence was preempted, or KV use > `CUT_AT` -> cap = `CUT_TO` * turns in flight, once per `HOLD_REPORTS`.
 - KV use > `GROW_BELOW`, or requests wait inside the engine -> the cap stays.
-- The engine uses less than half of its cap -> the cap stays, because an unused cap is no evidence.
+- Fewer turns than half of the cap are in flight -> the cap stays.
 - Otherwise -> the cap rises by `GROW`, at least 1.
 """
 
@@ -27,7 +26,7 @@ HOLD_REPORTS: Final = 8
 START: Final = 64
 """Turns of a new engine: 64 contexts of 4k tokens fill the cache of a 14B model on one A800."""
 FLOOR: Final = 4
-"""Turns; keeps the batch from collapsing on a burst of long contexts."""
+"""Turns; a burst of long contexts must not collapse the batch."""
 
 
 class CapController:

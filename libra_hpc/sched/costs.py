@@ -1,11 +1,10 @@
 """Cost of an engine step by TP class: seconds per step, per KV token in use and per prefilled token.
 
-Every difference of two reports of an engine is one observation of
+A decayed least-squares fit with a ridge; the difference of two reports of an engine is one observation of
 
-    busy seconds = base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens,
+    busy seconds = base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens
 
-without weight updates; KV tokens are the mean of the two reports.  A decayed least-squares fit with a ridge gives the
-three coefficients.  The ridge pulls a coefficient that the observations cannot separate to its prior:
+without weight updates.  The ridge pulls coefficients that the observations cannot separate to a prior:
 
 - The class has no report -> the fit of the nearest class that has one, scaled by ``TP ** -TP_EXPONENT``.
 - No class has a report -> `default_costs`; only their ratios matter then.

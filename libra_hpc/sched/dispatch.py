@@ -1,10 +1,10 @@
 """The dispatcher: the queue of ready turns that a policy routes to engines, live and in the simulator.
 
 - An engine has a free slot -> the turn with the lowest `Policy.key` is offered to `Policy.route`.
-- The turn waits for any slot -> it returns to its place.
-- The turn waits for a sibling -> it is set aside until a trajectory of its prompt ends.
-- The turn waits for one engine -> it is set aside until that engine has a free slot or is closed.
-- Nothing waits -> a policy that migrates running turns (`turn_migration`) is asked for moves.
+- It waits for any slot -> it returns to its place.
+- It waits for a sibling -> it is set aside until a trajectory of its prompt ends.
+- It waits for one engine -> it is set aside until that engine has a free slot or is closed.
+- Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from .protocol import Decision, Finished, Policy, TurnView
 from .turn_migration import Move, Rebalances, Running
 
 MAX_REFUSED = 32
-"""Turns that refuse a free slot before a pass ends.  The policy then saves the slots for others, and offering
-thousands of turns in every pass would cost more than it finds."""
+"""Turns that refuse a free slot before a pass ends; offering thousands would cost more than it finds."""
 REBALANCE_EVERY_S = 5.0
-"""Between two evaluations of running turns: a turn worth moving has minutes to go."""
+"""Seconds between two evaluations of running turns; a turn worth moving has minutes left."""
 
 
 class _Entry:

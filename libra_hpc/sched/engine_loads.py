@@ -1,7 +1,7 @@
 """Engine loads: the seconds until each engine finishes the trajectories placed there.
 
-A trajectory counts at the engine of its last turn, through its tool gaps too.  With l_j the tokens it is expected to
-generate, c_j its mean context meanwhile, p_j the tokens it will have prefilled and u_j its *reach*:
+A trajectory counts at the engine of its last turn, through its tool gaps too.  With l_j expected tokens, c_j the mean
+context meanwhile, p_j tokens to prefill and u_j the *reach* of trajectory j:
 
     work = sum_j l_j c_j
 
@@ -9,9 +9,7 @@ generate, c_j its mean context meanwhile, p_j the tokens it will have prefilled 
 
     finish = base * steps + slope * work + prefill * sum_j p_j
 
-A step costs ``base`` once for the whole batch.  There are as many steps as the longest trajectory has tokens, or as
-many as the KV capacity demands.  The fourth root stands for the expected longest: it grows with the number of
-trajectories that may become it.  All terms are sums, so a turn changes them in constant time.
+The fourth root stands for the expected longest trajectory.  All terms are sums: a turn changes them in constant time.
 """
 
 from __future__ import annotations

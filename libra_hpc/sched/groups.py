@@ -2,13 +2,12 @@
 
 The *gap* of a prompt is the mean of log total - E[log total of the task] over its trajectories:
 
-- A finished one, of this group or earlier ones -> its total, discounted by weight version.
-- A running sibling -> E[log total | as long as now], weighted by P(total < attained): 0 at its start, near 1 when it
-  has outlived almost all others.  So a group counts as long before any of it has finished.
+- A finished one -> its total, discounted by weight version.
+- A running sibling -> E[log total | as long as now], with the weight P(total < attained).  So a group counts as long
+  before any of it has finished.
 
-The gap is shrunk by n / (n + k).  Each finished trajectory is predicted under every k of `K_PROMPT` before it is
-learned, and the k with the least decayed squared error applies.  k = infinity ignores siblings.
-exp(shrunk gap) is the *scale* of the prompt, which stretches the lengths of the task.
+The gap is shrunk by n / (n + k); exp of it is the *scale* of the prompt.  Each finished trajectory is predicted under
+every k before it is learned, and the k with the least decayed squared error applies.  Infinity ignores siblings.
 """
 
 from __future__ import annotations
@@ -105,10 +104,10 @@ class PromptGroup:
     def learn(self, log_total: float, version: int) -> None:
         """Add a finished trajectory."""
         if version > self._version:
-            keep = 0.5 ** ((version - self._version) / HALF_LIFE)
+            decay = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
-            self.finished *= keep
-            self._sum *= keep
+            self.finished *= decay
+            self._sum *= decay
         self.finished += 1.0
         self._sum += log_total
         self.rescale()

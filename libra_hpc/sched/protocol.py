@@ -1,6 +1,6 @@
 """What a rollout policy sees and what it answers: state in, decision out, time as an argument.
 
-The rollout leader and the simulator run the same policy objects through the same `dispatch.Dispatcher`.  A policy keeps
+The rollout leader and the simulator run the same policy objects through the same `dispatch.Dispatcher`.  A policy has
 statistics of its own.  It has no clock, no I/O and no randomness without a seed, and it never changes the board.
 Units: tokens, seconds.
 """

@@ -2,16 +2,14 @@
 
 From coarse to fine:
 
-1. *attained service* (`survival`): a task with fewer than `MIN_TASK_ENDS` ends uses the table of all tasks.
-2. *prompt* (`groups`): its history and its siblings stretch the table by a factor.
-3. *signals* (`signals`, `signal_effect`): failing tests, last symbol, last two symbols, last symbol in this prompt.
-4. *blend* (`blend`): a regression weighs these; signals count only while they lower the held-out loss.  The correction
-   counts by `Survival.known`, because only finished trajectories teach it, early in a batch the short ones.
-5. *room*: of m expected tokens m b / (m + b) remain, with b the tokens that the context has room for.  That is the
-   mean of a Pareto tail of index 2 when it is cut off at b.
+1. *attained service* (`survival`), of its task or, with few ends, of all tasks.
+2. *prompt* (`groups`): its history and its siblings stretch the survival table.
+3. *signals* (`signals`, `signal_effect`): failing tests; last symbol, last two, last symbol in this prompt.
+4. *blend* (`blend`): a regression weighs these.  It counts by `Survival.known`, because only finished trajectories
+   teach it, early in a batch the short ones.
+5. *room*: of m expected tokens m b / (m + b) remain if the context has room for b: a Pareto tail of index 2, cut at b.
 
-A running trajectory holds a `Cursor`; a turn costs three dictionary lookups.  `finish` learns from at most
-`MAX_LEARNED` moments of it.  With one task, its statistics are those of all tasks.
+A turn costs three dictionary lookups.  While there is one task, its statistics are those of all tasks.
 """
 
 from __future__ import annotations
@@ -32,17 +30,16 @@ from .survival import cell_of
 MAX_LEARNED: Final = 3
 """Moments learned per trajectory; its turns are too much alike for more."""
 REACH_FACTOR: Final = 1.3
-"""Reach over expected tokens: the fourth root of the mean fourth power, if the error is about half of the estimate."""
+"""Reach over expected tokens: fourth root of the mean fourth power, for errors of about half the estimate."""
 MAX_PROMPTS: Final = 8192
-"""Prompts with statistics; the least recently learned is dropped first."""
+"""The least recently learned prompt is dropped first."""
 MAX_PROMPT_EFFECTS: Final = 8
-"""Signal effects per prompt."""
 MAX_PAIRS: Final = 8192
-"""Effects of symbol pairs per task; the least recently learned is dropped first."""
+"""Per task; the least recently learned pair is dropped first."""
 MIN_TASK_ENDS: Final = 16
 """Finished trajectories before a task uses its own survival table."""
 RUNNING_WEIGHT: Final = 0.25
-"""A running sibling against a finished one: its total is an estimate, and the trajectory itself is among them."""
+"""Of a running sibling against a finished one: its total is an estimate."""
 _SHIFT: Final = 10
 """Bits of a symbol's number."""
 

@@ -69,10 +69,10 @@ class SignalEffect:
     def learn(self, residual: float, version: int) -> None:
         """Add ``residual`` = log (remaining / expected without this effect)."""
         if version > self._version:
-            keep = 0.5 ** ((version - self._version) / HALF_LIFE)
+            decay = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
-            self.count *= keep
-            self._sum *= keep
+            self.count *= decay
+            self._sum *= decay
         self.count = count = self.count + 1.0
         self._sum += residual
         self.effect = self._sum / (count + CREDIBILITY_K)

@@ -31,12 +31,12 @@ class SpeedEstimate:
         steps = float(stats.steps - last.steps)
         prefill = float(stats.prefill_tokens - last.prefill_tokens)
         busy = stats.stepping_s - last.stepping_s
-        keep = 0.5 ** (busy / HALF_LIFE_S)
-        self._ss = keep * self._ss + steps * steps
-        self._sp = keep * self._sp + steps * prefill
-        self._pp = keep * self._pp + prefill * prefill
-        self._sb = keep * self._sb + steps * busy
-        self._pb = keep * self._pb + prefill * busy
+        decay = 0.5 ** (busy / HALF_LIFE_S)
+        self._ss = decay * self._ss + steps * steps
+        self._sp = decay * self._sp + steps * prefill
+        self._pp = decay * self._pp + prefill * prefill
+        self._sb = decay * self._sb + steps * busy
+        self._pb = decay * self._pb + prefill * busy
         determinant = self._ss * self._pp - self._sp * self._sp
         decode = prefill_s = -1.0
         if determinant > 1e-6 * self._ss * self._pp:

@@ -1,13 +1,12 @@
 """Remaining tokens by attained service: a survival table of total lengths on a logarithmic grid.
 
-Each cell counts the trajectories that reached it and those that ended in it (Kaplan and Meier on a grid).  Running
-trajectories count in every cell they have passed: the first to finish are short, so finished ones alone are biased.
-`PRIOR_RISK` imaginary trajectories per cell end like a Pareto tail of index 2: after a tokens, a more are expected.
+Each cell counts the trajectories that reached it and those that ended in it (Kaplan and Meier).  Running trajectories
+count too, because the first to finish are short.  The prior is a Pareto tail of index 2: after a tokens, a more.
 
-With T the total and e_c the lower edge of cell c, one pass over the cells gives:
+With T the total and e_c the lower edge of cell c, one pass gives by cell:
 
-- ``rest``: E[T - e_c | T > e_c], and ``log_rest``, its logarithm.
-- ``log_total``: E[log T | T > e_c], and ``below``: P(T < e_c).
+- ``rest``: E[T - e_c | T > e_c]; ``log_rest``: its logarithm.
+- ``log_total``: E[log T | T > e_c]; ``below``: P(T < e_c).
 - ``weight``: inverse of the chance that a trajectory which ends in c has ended by now.
 - ``known``: of the trajectories that reached c, the share that has ended by now.
 """
@@ -21,17 +20,17 @@ from typing import Final
 HALF_LIFE: Final = 16.0
 """Weight versions until evidence counts half: within one epoch of a small data set."""
 PER_OCTAVE: Final = 4
-"""Cells per doubling: lengths spread over many orders of magnitude."""
+"""Cells per doubling."""
 FIRST: Final = 16
 """Tokens: lower edge of the first cell, which counts shorter lengths too."""
 CELLS: Final = 64
 """16 octaves from `FIRST`: up to a million tokens."""
 PRIOR_RISK: Final = 2.0
-"""Imaginary trajectories per cell; they decide alone where no trajectory has been."""
+"""Imaginary trajectories per cell."""
 PRIOR_TOKENS: Final = 512.0
 """Tokens from which they end: a few agentic turns."""
 REBUILD: Final = 16
-"""Ends between two rebuilds, each about 20 us; with thousands of ends a 64th of them, at most `REBUILD_MOST`."""
+"""Ends between two rebuilds (20 us); later a 64th of all ends, at most `REBUILD_MOST`."""
 REBUILD_MOST: Final = 64
 MOST_WEIGHT: Final = 8.0
 """Bound of ``weight``, so that one early end does not dominate."""
@@ -99,11 +98,11 @@ class Survival:
     def ended(self, cell: int, version: int) -> None:
         """A trajectory ended in ``cell``; `passed` has counted the cells before it."""
         if version > self._version:
-            keep = 0.5 ** ((version - self._version) / HALF_LIFE)
+            decay = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
-            self.started *= keep
-            self._risk = [keep * r for r in self._risk]
-            self._deaths = [keep * d for d in self._deaths]
+            self.started *= decay
+            self._risk = [decay * r for r in self._risk]
+            self._deaths = [decay * d for d in self._deaths]
         self._risk[cell] += 1.0
         self._deaths[cell] += 1.0
         self.ends += 1

@@ -1,13 +1,11 @@
 """Time to live of a KV cache while a tool runs, per tool (the idea of Continuum, arXiv 2511.02230).
 
-Retaining c tokens until time t saves their prefill if the tool returns by t.  It occupies c / capacity of the cache for
-min(D, t) seconds, with D the duration of the tool.  Per token, for a full cache:
+Retaining c tokens until time t saves their prefill if the tool, of duration D, returns by then.  It occupies c /
+capacity of the cache for min(D, t) seconds.  Per token, for a full cache:
 
     gain(t) = P(D <= t) * prefill_s - E[min(D, t)] / capacity
 
-So the best t depends only on the tool and the engine class.  It is searched over the measured durations.
-
-- A tool without measurements -> the durations of all tools.
+- A tool without measured durations -> those of all tools.
 - No measurement at all -> 0: the engine's own eviction decides.
 """
 

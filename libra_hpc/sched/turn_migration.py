@@ -1,14 +1,14 @@
 """Migration of a running turn: it is interrupted and continues, with its output so far, where steps are shorter.
 
-Tool gaps let a trajectory change engine (`cmlfq`); a long turn has none.  In the tail of a batch it may share an engine
-while others idle.  Trajectory j with l_j tokens left, at an engine whose contexts add up to K, ends in
+Trajectories change engine in tool gaps (`cmlfq`); a long turn has none.  Trajectory j with l_j tokens left, at an
+engine whose contexts add up to K, ends in
 
     f_j = l_j * (base + slope * K) seconds, and the late finish is sum over j of f_j ** 4.
 
-A move changes the steps at both engines and costs the prefill of the context.  The best is done first, when all hold:
+A move costs the prefill of the context.  The best is done first, when all hold:
 
 - The batch is in its tail: at most `MAX_OPEN_PER_ENGINE` open trajectories per engine.
-- The turn itself ends before `MAX_TIME_RATIO` of f_j, prefill included.
+- The turn ends before `MAX_TIME_RATIO` of f_j, prefill included.
 - The late finish falls by more than `MIN_GAIN`.
 - The tokens of this turn so far would have saved `MIN_SAVED_PREFILLS` prefills at the target (ski rental).
 """

@@ -47,9 +47,7 @@ def test_too_small_engines_are_not_eligible_unless_all_are() -> None:
     assert [e.engine for e in eligible(turn_of("t", context=150_000), board)] == ["large"]
     board.sent("large", 10)
     assert eligible(turn_of("t", context=150_000), board) == [], "it waits for the one that can hold it"
-    assert [e.engine for e in eligible(turn_of("t", context=300_000), board)] == ["a"], (
-        "nobody can: the engine refuses it"
-    )
+    assert [e.engine for e in eligible(turn_of("t", context=300_000), board)] == ["a"], "no engine can: it is refused"
 
 
 def test_round_robin_goes_around_and_skips_the_full() -> None:

@@ -91,7 +91,7 @@ def test_no_turn_moves_for_the_sake_of_others_alone() -> None:
 
 
 def test_only_an_engine_that_would_start_at_once_is_a_target() -> None:
-    made = board(("a", 1), ("closed", 1), ("queue", 1), ("full", 1), ("small", 1))
+    made = board(*((name, 1) for name in ("a", "closed", "queue", "full", "small")))
     made.set_open("closed", False)
     made.report("queue", stats(waiting=1))
     made.set_cap("full", 0)
@@ -197,7 +197,7 @@ def test_turns_are_evaluated_in_the_tail_only_and_not_too_often() -> None:
     tail = Tail("x", "y", *(f"t{i}" for i in range(2 * MAX_OPEN_PER_ENGINE - 1)))
 
     def unread() -> object:
-        raise AssertionError("nobody needs to know")
+        raise AssertionError("never read")
         yield
 
     assert not tail.dispatcher.rebalance(unread(), 20.0), "more open trajectories than in a tail"  # type: ignore[arg-type]

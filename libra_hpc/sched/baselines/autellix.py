@@ -1,13 +1,13 @@
 """`autellix`: program-level least attained service of Autellix (arXiv 2502.13965); a trajectory is its program.
 
-- Service of a program: decode seconds of its turns so far (tokens times the engine's measured seconds per token).
+- Service of a program: decode seconds of its turns so far.
 - Queue q holds programs with service in [`QUANTUM_S` 2^(q-1), `QUANTUM_S` 2^q), queue 0 those below `QUANTUM_S`.
 - Lower queues go first, first come, first served within one; the queue is the engine's priority too.
 - A program has waited `BETA` times its service -> queue 0.  So the key of a turn is the moment it enters queue 0.
 - Context of at most `LOCAL_TOKENS` -> the engine with the fewest turns in flight.
 - Longer context -> the program's engine, or the least used one, which it then stays with.
 
-Queues, anti-starvation, locality and the 2,048 tokens are the paper's; the other constants are chosen here.
+The rules and `LOCAL_TOKENS` are the paper's; the other constants are chosen here.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 - A path is the sequence of symbols (tool, payload class, status), in a tree per prompt and in a global one.
 - A trajectory of T tokens ends, with tool returns at p_1..p_m -> the root gets T, depth i gets max(0, T - p_i).
-- A node has its count, the mean of all samples, and the 90th percentile (nearest rank) of the last `RING`.
+- A node has the mean of all samples and the 90th percentile of the last `RING`.
 - A lookup walks the prompt's tree as deep as it matches; without one, the global tree.
-- `REBUILD_VERSIONS` weight versions pass -> the trees are rebuilt from the last `RECENT` trajectories.
+- `REBUILD_VERSIONS` weight versions pass -> both are rebuilt from the last `RECENT` trajectories.
 
-The original derives the status from text and fails on "0 errors"; here it comes from the signal's outcome.
+The original derives the status from text; here it comes from the signal's outcome.
 """
 
 from __future__ import annotations
