@@ -46,7 +46,7 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
 
-from .evidence import Evidence
+from .evidence import StageEstimator
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import Scaling
 from .repartition_choice import Repartition
@@ -138,7 +138,7 @@ class Planner:
         self._looked = self._sought = -inf
         self._alarmed = False
         self._scaling = Scaling(rollout_model)
-        self._evidence = Evidence(rollout_model, self._scaling)
+        self._evidence = StageEstimator(rollout_model, self._scaling)
         self._hysteresis = Hysteresis(settings)
         self._pending: _Pending | None = None
 

@@ -44,7 +44,7 @@ PROMPTS = 4
 """`Drift.quantity` of a change of prompts."""
 
 
-class Evidence:
+class StageEstimator:
     """`observe` every snapshot, then `measure`."""
 
     def __init__(self, rollout_model: RolloutByNodes | None, scaling: Scaling) -> None:
