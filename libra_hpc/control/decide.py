@@ -50,7 +50,7 @@ from .evidence import StageEstimator
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import Scaling
 from .repartition_choice import Repartition
-from .stage_times import Correction, Measured, Split, Times, ahead, predict, with_work
+from .stage_times import Correction, Estimate, Split, Times, ahead, predict, with_work
 
 ERRORS = 1.645
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -81,7 +81,7 @@ class MoveOutcome(msgspec.Struct, frozen=True):
 class _Pending(NamedTuple):
     direction: Direction
     node: int
-    before: Measured
+    before: Estimate
 
 
 class _Move(NamedTuple):
@@ -125,7 +125,7 @@ class Planner:
     ) -> None:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""
-        self.estimate: Measured | None = None
+        self.estimate: Estimate | None = None
         """What both stages take at the split of the last snapshot; None while too little is measured, or nothing can
         move."""
         self._settings = settings
@@ -217,7 +217,7 @@ class Planner:
             self._hysteresis.proposal = None
         return split
 
-    def _judge(self, measured: Measured, now: float) -> None:
+    def _judge(self, measured: Estimate, now: float) -> None:
         """Compare the first measurement after a move with the last one before it."""
         pending = self._pending
         if pending is None or measured.split == pending.before.split:
@@ -240,7 +240,7 @@ class Planner:
         if realised < 0.0:
             self._hysteresis.failed(pending.direction)
 
-    def _triggers(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> tuple[str, ...]:
+    def _triggers(self, snapshot: PlanSnapshot, measured: Estimate, now: float) -> tuple[str, ...]:
         times, queue = measured.times, snapshot.queue
         low, high = sorted((times.train, times.rollout))
         found = {
@@ -254,11 +254,11 @@ class Planner:
         }
         return tuple(name for name, holds in found.items() if holds)
 
-    def _horizon(self, snapshot: PlanSnapshot, measured: Measured) -> float:
+    def _horizon(self, snapshot: PlanSnapshot, measured: Estimate) -> float:
         batch = measured.times.batch
         return min(max(self._settings.horizon_s, LEAST_BATCHES * batch), snapshot.steps_left * batch)
 
-    def _moves(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> list[_Move]:
+    def _moves(self, snapshot: PlanSnapshot, measured: Estimate, now: float) -> list[_Move]:
         """Every split that hybrid nodes can reach, all in one direction."""
         found = []
         here = measured.split
@@ -280,7 +280,7 @@ class Planner:
         nodes: list[NodeFact],
         to: Split,
         snapshot: PlanSnapshot,
-        measured: Measured,
+        measured: Estimate,
         now: float,
     ) -> _Move:
         correction = self._scaling.correction(measured.split, to)
@@ -298,7 +298,7 @@ class Planner:
             direction, ranks, to, predict(measured, to, correction), saved, share, horizon * mean, cost, needed, blocked
         )
 
-    def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, measured: Measured, now: float) -> str:
+    def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, measured: Estimate, now: float) -> str:
         young = max(nodes, key=lambda n: n.since)
         if now - young.since < self._settings.min_dwell_s:
             return (
@@ -319,7 +319,7 @@ class Planner:
             )
         return ""
 
-    def _verdict(self, moves: list[_Move], measured: Measured, inputs: dict[str, float]) -> PlanDecision:
+    def _verdict(self, moves: list[_Move], measured: Estimate, inputs: dict[str, float]) -> PlanDecision:
         best = moves[0]
         numbers = inputs | {
             "after_train_s": best.after.train,
@@ -353,7 +353,7 @@ class Planner:
         )
 
     def _confirmed(
-        self, decision: PlanDecision, measured: Measured, snapshot: PlanSnapshot, now: float
+        self, decision: PlanDecision, measured: Estimate, snapshot: PlanSnapshot, now: float
     ) -> PlanDecision:
         """The decision; but a move of a settled loop only when it was proposed before."""
         if decision.action == "hold" or decision.action == "repartition":
@@ -378,7 +378,7 @@ class Planner:
         unit = " s" if drift.quantity == 3 else "" if drift.quantity == 2 else " tokens"
         return f"; {what} drifted from {drift.before:.0f} to {drift.after:.0f}{unit}"
 
-    def _numbers(self, snapshot: PlanSnapshot, measured: Measured) -> dict[str, float]:
+    def _numbers(self, snapshot: PlanSnapshot, measured: Estimate) -> dict[str, float]:
         numbers = {
             "train_s": measured.times.train,
             "rollout_s": measured.times.rollout,
@@ -406,7 +406,7 @@ class Planner:
         return numbers
 
 
-def _gain(measured: Measured, to: Split, correction: Correction) -> tuple[float, float]:
+def _gain(measured: Estimate, to: Split, correction: Correction) -> tuple[float, float]:
     """Least seconds saved per batch, and their share of the present batch time, over the three readings of the
     measured times."""
     if to.train < measured.split.train:

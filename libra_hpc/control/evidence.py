@@ -30,7 +30,7 @@ from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 from .change_detection import Drift, DriftDetector
 from .in_flight import InFlight, InFlightWork
 from .node_scaling import Scaling
-from .stage_times import MAX_STEPS, Measured, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
+from .stage_times import MAX_STEPS, Estimate, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
 
 CHANGING = 32
 FORESEEN = 0.03
@@ -56,12 +56,12 @@ class StageEstimator:
         """When lengths or prompts changed last: what ends from then on is of the present workload."""
         self.since = -inf
         """When the present split began."""
-        self.direct: Measured | None = None
+        self.direct: Estimate | None = None
         """What was measured at the present split, whatever `measure` answered."""
         self._model, self._scaling = rollout_model, scaling
         self._began = -inf
         self._split: Split | None = None
-        self._base: Measured | None = None
+        self._base: Estimate | None = None
         self._learned = -inf
         self._lengths: DriftDetector | None = None
         self._in_flight: InFlight | None = None
@@ -100,7 +100,7 @@ class StageEstimator:
         recent = sum(s.at > self.changed for s in snapshot.steps) < CHANGING
         return (recent and self.changed > -inf) or any(t.rate for t in work_trend(snapshot, self.drifted))
 
-    def measure(self, snapshot: PlanSnapshot, split: Split, since: float | None = None) -> Measured | str:
+    def measure(self, snapshot: PlanSnapshot, split: Split, since: float | None = None) -> Estimate | str:
         """The model at this split and the work of now, or what is still missing; with ``since``, from newer steps
         alone."""
         begun = max(self.since, self.drifted) if since is None else since
@@ -112,11 +112,11 @@ class StageEstimator:
         )
         if since is None and self._model is not None:
             foreseen = self._foreseen(snapshot, split, self._model)
-            if isinstance(foreseen, Measured):
+            if isinstance(foreseen, Estimate):
                 return foreseen
         return self.direct or self._renewed(snapshot, split, since) or measured
 
-    def _with_cost_model(self, snapshot: PlanSnapshot, measured: Measured, done: list[TrajectoryFact]) -> Measured:
+    def _with_cost_model(self, snapshot: PlanSnapshot, measured: Estimate, done: list[TrajectoryFact]) -> Estimate:
         """Put the cost model's rollout in place of one that trainers hold up; learn from one that holds up trainers."""
         if self._model is None or snapshot.eta == 0:
             return measured
@@ -137,7 +137,7 @@ class StageEstimator:
         error = max(measured.rollout_error, MODEL_ERROR)
         return measured._replace(times=times._replace(rollout=max(measured.straggler, free)), rollout_error=error)
 
-    def _renewed(self, snapshot: PlanSnapshot, split: Split, since: float | None) -> Measured | None:
+    def _renewed(self, snapshot: PlanSnapshot, split: Split, since: float | None) -> Estimate | None:
         """What was measured before the workload changed, for the lengths since."""
         if self._model is None or self.drifted <= self.since or since is not None:
             return None
@@ -147,11 +147,11 @@ class StageEstimator:
         self._model.observe(snapshot, self.drifted)
         return renewed(before, snapshot, self.drifted, self._model.unthrottled(split.rollout), MODEL_ERROR)
 
-    def _foreseen(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Measured | None:
+    def _foreseen(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Estimate | None:
         assert self._in_flight is not None
         steps = [s for s in snapshot.steps if s.at > self.since and s.replicas == split.train and s.tokens > 0]
         plain = measure(snapshot, split, self.since, inf)
-        if isinstance(plain, Measured):
+        if isinstance(plain, Estimate):
             self._base = plain
         first = self.changed == self._began == -inf and len(steps) < MAX_STEPS
         if snapshot.eta == 0 or not (first or self.changing(snapshot)):
@@ -178,7 +178,7 @@ class StageEstimator:
         size = snapshot.prompts_per_step * snapshot.group_size
         tokens = size * sum(t.context for t in work.done) / len(work.done)
         train_error, rollout_error = _errors(work, snapshot.group_size, first)
-        return Measured(
+        return Estimate(
             split,
             Times(seconds(tokens), rollout, snapshot.eta),
             train_error,
@@ -191,13 +191,13 @@ class StageEstimator:
         )
 
 
-def _begun(split: Split, steps: list[TrainStepFact], eta: int) -> Measured | None:
+def _begun(split: Split, steps: list[TrainStepFact], eta: int) -> Estimate | None:
     """The first steps of a run, if they agree: a start-up in one of them does not."""
     per_token = [s.seconds / s.tokens for s in steps[-FIRST:]]
     if len(per_token) < FIRST or max(per_token) > (1.0 + AGREE) * min(per_token):
         return None
     tokens = median(s.tokens for s in steps)
-    return Measured(split, Times(tokens * median(per_token), 0.0, eta), MODEL_ERROR, MODEL_ERROR, 0.0, 0.0, tokens, 0.0)
+    return Estimate(split, Times(tokens * median(per_token), 0.0, eta), MODEL_ERROR, MODEL_ERROR, 0.0, 0.0, tokens, 0.0)
 
 
 def _errors(work: InFlightWork, group_size: int, first: bool) -> tuple[float, float]:

@@ -20,7 +20,7 @@ import math
 
 from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 
-from .stage_times import Correction, Measured, Split, correct
+from .stage_times import Correction, Estimate, Split, correct
 
 PRIOR = 0.05
 LESSONS = 8
@@ -36,7 +36,7 @@ class Scaling:
         self._train: list[tuple[float, float]] = []
         self._rollout: list[tuple[float, float]] = []
 
-    def learn(self, before: Measured, after: Measured) -> None:
+    def learn(self, before: Estimate, after: Estimate) -> None:
         """A move from one measured split to another."""
         there, back = correct(before, after), correct(after, before)
         self._pairs[before.split, after.split], self._pairs[after.split, before.split] = there, back

@@ -42,7 +42,7 @@ from libra_hpc.protocol.plan import Candidate, PlanDecision, PlanSnapshot
 from libra_hpc.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, PlanSearch, RunPlan
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 
-from .stage_times import Measured
+from .stage_times import Estimate
 
 EVERY_S = 3600.0
 ERRORS = 1.645
@@ -92,7 +92,7 @@ class Repartition:
         self._proposed: set[str] = set()
 
     def advise(
-        self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection
+        self, snapshot: PlanSnapshot, measured: Estimate, since: float, horizon: float, settings: PlannerSection
     ) -> PlanDecision | None:
         """A proposal that passes the test and was not made before, else None, also where a node is lost.
 
@@ -153,7 +153,7 @@ class Repartition:
         return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout, changes=changes)
 
     def _best(
-        self, snapshot: PlanSnapshot, batch: BatchWork, factors: Factors, measured: Measured
+        self, snapshot: PlanSnapshot, batch: BatchWork, factors: Factors, measured: Estimate
     ) -> tuple[PlanResult, float]:
         """The plans whose best one surely saves the most, and the share of a batch that is at least.  Raises
         `UserError` when nothing fits."""
@@ -182,7 +182,7 @@ class Repartition:
             return free
         return max(same, free, key=lambda pair: pair[1])
 
-    def _factors(self, measured: Measured, batch: BatchWork) -> Factors | None:
+    def _factors(self, measured: Estimate, batch: BatchWork) -> Factors | None:
         """Measured over predicted seconds of the present layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
         own = msgspec.structs.replace(self._own, recompute=(running.recompute,))

@@ -84,7 +84,7 @@ class Times(NamedTuple):
         return self.train + self.rollout if self.eta == 0 else max(self.train, self.rollout)
 
 
-class Measured(NamedTuple):
+class Estimate(NamedTuple):
     """The model at one split, fitted to what was measured there."""
 
     split: Split
@@ -115,7 +115,7 @@ class Correction(NamedTuple):
     rollout: float = 1.0
 
 
-def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float = float("-inf")) -> Measured | str:
+def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float = float("-inf")) -> Estimate | str:
     """Fit the model to what was measured at ``split`` after ``since``, or say in words what is still missing.
 
     Trends of the work are taken from all steps after ``drifted``, the last sudden change, whatever the split.
@@ -147,7 +147,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         else:
             rollout = min(rollout, max(train, between))
     rollout *= rollout_trend.past(age)
-    return Measured(
+    return Estimate(
         split,
         Times(train, rollout, snapshot.eta),
         _median_error([s.seconds for s in steps]),
@@ -202,8 +202,8 @@ def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
 
 
 def renewed(
-    before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float
-) -> Measured | None:
+    before: Estimate, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float
+) -> Estimate | None:
     """``before``, measured with an older workload, for the trajectories after ``since``; None while there are too few.
 
     Training goes with the tokens of a batch, less the fixed part; ``rollout`` seconds come from a cost model.  Neither
@@ -227,13 +227,13 @@ def renewed(
     )
 
 
-def with_work(before: Measured, after: Measured) -> Times:
+def with_work(before: Estimate, after: Estimate) -> Times:
     """Times of ``before`` had its batches had the tokens of those of ``after``: what standing still would take now."""
     train = before.fixed + (before.times.train - before.fixed) * after.train_tokens / before.train_tokens
     return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)
 
 
-def ahead(now: Measured, seconds: float) -> Measured:
+def ahead(now: Estimate, seconds: float) -> Estimate:
     """The same, ``seconds`` later, if the trends of the work go on (damped)."""
     train, rollout = now.train_trend.ahead(seconds), now.rollout_trend.ahead(seconds)
     times = Times(now.fixed + (now.times.train - now.fixed) * train, now.times.rollout * rollout, now.times.eta)
@@ -241,7 +241,7 @@ def ahead(now: Measured, seconds: float) -> Measured:
 
 
 def predict(
-    now: Measured, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0
+    now: Estimate, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0
 ) -> Times:
     """Times at the split ``to``; the shifts move the measured times by so many standard errors."""
     train = now.times.train * max(0.0, 1.0 + train_shift * now.train_error)
@@ -254,7 +254,7 @@ def predict(
     )
 
 
-def correct(before: Measured, after: Measured) -> Correction:
+def correct(before: Estimate, after: Estimate) -> Correction:
     """What the move from ``before`` to ``after`` taught about scaling between these splits; a change in the size of
     batches is taken out."""
     fixed = before.fixed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.control.decide import SETTLED, Planner
 from libra_hpc.control.repartition_choice import Repartition
-from libra_hpc.control.stage_times import MAX_STEPS, Measured
+from libra_hpc.control.stage_times import MAX_STEPS, Estimate
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 from tests.control.plant import SETTINGS, Plant, Shape, ideal
 
@@ -227,7 +227,7 @@ class Asked(Repartition):
         self.since: list[float] = []
 
     def advise(
-        self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection
+        self, snapshot: PlanSnapshot, measured: Estimate, since: float, horizon: float, settings: PlannerSection
     ) -> PlanDecision:
         self.since.append(since)
         return PlanDecision("repartition", -1, "repartition: asked", {})

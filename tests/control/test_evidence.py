@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.control.evidence import CHANGING, FORESEEN, PROMPTS, StageEstimator
 from libra_hpc.control.node_scaling import Scaling
-from libra_hpc.control.stage_times import Measured, Split
+from libra_hpc.control.stage_times import Estimate, Split
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
@@ -71,7 +71,7 @@ class Run:
         self.under_way += [GroupFact(self.admitted + i, kind[0], GROUP, 0, 0) for i in range(BATCH)]
         self.admitted += BATCH
 
-    def look(self) -> Measured | str:
+    def look(self) -> Estimate | str:
         queue = QueueFact(0, 0, 0.0, 0.0)
         snapshot = PlanSnapshot(
             (),
@@ -111,7 +111,7 @@ def _tokens(kind: tuple[int, int]) -> float:
 def test_a_steady_loop_is_measured() -> None:
     run = _settled()
     measured = run.look()
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert not measured.foreseen
     assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
 
@@ -121,7 +121,7 @@ def test_new_prompts_are_foreseen_before_one_of_them_is_finished() -> None:
     run.admit(THOUGHT)
     run.admit(THOUGHT)
     measured = run.look()
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.foreseen
     assert run.evidence.drift is not None
     assert run.evidence.drift.quantity == PROMPTS
@@ -139,7 +139,7 @@ def test_after_a_move_what_was_measured_is_carried_over() -> None:
     run.look()
     run.move(Split(1, 3))
     measured = run.look()
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert run.evidence.direct is None
     assert measured.split == Split(1, 3)
     assert measured.times.train == pytest.approx(_tokens(THOUGHT) * TOKEN_S, rel=0.05)
@@ -154,7 +154,7 @@ def test_first_steps_that_disagree_with_what_was_carried_over_are_not_built_upon
     run.look()
     run.move(Split(1, 3))
     run.batch(DOCUMENT, slow)
-    assert isinstance(run.look(), Measured) is carried
+    assert isinstance(run.look(), Estimate) is carried
 
 
 def test_a_change_is_over_after_some_steps() -> None:
@@ -166,7 +166,7 @@ def test_a_change_is_over_after_some_steps() -> None:
         run.batch(DOCUMENT)
     run.look()
     measured = run.look()
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert not measured.foreseen
 
 
@@ -176,7 +176,7 @@ def test_the_first_split_may_be_left_after_two_steps_that_agree() -> None:
     assert isinstance(run.look(), str)
     run.batch(DOCUMENT)
     measured = run.look()
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
     assert measured.rollout_error > FORESEEN, "the draw of so few groups counts"
 
@@ -194,5 +194,5 @@ def test_without_a_cost_model_nothing_is_foreseen() -> None:
         run.batch(DOCUMENT)
     run.admit(THOUGHT)
     measured = run.look()
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert not measured.foreseen

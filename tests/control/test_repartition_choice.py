@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.control.repartition_choice import Repartition, RunningLayout
-from libra_hpc.control.stage_times import Measured, Split, Times
+from libra_hpc.control.stage_times import Estimate, Split, Times
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.hardware.devices import device
@@ -37,8 +37,8 @@ def _repartition() -> Repartition:
     )
 
 
-def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Measured:  # noqa: B008
-    return Measured(split, Times(train, rollout, 1), 0.02, 0.02, 0.0, 0.0, 2e6, 1e6)
+def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Estimate:  # noqa: B008
+    return Estimate(split, Times(train, rollout, 1), 0.02, 0.02, 0.0, 0.0, 2e6, 1e6)
 
 
 def test_a_training_bottleneck_of_the_core_is_answered_with_layouts_once() -> None:

@@ -14,16 +14,16 @@ from libra_hpc.control.change_detection import (
     critical_distance,
     ks_distance,
 )
-from libra_hpc.control.stage_times import Correction, Measured, Split, Times, correct, measure, predict, with_work
+from libra_hpc.control.stage_times import Correction, Estimate, Split, Times, correct, measure, predict, with_work
 from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.control.plant import Plant, ideal
 
 
-def _measured(plant: Plant) -> Measured:
+def _measured(plant: Plant) -> Estimate:
     for _ in range(60):
         plant.batch()
     result = measure(plant.snapshot(100), Split(1, 2), since=0.0)
-    assert isinstance(result, Measured)
+    assert isinstance(result, Estimate)
     return result
 
 
@@ -59,7 +59,7 @@ def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
         RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens // 10, 0, w.busy) for w in plant.windows
     ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.times.rollout == pytest.approx(1.0, rel=0.1)
 
 
@@ -71,7 +71,7 @@ def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
         RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens, 0, w.busy, decode_s=0.02) for w in plant.windows
     ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
     assert measured.straggler == pytest.approx(longest * 0.02 / 2)
     assert predict(measured, Split(1, 50), Correction()).rollout == pytest.approx(measured.straggler)
@@ -87,13 +87,13 @@ def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() ->
         RolloutWindowFact(w.at, w.seconds, w.nodes, 2 * w.generated_tokens, 0, w.busy) for w in plant.windows
     ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.starved
     assert measured.times.rollout == pytest.approx(sum(plant.batch_times[-7:]) / 7)
     idle = measure(
         replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0
     )
-    assert isinstance(idle, Measured)
+    assert isinstance(idle, Estimate)
     assert not idle.starved
     assert idle.times.rollout < 0.8 * measured.times.rollout
 
@@ -106,7 +106,7 @@ def test_only_the_newest_steps_count() -> None:
     for _ in range(9):
         plant.batch()
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert (measured.times.train, measured.times.rollout) == pytest.approx((2.0, 4.0), rel=0.25)
 
 
@@ -118,19 +118,19 @@ def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None
     merged = plant.windows[3::4]
     plant.windows = [RolloutWindowFact(w.at, 1.0, w.nodes, 4 * w.generated_tokens, 0, w.busy / 4) for w in merged]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.times.train == pytest.approx(0.25, rel=0.1)
 
 
 def test_standing_still_is_judged_at_the_work_of_now() -> None:
-    before = Measured(Split(1, 2), Times(1.2, 3.0, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
-    after = Measured(Split(1, 2), Times(9.0, 9.0, 1), 0.0, 0.0, 0.0, 0.0, 1500.0, 800.0)
+    before = Estimate(Split(1, 2), Times(1.2, 3.0, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
+    after = Estimate(Split(1, 2), Times(9.0, 9.0, 1), 0.0, 0.0, 0.0, 0.0, 1500.0, 800.0)
     assert with_work(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:
-    before = Measured(Split(1, 2), Times(1.0, 0.3, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
-    after = Measured(Split(2, 1), Times(1.4, 0.9, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
+    before = Estimate(Split(1, 2), Times(1.0, 0.3, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
+    after = Estimate(Split(2, 1), Times(1.4, 0.9, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
     assert predict(before, after.split, correct(before, after)) == pytest.approx(after.times)
     assert predict(after, before.split, correct(after, before)) == pytest.approx(before.times)
 

@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.control.change_detection import UNKNOWN, DriftDetector, critical_distance
 from libra_hpc.control.node_scaling import Scaling
-from libra_hpc.control.stage_times import Measured, Split, Times, ahead, predict
+from libra_hpc.control.stage_times import Estimate, Split, Times, ahead, predict
 from libra_hpc.control.trend import MOST, Trend, trend
 
 
@@ -45,7 +45,7 @@ def test_a_forecast_is_damped_and_bounded() -> None:
 
 
 def test_ahead_moves_what_work_moves_and_not_the_fixed_part() -> None:
-    now = Measured(Split(4, 4), Times(10.0, 8.0, 1), 0.0, 0.0, 2.0, 4.0, 1.0, 1.0, Trend(1e-4, 2000.0), Trend())
+    now = Estimate(Split(4, 4), Times(10.0, 8.0, 1), 0.0, 0.0, 2.0, 4.0, 1.0, 1.0, Trend(1e-4, 2000.0), Trend())
     later = ahead(now, 1e9)
     assert later.times.train == pytest.approx(2.0 + 8.0 * math.exp(0.1))
     assert later.times.rollout == 8.0
@@ -110,8 +110,8 @@ def test_a_small_change_is_found_by_the_long_block() -> None:
 
 
 def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
-    def measured(split: Split, train: float) -> Measured:
-        return Measured(split, Times(train, 1.0 / split.rollout, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
+    def measured(split: Split, train: float) -> Estimate:
+        return Estimate(split, Times(train, 1.0 / split.rollout, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
 
     scaling = Scaling()
     before, after = measured(Split(4, 8), 10.0), measured(Split(8, 4), 7.0)  # ideal: 5.0
