@@ -25,7 +25,7 @@ predicted.  The best one is taken if all of this holds:
   the hour's bound on moves is kept.
 * One node of each stage always remains.  Core nodes never move.
 
-If hybrid nodes have nothing to offer, the work has been as it is for a period and a `Repartition` is at hand, other
+If hybrid nodes have nothing to offer, the work has been as it is for a period and a `RepartitionAdvisor` is at hand, other
 core layouts are held against the same test, with the cost of a new start; at most once a period, and each proposal is
 made once.  After a repartition only a drift brings the next one: two layouts of which the cost model prefers the one
 that does not run would otherwise take turns.
@@ -49,7 +49,7 @@ from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnaps
 from .evidence import StageEstimator
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import Scaling
-from .repartition_choice import Repartition
+from .repartition_choice import RepartitionAdvisor
 from .stage_times import Correction, Estimate, Split, Times, ahead, predict, with_work
 
 ERRORS = 1.645
@@ -121,7 +121,7 @@ class Planner:
         self,
         settings: PlannerSection,
         rollout_model: RolloutByNodes | None = None,
-        repartition: Repartition | None = None,
+        repartition: RepartitionAdvisor | None = None,
     ) -> None:
         self.outcomes: list[MoveOutcome] = []
         """Every judged move, in order."""

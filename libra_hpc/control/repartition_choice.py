@@ -62,7 +62,7 @@ class RunningLayout(msgspec.Struct, frozen=True):
     """(TP, engines) of the nodes that may roll out, as `NodeEngines.engines`."""
 
 
-class Repartition:
+class RepartitionAdvisor:
     """Asked by the planner; remembers what it answered.
 
     ``words`` says a result in keys and values of the run file, or raises `UserError` where it cannot; None: proposals

@@ -1,7 +1,7 @@
 """The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows,
 by measurements alone elsewhere.
 
-`RolloutByNodes` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both
+`RolloutByNodes` says how rollout scales with nodes, `RepartitionAdvisor` what another layout of the core would bring.  Both
 need to know device, model and the engines of every node.  A run on CPU nodes, of a model or device in no table, or with
 engines of several TP degrees under a policy that does not sort by length has no cost model, and its planner divides
 evenly and learns from its moves; with training and rollout nodes of different kinds there is one, and no repartition,
@@ -19,7 +19,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
-from libra_hpc.control.repartition_choice import Repartition, RunningLayout
+from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import Device
@@ -86,7 +86,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
 
     parts = config.components
     alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
-    repartition = Repartition(
+    repartition = RepartitionAdvisor(
         asked.shape,
         rolls,
         running,

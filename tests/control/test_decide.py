@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.control.decide import SETTLED, Planner
-from libra_hpc.control.repartition_choice import Repartition
+from libra_hpc.control.repartition_choice import RepartitionAdvisor
 from libra_hpc.control.stage_times import MAX_STEPS, Estimate
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 from tests.control.plant import SETTINGS, Plant, Shape, ideal
@@ -219,7 +219,7 @@ def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
         assert decision.reason.startswith(f"{decision.action}: ")
 
 
-class Asked(Repartition):
+class Asked(RepartitionAdvisor):
     """A second tier that answers whenever it is asked, and remembers since when the work it was asked about is
     there."""
 

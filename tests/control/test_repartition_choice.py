@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.control.repartition_choice import Repartition, RunningLayout
+from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.control.stage_times import Estimate, Split, Times
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.cost_models.rollout_time import RolloutOptions
@@ -31,8 +31,8 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
     return PlanSnapshot(nodes, (), (), done, (), QueueFact(0, 0, 0.0, 0.0), 64, 8, 1, 1000)
 
 
-def _repartition() -> Repartition:
-    return Repartition(
+def _repartition() -> RepartitionAdvisor:
+    return RepartitionAdvisor(
         model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, True, ((8, 1),)), space=SPACE
     )
 
