@@ -28,7 +28,7 @@ from libra_hpc.cost_models.rollout_by_nodes import MODEL_ERROR, RolloutByNodes
 from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 
 from .change_detection import Drift, DriftDetector
-from .in_flight import InFlight, InFlightWork
+from .in_flight import InFlightEstimator, InFlightWork
 from .node_scaling import Scaling
 from .stage_times import MAX_STEPS, Estimate, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
 
@@ -64,14 +64,14 @@ class StageEstimator:
         self._base: Estimate | None = None
         self._learned = -inf
         self._lengths: DriftDetector | None = None
-        self._in_flight: InFlight | None = None
+        self._in_flight: InFlightEstimator | None = None
         self._next_index = 0
 
     def observe(self, snapshot: PlanSnapshot, now: float) -> bool:
         """Take in new trajectories and groups; whether the workload changed."""
         if self._lengths is None or self._in_flight is None:
             self._lengths = DriftDetector(snapshot.group_size, snapshot.prompts_per_step)
-            self._in_flight = InFlight(snapshot.group_size, snapshot.prompts_per_step)
+            self._in_flight = InFlightEstimator(snapshot.group_size, snapshot.prompts_per_step)
         prompts = self._in_flight.observe(snapshot)
         if prompts is not None:
             self.drift, self.changed = replace(prompts, quantity=PROMPTS), now

@@ -51,7 +51,7 @@ class InFlightWork(NamedTuple):
     generated_error: float
 
 
-class InFlight:
+class InFlightEstimator:
     """Call `observe` with every snapshot, then ask for `work`."""
 
     def __init__(self, group_size: int, prompts: int) -> None:
