@@ -48,7 +48,7 @@ from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnaps
 
 from .evidence import StageEstimator
 from .hysteresis import Direction, Hysteresis
-from .node_scaling import Scaling
+from .node_scaling import NodeScaling
 from .repartition_choice import RepartitionAdvisor
 from .stage_times import Correction, Estimate, Split, Times, ahead, predict, with_work
 
@@ -137,7 +137,7 @@ class Planner:
         """The first look."""
         self._looked = self._sought = -inf
         self._alarmed = False
-        self._scaling = Scaling(rollout_model)
+        self._scaling = NodeScaling(rollout_model)
         self._evidence = StageEstimator(rollout_model, self._scaling)
         self._hysteresis = Hysteresis(settings)
         self._pending: _Pending | None = None

@@ -29,7 +29,7 @@ from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 
 from .change_detection import Drift, DriftDetector
 from .in_flight import InFlightEstimator, InFlightWork
-from .node_scaling import Scaling
+from .node_scaling import NodeScaling
 from .stage_times import MAX_STEPS, Estimate, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
 
 CHANGING = 32
@@ -47,7 +47,7 @@ PROMPTS = 4
 class StageEstimator:
     """`observe` every snapshot, then `measure`."""
 
-    def __init__(self, rollout_model: RolloutByNodes | None, scaling: Scaling) -> None:
+    def __init__(self, rollout_model: RolloutByNodes | None, scaling: NodeScaling) -> None:
         self.drift: Drift | None = None
         """The last change found."""
         self.drifted = -inf

@@ -27,7 +27,7 @@ LESSONS = 8
 """Newest moves that count: older ones saw another workload."""
 
 
-class Scaling:
+class NodeScaling:
     """Learns from moves, corrects predictions."""
 
     def __init__(self, rollout_model: RolloutByNodes | None = None) -> None:

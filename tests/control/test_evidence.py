@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from libra_hpc.control.evidence import CHANGING, FORESEEN, PROMPTS, StageEstimator
-from libra_hpc.control.node_scaling import Scaling
+from libra_hpc.control.node_scaling import NodeScaling
 from libra_hpc.control.stage_times import Estimate, Split
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.hardware.devices import device
@@ -41,7 +41,7 @@ class Run:
     """Batches of one kind after the other, trained at once; `under_way` are admitted groups nobody has begun."""
 
     def __init__(self, law: RolloutByNodes | None) -> None:
-        self.evidence = StageEstimator(law, Scaling(law))
+        self.evidence = StageEstimator(law, NodeScaling(law))
         self.split, self.now, self.admitted = SPLIT, 0.0, 0
         self.steps: list[TrainStepFact] = []
         self.windows: list[RolloutWindowFact] = []

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from libra_hpc.control.change_detection import UNKNOWN, DriftDetector, critical_distance
-from libra_hpc.control.node_scaling import Scaling
+from libra_hpc.control.node_scaling import NodeScaling
 from libra_hpc.control.stage_times import Estimate, Split, Times, ahead, predict
 from libra_hpc.control.trend import MOST, Trend, trend
 
@@ -113,7 +113,7 @@ def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
     def measured(split: Split, train: float) -> Estimate:
         return Estimate(split, Times(train, 1.0 / split.rollout, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
 
-    scaling = Scaling()
+    scaling = NodeScaling()
     before, after = measured(Split(4, 8), 10.0), measured(Split(8, 4), 7.0)  # ideal: 5.0
     scaling.learn(before, after)
     assert predict(before, after.split, scaling.correction(before.split, after.split)).train == pytest.approx(7.0)
