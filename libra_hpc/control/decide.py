@@ -50,7 +50,7 @@ from .evidence import StageEstimator
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import NodeScaling
 from .repartition_choice import RepartitionAdvisor
-from .stage_times import Correction, Estimate, Split, Times, ahead, predict, with_work
+from .stage_times import Correction, Estimate, Split, Times, extrapolate, predict, with_work
 
 ERRORS = 1.645
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -288,7 +288,7 @@ class Planner:
         horizon = self._horizon(snapshot, measured)
         mean = share
         if share > 0.0 and (measured.train_trend.rate or measured.rollout_trend.rate):
-            mean = fmean(_gain(ahead(measured, point * horizon), to, correction)[1] for point in POINTS)
+            mean = fmean(_gain(extrapolate(measured, point * horizon), to, correction)[1] for point in POINTS)
         stage = measured.split.rollout if direction == "to_train" else measured.split.train
         cost = self._hysteresis.cost(direction, snapshot) * len(nodes) / stage
         needed = self._hysteresis.times(direction) * cost

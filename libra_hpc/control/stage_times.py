@@ -18,7 +18,7 @@ Both stages are in the same unit.  *Measured* at the present split (n training r
   many batch times, so T_rollout >= (longest * decode_s + its time in tools) / (eta + 1), longest being the quantile 1 -
   1/N of lengths for N trajectories a batch.  Nodes do not shorten it.
 * Both stages are of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the
-  middle of what was measured to now, and `ahead` continues them.
+  middle of what was measured to now, and `extrapolate` continues them.
 
 *Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the
 intercept of a Theil-Sen line of seconds over tokens per replica, between 0 and `MAX_FIXED` = 0.9 of T_train, and 0
@@ -233,7 +233,7 @@ def with_work(before: Estimate, after: Estimate) -> Times:
     return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)
 
 
-def ahead(now: Estimate, seconds: float) -> Estimate:
+def extrapolate(now: Estimate, seconds: float) -> Estimate:
     """The same, ``seconds`` later, if the trends of the work go on (damped)."""
     train, rollout = now.train_trend.ahead(seconds), now.rollout_trend.ahead(seconds)
     times = Times(now.fixed + (now.times.train - now.fixed) * train, now.times.rollout * rollout, now.times.eta)

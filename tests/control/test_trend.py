@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.control.change_detection import UNKNOWN, DriftDetector, critical_distance
 from libra_hpc.control.node_scaling import NodeScaling
-from libra_hpc.control.stage_times import Estimate, Split, Times, ahead, predict
+from libra_hpc.control.stage_times import Estimate, Split, Times, extrapolate, predict
 from libra_hpc.control.trend import MOST, Trend, trend
 
 
@@ -46,7 +46,7 @@ def test_a_forecast_is_damped_and_bounded() -> None:
 
 def test_ahead_moves_what_work_moves_and_not_the_fixed_part() -> None:
     now = Estimate(Split(4, 4), Times(10.0, 8.0, 1), 0.0, 0.0, 2.0, 4.0, 1.0, 1.0, Trend(1e-4, 2000.0), Trend())
-    later = ahead(now, 1e9)
+    later = extrapolate(now, 1e9)
     assert later.times.train == pytest.approx(2.0 + 8.0 * math.exp(0.1))
     assert later.times.rollout == 8.0
 
