@@ -20,7 +20,7 @@ import math
 
 from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 
-from .stage_times import Correction, Estimate, Split, correct
+from .stage_times import Correction, Estimate, Split, learned_correction
 
 PRIOR = 0.05
 LESSONS = 8
@@ -38,7 +38,7 @@ class NodeScaling:
 
     def learn(self, before: Estimate, after: Estimate) -> None:
         """A move from one measured split to another."""
-        there, back = correct(before, after), correct(after, before)
+        there, back = learned_correction(before, after), learned_correction(after, before)
         self._pairs[before.split, after.split], self._pairs[after.split, before.split] = there, back
         self._train = [*self._train, (math.log(after.split.train / before.split.train), math.log(there.train))][
             -LESSONS:

@@ -254,7 +254,7 @@ def predict(
     )
 
 
-def correct(before: Estimate, after: Estimate) -> Correction:
+def learned_correction(before: Estimate, after: Estimate) -> Correction:
     """What the move from ``before`` to ``after`` taught about scaling between these splits; a change in the size of
     batches is taken out."""
     fixed = before.fixed

@@ -14,7 +14,7 @@ from libra_hpc.control.change_detection import (
     critical_distance,
     ks_distance,
 )
-from libra_hpc.control.stage_times import Correction, Estimate, Split, Times, correct, measure, predict, with_work
+from libra_hpc.control.stage_times import Correction, Estimate, Split, Times, learned_correction, measure, predict, with_work
 from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.control.plant import Plant, ideal
 
@@ -131,8 +131,8 @@ def test_standing_still_is_judged_at_the_work_of_now() -> None:
 def test_a_correction_reproduces_what_was_measured() -> None:
     before = Estimate(Split(1, 2), Times(1.0, 0.3, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
     after = Estimate(Split(2, 1), Times(1.4, 0.9, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
-    assert predict(before, after.split, correct(before, after)) == pytest.approx(after.times)
-    assert predict(after, before.split, correct(after, before)) == pytest.approx(before.times)
+    assert predict(before, after.split, learned_correction(before, after)) == pytest.approx(after.times)
+    assert predict(after, before.split, learned_correction(after, before)) == pytest.approx(before.times)
 
 
 def test_too_little_evidence_is_named() -> None:
