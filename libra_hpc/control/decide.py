@@ -50,7 +50,7 @@ from .evidence import StageEstimator
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import NodeScaling
 from .repartition_choice import RepartitionAdvisor
-from .stage_times import Correction, Estimate, Split, Times, extrapolate, predict, with_work
+from .stage_times import Correction, Estimate, Split, Times, extrapolate, predict, times_with_work_of
 
 ERRORS = 1.645
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -235,7 +235,7 @@ class Planner:
             - predict(before, measured.split, self._scaling.correction(before.split, measured.split)).batch
         )
         self._scaling.learn(before, measured)
-        realised = with_work(before, measured).batch - measured.times.batch
+        realised = times_with_work_of(before, measured).batch - measured.times.batch
         self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, predicted, realised, count))
         if realised < 0.0:
             self._hysteresis.failed(pending.direction)

@@ -227,7 +227,7 @@ def renewed(
     )
 
 
-def with_work(before: Estimate, after: Estimate) -> Times:
+def times_with_work_of(before: Estimate, after: Estimate) -> Times:
     """Times of ``before`` had its batches had the tokens of those of ``after``: what standing still would take now."""
     train = before.fixed + (before.times.train - before.fixed) * after.train_tokens / before.train_tokens
     return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)

@@ -14,7 +14,7 @@ from libra_hpc.control.change_detection import (
     critical_distance,
     ks_distance,
 )
-from libra_hpc.control.stage_times import Correction, Estimate, Split, Times, learned_correction, measure, predict, with_work
+from libra_hpc.control.stage_times import Correction, Estimate, Split, Times, learned_correction, measure, predict, times_with_work_of
 from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.control.plant import Plant, ideal
 
@@ -125,7 +125,7 @@ def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None
 def test_standing_still_is_judged_at_the_work_of_now() -> None:
     before = Estimate(Split(1, 2), Times(1.2, 3.0, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
     after = Estimate(Split(1, 2), Times(9.0, 9.0, 1), 0.0, 0.0, 0.0, 0.0, 1500.0, 800.0)
-    assert with_work(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
+    assert times_with_work_of(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:
