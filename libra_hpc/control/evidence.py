@@ -30,7 +30,7 @@ from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 from .change_detection import Drift, DriftDetector
 from .in_flight import InFlightEstimator, InFlightWork
 from .node_scaling import NodeScaling
-from .stage_times import MAX_STEPS, Estimate, Split, Times, lengths_then, measure, renewed, sampling_error, work_trend
+from .stage_times import MAX_STEPS, Estimate, Split, Times, lengths_then, measure, with_new_lengths, sampling_error, work_trend
 
 CHANGING = 32
 FORESEEN = 0.03
@@ -145,7 +145,7 @@ class StageEstimator:
         if isinstance(before, str):
             return None
         self._model.observe(snapshot, self.drifted)
-        return renewed(before, snapshot, self.drifted, self._model.unthrottled(split.rollout), MODEL_ERROR)
+        return with_new_lengths(before, snapshot, self.drifted, self._model.unthrottled(split.rollout), MODEL_ERROR)
 
     def _foreseen(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Estimate | None:
         assert self._in_flight is not None

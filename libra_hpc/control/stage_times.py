@@ -201,7 +201,7 @@ def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
     return _Seen(fitted, steps, windows, done)
 
 
-def renewed(
+def with_new_lengths(
     before: Estimate, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float
 ) -> Estimate | None:
     """``before``, measured with an older workload, for the trajectories after ``since``; None while there are too few.
