@@ -30,7 +30,7 @@ from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 from .change_detection import Drift, DriftDetector
 from .in_flight import InFlightEstimator, InFlightWork
 from .node_scaling import NodeScaling
-from .stage_times import MAX_STEPS, Estimate, Split, Times, lengths_then, measure, with_new_lengths, sampling_error, work_trend
+from .stage_times import MAX_STEPS, Estimate, Split, Times, trajectories_used, measure, with_new_lengths, sampling_error, work_trend
 
 CHANGING = 32
 FORESEEN = 0.03
@@ -108,7 +108,7 @@ class StageEstimator:
         self.direct = (
             None
             if isinstance(measured, str)
-            else self._with_cost_model(snapshot, measured, lengths_then(snapshot, split, begun))
+            else self._with_cost_model(snapshot, measured, trajectories_used(snapshot, split, begun))
         )
         if since is None and self._model is not None:
             foreseen = self._foreseen(snapshot, split, self._model)

@@ -170,7 +170,7 @@ def work_trend(snapshot: PlanSnapshot, drifted: float) -> tuple[Trend, Trend]:
     )
 
 
-def lengths_then(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
+def trajectories_used(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
     """The trajectories `measure` goes by."""
     return _seen(snapshot, split, since).done
 
