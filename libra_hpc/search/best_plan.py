@@ -38,7 +38,7 @@ from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 
 from .even_shares import EvenLayouts
-from .tp_classes import Cost, Layout, Layouts
+from .tp_classes import ReplicaClass, Layout, Layouts
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
@@ -148,7 +148,7 @@ class PlanSearch:
             for p in pools
         ]
         self._costs = [
-            Cost(
+            ReplicaClass(
                 i,
                 ReplicaCost(steps(p.device, shape, tp), batch, options, factors),
                 p.node_devices // tp if whole_nodes else 1,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 
-from .tp_classes import Cost, Layout, Segment
+from .tp_classes import ReplicaClass, Layout, Segment
 
 CLOSE = 1e-9
 """Relative width at which a bisection over seconds or replicas ends."""
@@ -23,7 +23,7 @@ CLOSE = 1e-9
 class EvenLayouts:
     """The search over one set of classes; the interface of `libra_hpc.search.tp_classes.Layouts`."""
 
-    def __init__(self, costs: Sequence[Cost], bins: int) -> None:
+    def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
         # A fair sample has trajectories of every length, so the longest must fit everywhere.
         self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
         self._bins = bins
@@ -37,7 +37,7 @@ class EvenLayouts:
     def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
         """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
         trajectories."""
-        chosen: list[tuple[Cost, int]] = []
+        chosen: list[tuple[ReplicaClass, int]] = []
         for pool in range(len(devices)):
             counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
             chosen += counts
@@ -57,14 +57,14 @@ class EvenLayouts:
         """Seconds of the longest trajectories alone, on as many replicas as one likes: no layout is faster."""
         return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
 
-    def only(self, cost: Cost, replicas: int) -> Layout:
+    def only(self, cost: ReplicaClass, replicas: int) -> Layout:
         """All trajectories on one class."""
         last = self._bins - 1
         return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
 
-    def _picks(self, chosen: Sequence[tuple[Cost, int]], seconds: float) -> list[tuple[Cost, int, float]]:
+    def _picks(self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float) -> list[tuple[ReplicaClass, int, float]]:
         """Per pool the class that serves the largest share within ``seconds``."""
-        best: dict[int, tuple[Cost, int, float]] = {}
+        best: dict[int, tuple[ReplicaClass, int, float]] = {}
         for cost, count in chosen:
             share = served(cost.replica, count, self._bins, seconds)
             if cost.pool not in best or share > best[cost.pool][2]:

@@ -34,7 +34,7 @@ EXACT = 1e-9
 """Relative step below a layout's time at which a better one is looked for."""
 
 
-class Cost(msgspec.Struct, frozen=True):
+class ReplicaClass(msgspec.Struct, frozen=True):
     """A class of replicas: devices of one pool, in groups of ``tp``."""
 
     pool: int
@@ -87,7 +87,7 @@ class Layout(msgspec.Struct, frozen=True):
 class Layouts:
     """The search over one set of classes; ``bins`` is the number of bins of the sketch."""
 
-    def __init__(self, costs: Sequence[Cost], bins: int) -> None:
+    def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
         able = [c for c in costs if c.replica.limit() is None]
         self.costs = sorted(able, key=lambda c: (c.replica.latency, c.tp, c.pool))
         self._bins = bins
@@ -151,7 +151,7 @@ class Layouts:
             if count and cost.replica.fits(self._bins - 1):
                 yield self.only(cost, count)
 
-    def only(self, cost: Cost, replicas: int) -> Layout:
+    def only(self, cost: ReplicaClass, replicas: int) -> Layout:
         """All trajectories on one class."""
         last = self._bins - 1
         return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
@@ -176,7 +176,7 @@ class Layouts:
             segments[i] = Segment(s.pool, s.tp, replicas, s.first, s.last, cost.replica.time(s.first, s.last, replicas))
 
 
-def assign(costs: Sequence[Cost], counts: Sequence[int], bins: int) -> Layout | None:
+def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> Layout | None:
     """The best segments for given numbers of replicas per class (in the order of ``costs``); None when they cannot
     serve every length."""
     able = sorted(
@@ -200,7 +200,7 @@ def assign(costs: Sequence[Cost], counts: Sequence[int], bins: int) -> Layout | 
 
 
 class _Step(NamedTuple):
-    cost: Cost
+    cost: ReplicaClass
     replicas: int
     first: int
     last: int

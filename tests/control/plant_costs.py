@@ -7,7 +7,7 @@ from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import ModelShape, model_shape
-from libra_hpc.search.tp_classes import Cost
+from libra_hpc.search.tp_classes import ReplicaClass
 
 A800 = device("a800")
 QWEN = model_shape("qwen3-14b")
@@ -59,9 +59,9 @@ def agentic(trajectories: int = 512, eta: int = 1, generated: float = 4000.0, lo
     return BatchWork(trajectories, sketch(made, trajectories), eta)
 
 
-def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[Cost]:  # noqa: B008
+def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[ReplicaClass]:  # noqa: B008
     """One class of one pool per step table."""
-    return [Cost(0, ReplicaCost(s, batch, options)) for s in steps]
+    return [ReplicaClass(0, ReplicaCost(s, batch, options)) for s in steps]
 
 
 def lengths(*generated: int) -> Lengths:

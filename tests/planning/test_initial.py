@@ -18,7 +18,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planning.initial import Initial, initial_plan, record
 from libra_hpc.preflight.checks import problems
-from libra_hpc.search.tp_classes import Cost, assign
+from libra_hpc.search.tp_classes import ReplicaClass, assign
 
 NODE = {"gpus": 8, "gpu_type": "a800"}
 
@@ -70,7 +70,7 @@ def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
     made = planned(run_file(algorithm={"prompts_per_step": 64, "eta": eta}))
     asked, pool = made.asked, made.asked.pools[0]
     classes = [
-        Cost(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)
+        ReplicaClass(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)
     ]
     train = {plan.nodes: plan.train.time.total for plan in made.result.plans}
     best = math.inf

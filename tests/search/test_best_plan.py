@@ -22,14 +22,14 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.search import best_plan as search_module
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
 from libra_hpc.search.even_shares import EvenLayouts
-from libra_hpc.search.tp_classes import Cost, Layouts, assign
+from libra_hpc.search.tp_classes import ReplicaClass, Layouts, assign
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
 SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,), ep=(1,))
 
 
-def counts(classes: Sequence[Cost], devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def counts(classes: Sequence[ReplicaClass], devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Every number of replicas per class within the devices of each pool."""
     for chosen in itertools.product(*(range(devices[c.pool] // c.tp + 1) for c in classes)):
         used = [0] * len(devices)
@@ -39,13 +39,13 @@ def counts(classes: Sequence[Cost], devices: Sequence[int]) -> Iterator[tuple[in
             yield chosen
 
 
-def brute(classes: Sequence[Cost], devices: Sequence[int], bins: int) -> float:
+def brute(classes: Sequence[ReplicaClass], devices: Sequence[int], bins: int) -> float:
     """Least seconds over every multiset of TP degrees and every cut of the lengths."""
     found = (assign(classes, chosen, bins) for chosen in counts(classes, devices))
     return min((layout.seconds for layout in found if layout is not None), default=math.inf)
 
 
-def cuts(classes: Sequence[Cost], chosen: Sequence[int], bins: int) -> float:
+def cuts(classes: Sequence[ReplicaClass], chosen: Sequence[int], bins: int) -> float:
     """Least seconds over every way to cut the lengths, longest to the fastest class."""
     able = sorted(
         (i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp)
@@ -66,7 +66,7 @@ generated = st.lists(st.integers(1, 20_000), min_size=1, max_size=6)
 terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
 
 
-def made(batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int) -> list[Cost]:
+def made(batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int) -> list[ReplicaClass]:
     fixed, each, kv, scaling = term
     return costs(batch, *(FakeSteps(tp, capacity * tp, fixed, each, kv, 1e-5, scaling) for tp in tps))
 
@@ -163,7 +163,7 @@ def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
 def test_long_trajectories_go_to_large_tp() -> None:
     batch = agentic(512)
     found = Layouts(
-        [Cost(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
+        [ReplicaClass(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
     ).best([32])
     assert found is not None
     degrees = [s.tp for s in found.segments]
@@ -206,7 +206,7 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
     """Least seconds over every number of training nodes, with both stages searched to the end."""
     bins = len(batch.lengths.bins)
     classes = [
-        Cost(i, ReplicaCost(fake(p.device, QWEN, tp), batch)) for i, p in enumerate(pools) for tp in (1, 2, 4, 8)
+        ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch)) for i, p in enumerate(pools) for tp in (1, 2, 4, 8)
     ]
     best = math.inf
     for i, pool in enumerate(pools):
