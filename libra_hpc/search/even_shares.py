@@ -21,7 +21,7 @@ CLOSE = 1e-9
 
 
 class EvenLayouts:
-    """The search over one set of classes; the interface of `libra_hpc.search.tp_classes.Layouts`."""
+    """The search over one set of classes; the interface of `libra_hpc.search.tp_classes.RolloutSearch`."""
 
     def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
         # A fair sample has trajectories of every length, so the longest must fit everywhere.

@@ -84,7 +84,7 @@ class Layout(msgspec.Struct, frozen=True):
         return sum(s.devices for s in self.segments if s.pool == pool)
 
 
-class Layouts:
+class RolloutSearch:
     """The search over one set of classes; ``bins`` is the number of bins of the sketch."""
 
     def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:

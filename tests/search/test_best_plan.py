@@ -22,7 +22,7 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.search import best_plan as search_module
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
 from libra_hpc.search.even_shares import EvenLayouts
-from libra_hpc.search.tp_classes import ReplicaClass, Layouts, assign
+from libra_hpc.search.tp_classes import ReplicaClass, RolloutSearch, assign
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
@@ -79,7 +79,7 @@ def test_rollout_layouts_equal_brute_force(
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4), capacity)
-    found = Layouts(classes, bins).best([devices]) if any(c.replica.limit() is None for c in classes) else None
+    found = RolloutSearch(classes, bins).best([devices]) if any(c.replica.limit() is None for c in classes) else None
     wanted = brute(classes, [devices], bins)
     if found is None:
         assert wanted == math.inf
@@ -105,7 +105,7 @@ def test_two_pools_equal_brute_force(
     classes = made(batch, one, (1, 2), 10**7) + [
         msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2), 10**7)
     ]
-    found = Layouts(classes, bins).best([first, second])
+    found = RolloutSearch(classes, bins).best([first, second])
     assert found is not None
     assert found.seconds == pytest.approx(brute(classes, [first, second], bins), rel=1e-6)
 
@@ -131,7 +131,7 @@ def test_more_devices_never_roll_out_slower(
     lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
 ) -> None:
     batch = batch_of(*lengths, eta=eta)
-    layouts = Layouts(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
+    layouts = RolloutSearch(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
     few, more = layouts.best([devices]), layouts.best([devices + 1])
     assert few is not None
     assert more is not None
@@ -144,7 +144,7 @@ def test_no_layout_beats_the_straggler(
     lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
 ) -> None:
     batch = batch_of(*lengths, eta=eta)
-    layouts = Layouts(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
+    layouts = RolloutSearch(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
     best = layouts.best([devices])
     assert best is not None
     assert layouts.straggler() <= best.seconds * (1 + 1e-9)
@@ -154,7 +154,7 @@ def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
     """Short trajectories beside the longest make the mean context of its steps shorter: with many nodes that once
     was faster than the bound."""
     batch = batch_of(*([2_000] * 63), 20_000, eta=1)
-    layouts = Layouts(costs(batch, FakeSteps(1, 10**9, 0.01, 0.0, 1e-5)), len(batch.lengths.bins))
+    layouts = RolloutSearch(costs(batch, FakeSteps(1, 10**9, 0.01, 0.0, 1e-5)), len(batch.lengths.bins))
     best = layouts.best([10_000])
     assert best is not None
     assert layouts.straggler() <= best.seconds
@@ -162,7 +162,7 @@ def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
 
 def test_long_trajectories_go_to_large_tp() -> None:
     batch = agentic(512)
-    found = Layouts(
+    found = RolloutSearch(
         [ReplicaClass(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
     ).best([32])
     assert found is not None
@@ -182,7 +182,7 @@ def test_without_foresight_one_class_is_best(
     found = EvenLayouts(classes, bins).best([devices])
     assert found is not None
     assert found.seconds == pytest.approx(min(c.replica.time(0, bins - 1, devices // c.tp) for c in classes), rel=1e-6)
-    foresight = Layouts(classes, bins).best([devices])
+    foresight = RolloutSearch(classes, bins).best([devices])
     assert foresight is not None
     assert foresight.seconds <= found.seconds * (1 + 1e-6)
 
@@ -219,7 +219,7 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
                 for one in search.candidates(n * pool.node_devices)
                 if trainer.limit(one) is None
             ]
-            layout = Layouts(classes, bins).best(rest)
+            layout = RolloutSearch(classes, bins).best(rest)
             if able and layout is not None:
                 best = min(best, max(min(able), layout.seconds) if batch.eta else min(able) + layout.seconds)
     return best
