@@ -37,7 +37,7 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 
-from .even_shares import EvenLayouts
+from .even_shares import EvenRolloutSearch
 from .tp_classes import ReplicaClass, Layout, RolloutSearch
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
@@ -157,8 +157,8 @@ class PlanSearch:
             for tp in degrees
             if p.node_devices % tp == 0 and shape.divides(tp)
         ]
-        kind = RolloutSearch if sorted_lengths else EvenLayouts
-        self._layouts: RolloutSearch | EvenLayouts = kind(self._costs, len(batch.lengths.bins))
+        kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
+        self._layouts: RolloutSearch | EvenRolloutSearch = kind(self._costs, len(batch.lengths.bins))
 
     def run(
         self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None

@@ -20,7 +20,7 @@ CLOSE = 1e-9
 """Relative width at which a bisection over seconds or replicas ends."""
 
 
-class EvenLayouts:
+class EvenRolloutSearch:
     """The search over one set of classes; the interface of `libra_hpc.search.tp_classes.RolloutSearch`."""
 
     def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:

@@ -21,7 +21,7 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.search import best_plan as search_module
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
-from libra_hpc.search.even_shares import EvenLayouts
+from libra_hpc.search.even_shares import EvenRolloutSearch
 from libra_hpc.search.tp_classes import ReplicaClass, RolloutSearch, assign
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
@@ -179,7 +179,7 @@ def test_without_foresight_one_class_is_best(
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4, 8), 10**7)
-    found = EvenLayouts(classes, bins).best([devices])
+    found = EvenRolloutSearch(classes, bins).best([devices])
     assert found is not None
     assert found.seconds == pytest.approx(min(c.replica.time(0, bins - 1, devices // c.tp) for c in classes), rel=1e-6)
     foresight = RolloutSearch(classes, bins).best([devices])
@@ -192,7 +192,7 @@ def test_without_foresight_two_pools_share_by_speed() -> None:
     bins = len(batch.lengths.bins)
     slow, fast = made(batch, (0.001, 0.01, 0.0, 1.0), (1,), 10**7), made(batch, (0.001, 0.002, 0.0, 1.0), (1,), 10**7)
     classes = [*slow, msgspec.structs.replace(fast[0], pool=1)]
-    found = EvenLayouts(classes, bins).best([1, 1])
+    found = EvenRolloutSearch(classes, bins).best([1, 1])
     assert found is not None
     alone = [c.replica.time(0, bins - 1, 1) for c in classes]
     assert found.seconds == pytest.approx(1 / sum(1 / t for t in alone), rel=0.1)
