@@ -38,7 +38,7 @@ from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 
 from .even_shares import EvenRolloutSearch
-from .tp_classes import ReplicaClass, Layout, RolloutSearch
+from .tp_classes import ReplicaClass, RolloutLayout, RolloutSearch
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
@@ -68,7 +68,7 @@ class RunPlan(msgspec.Struct, frozen=True):
     nodes: int
     """Training nodes of it; all others roll out."""
     train: TrainChoice
-    rollout: Layout
+    rollout: RolloutLayout
     seconds: float
     """Of one global batch."""
     tokens_s: float

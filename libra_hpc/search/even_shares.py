@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 
-from .tp_classes import ReplicaClass, Layout, Segment
+from .tp_classes import ReplicaClass, RolloutLayout, Segment
 
 CLOSE = 1e-9
 """Relative width at which a bisection over seconds or replicas ends."""
@@ -28,13 +28,13 @@ class EvenRolloutSearch:
         self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
         self._bins = bins
 
-    def within(self, seconds: float, devices: Sequence[int]) -> Layout | None:
+    def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
         """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when
         there is none."""
         best = self.best(devices)
         return best if best is not None and best.seconds <= seconds else None
 
-    def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
+    def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
         """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
         trajectories."""
         chosen: list[tuple[ReplicaClass, int]] = []
@@ -51,16 +51,16 @@ class EvenRolloutSearch:
             else:
                 low = middle
         picks = self._picks(chosen, high)
-        return Layout(tuple(Segment(c.pool, c.tp, n, 0, self._bins - 1, high) for c, n, share in picks if share > 0.0))
+        return RolloutLayout(tuple(Segment(c.pool, c.tp, n, 0, self._bins - 1, high) for c, n, share in picks if share > 0.0))
 
     def straggler(self) -> float:
         """Seconds of the longest trajectories alone, on as many replicas as one likes: no layout is faster."""
         return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
 
-    def only(self, cost: ReplicaClass, replicas: int) -> Layout:
+    def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
         """All trajectories on one class."""
         last = self._bins - 1
-        return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
+        return RolloutLayout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
 
     def _picks(self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float) -> list[tuple[ReplicaClass, int, float]]:
         """Per pool the class that serves the largest share within ``seconds``."""

@@ -69,7 +69,7 @@ class Segment(msgspec.Struct, frozen=True):
         return self.tp * self.replicas
 
 
-class Layout(msgspec.Struct, frozen=True):
+class RolloutLayout(msgspec.Struct, frozen=True):
     """Segments from the longest trajectories to the shortest."""
 
     segments: tuple[Segment, ...]
@@ -93,7 +93,7 @@ class RolloutSearch:
         self._bins = bins
         self._straggler: float | None = None
 
-    def within(self, seconds: float, devices: Sequence[int]) -> Layout | None:
+    def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
         """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when
         there is none."""
         paths: dict[int, list[_Path]] = {self._bins: [_Path((0,) * len(devices), ())]}
@@ -110,9 +110,9 @@ class RolloutSearch:
                         _add(kept, path, step, devices)
             paths = grown
         done = paths.get(0)
-        return self._fill(Layout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
+        return self._fill(RolloutLayout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
 
-    def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
+    def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
         """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
         trajectories."""
         start = min(self._single(devices), key=lambda layout: layout.seconds, default=None)
@@ -144,19 +144,19 @@ class RolloutSearch:
             )
         return self._straggler
 
-    def _single(self, devices: Sequence[int]) -> Iterator[Layout]:
+    def _single(self, devices: Sequence[int]) -> Iterator[RolloutLayout]:
         """Layouts of one class of replicas."""
         for cost in self.costs:
             count = cost.most(devices[cost.pool])
             if count and cost.replica.fits(self._bins - 1):
                 yield self.only(cost, count)
 
-    def only(self, cost: ReplicaClass, replicas: int) -> Layout:
+    def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
         """All trajectories on one class."""
         last = self._bins - 1
-        return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
+        return RolloutLayout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
 
-    def _fill(self, layout: Layout, devices: Sequence[int]) -> Layout:
+    def _fill(self, layout: RolloutLayout, devices: Sequence[int]) -> RolloutLayout:
         """Give devices that are left over to the slowest class that can take one more replica, as long as there is
         one."""
         segments = list(layout.segments)
@@ -165,7 +165,7 @@ class RolloutSearch:
         while True:
             able = [i for i, s in enumerate(segments) if costs[s.pool, s.tp].most(left[s.pool])]
             if not able:
-                return Layout(tuple(segments))
+                return RolloutLayout(tuple(segments))
             i = max(able, key=lambda i: segments[i].seconds)
             s = segments[i]
             # Half of what is left at a time: thousands of devices take a dozen rounds.
@@ -176,7 +176,7 @@ class RolloutSearch:
             segments[i] = Segment(s.pool, s.tp, replicas, s.first, s.last, cost.replica.time(s.first, s.last, replicas))
 
 
-def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> Layout | None:
+def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> RolloutLayout | None:
     """The best segments for given numbers of replicas per class (in the order of ``costs``); None when they cannot
     serve every length."""
     able = sorted(
@@ -196,7 +196,7 @@ def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> L
                         (*segments, Segment(costs[i].pool, costs[i].tp, counts[i], first, cut - 1, own)),
                     )
         paths = grown
-    return Layout(paths[0][1]) if 0 in paths else None
+    return RolloutLayout(paths[0][1]) if 0 in paths else None
 
 
 class _Step(NamedTuple):
