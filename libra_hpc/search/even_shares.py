@@ -66,13 +66,13 @@ class EvenRolloutSearch:
         """Per pool the class that serves the largest share within ``seconds``."""
         best: dict[int, tuple[ReplicaClass, int, float]] = {}
         for cost, count in chosen:
-            share = served(cost.replica, count, self._bins, seconds)
+            share = served_share(cost.replica, count, self._bins, seconds)
             if cost.pool not in best or share > best[cost.pool][2]:
                 best[cost.pool] = (cost, count, share)
         return list(best.values())
 
 
-def served(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
+def served_share(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
     """Share of the batch, possibly above 1, that replicas with a fair sample serve within ``seconds``; 0.0 when the
     longest takes longer."""
     last = bins - 1
