@@ -42,7 +42,7 @@ Curve = list[float]
 """Values over the tabulated numbers of open trajectories."""
 
 
-class Positions:
+class PositionTable:
     """The table of one TP class for up to ``most`` open trajectories; ``steps.kv_capacity`` is not 0."""
 
     def __init__(

@@ -29,7 +29,7 @@ from libra_hpc.hardware.steps import StepTimes
 
 from .factors import NONE, Factors
 from .memory import Limit
-from .positions import CHUNK, Curve, Positions
+from .positions import CHUNK, Curve, PositionTable
 from .training_time import BatchWork
 
 WAVE = 0.5
@@ -99,7 +99,7 @@ class ReplicaCost:
         self._overlapping: dict[tuple[int, int], _Overlapping] = {}
         if steps.kv_capacity > 0:
             most = batch.trajectories * (batch.eta + 1.0)
-            self._positions = Positions(steps, lengths, factors, options.max_num_seqs, options.prefix_hits, most)
+            self._positions = PositionTable(steps, lengths, factors, options.max_num_seqs, options.prefix_hits, most)
             self._token_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
             self._prompt_s = lengths.prompt * batch.trajectories * self._token_s
             self._prepare()
