@@ -28,7 +28,7 @@ SYNTHETIC = 4096
 """Quantiles a stated distribution is sampled at."""
 
 
-class Observed(msgspec.Struct, frozen=True):
+class TrajectoryLengths(msgspec.Struct, frozen=True):
     """One finished trajectory."""
 
     generated: int
@@ -90,7 +90,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return self.prompt_beside + generated * (1.0 + self.new_per_token)
 
 
-def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
+def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
     """Compress ``observed`` for global batches of ``batch`` trajectories; raises `UserError` without any and for
     impossible counts."""
     if not observed:
@@ -136,14 +136,14 @@ def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
     )
 
 
-def observe(trajectories: Iterable[TrajectoryRecord]) -> list[Observed]:
+def observe(trajectories: Iterable[TrajectoryRecord]) -> list[TrajectoryLengths]:
     """What a trace says about lengths; trajectories that generated nothing are left out."""
     result = []
     for t in trajectories:
         if t.generated > 0:
             prompt = max(t.prompt_tokens, 1)
             result.append(
-                Observed(
+                TrajectoryLengths(
                     t.generated,
                     max(t.context, prompt + t.generated),
                     prompt,
@@ -163,7 +163,7 @@ def lognormal(
     new_tokens: float = 0.0,
     tool_s: float = 0.0,
     longest: int | None = None,
-) -> list[Observed]:
+) -> list[TrajectoryLengths]:
     """A stated distribution as `SYNTHETIC` trajectories at its quantiles.
 
     Generated tokens are log-normal with mean ``generated`` and shape ``sigma`` (0: all equal; 1: the longest tenth has
@@ -194,7 +194,7 @@ def lognormal(
         fits = 1.0 if longest is None else min(1.0, (longest - prompt) / (wanted + added))
         tokens = max(1, int(wanted * fits))
         result.append(
-            Observed(
+            TrajectoryLengths(
                 tokens,
                 prompt + tokens + int(added * fits),
                 prompt,

@@ -27,7 +27,7 @@ from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.protocol.plan import PlanSnapshot, TrajectoryFact
 
-from .lengths import Observed, sketch
+from .lengths import TrajectoryLengths, sketch
 from .rollout_time import ReplicaCost, RolloutOptions
 from .training_time import BatchWork
 
@@ -161,7 +161,7 @@ def batch_of(
         # Where the facts do not tell them apart, prompt and tool results count alike.
         prompt = t.prompt or max(1, (t.context - t.generated) // max(1, t.turns))
         observed.append(
-            Observed(
+            TrajectoryLengths(
                 max(1, t.generated), max(t.context, prompt + t.generated), prompt, max(1, t.turns), max(0.0, t.tool_s)
             )
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.lengths import Lengths, Observed, lognormal, observe, sketch
+from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.errors import UserError, invalid
@@ -203,7 +203,7 @@ def _trace_file(path: str) -> Path:
     return RunDir(path).trajectories if Path(path).is_dir() else Path(path)
 
 
-def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[Observed], str]:
+def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[TrajectoryLengths], str]:
     if trace is not None:
         observed = observe(read_trace(trace).trajectories)
         return observed, f"{len(observed):,} trajectories of {trace.name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_hpc.cost_models.lengths import Lengths, Observed, lognormal, sketch
+from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, sketch
 from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.hardware.devices import Device, device
@@ -43,9 +43,9 @@ def fake(device: Device, shape: ModelShape, tp: int) -> FakeSteps:
     return FakeSteps(tp, capacity=60_000 * tp, fixed=0.02, each=2e-4, kv=1e-7, new=1e-4)
 
 
-def one_turn(*generated: int, prompt: int = 10) -> list[Observed]:
+def one_turn(*generated: int, prompt: int = 10) -> list[TrajectoryLengths]:
     """Trajectories of a single turn."""
-    return [Observed(n, prompt + n, prompt) for n in generated]
+    return [TrajectoryLengths(n, prompt + n, prompt) for n in generated]
 
 
 def batch_of(*generated: int, eta: int = 0, prompt: int = 10) -> BatchWork:

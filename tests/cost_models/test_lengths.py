@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.cost_models.lengths import Observed, lognormal, observe, sketch
+from libra_hpc.cost_models.lengths import TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from tests.control.plant_costs import one_turn
@@ -58,9 +58,9 @@ def test_a_stated_distribution_has_its_mean_and_tail() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [Observed(0, 10, 5), Observed(5, 8, 5), Observed(5, 20, 5, 0), Observed(5, 20, 5, 1, -1.0)]
+    "bad", [TrajectoryLengths(0, 10, 5), TrajectoryLengths(5, 8, 5), TrajectoryLengths(5, 20, 5, 0), TrajectoryLengths(5, 20, 5, 1, -1.0)]
 )
-def test_impossible_counts(bad: Observed) -> None:
+def test_impossible_counts(bad: TrajectoryLengths) -> None:
     with pytest.raises(UserError, match="contradict"):
         sketch([bad], 8)
 
