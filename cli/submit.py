@@ -17,7 +17,7 @@ from libra_hpc.config.load import apply_override, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.planning.initial import Initial, record
+from libra_hpc.planning.initial import InitialPlan, record
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
@@ -142,7 +142,7 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial | None) -> str:
+def queue(launch: Launch, environment: Mapping[str, str] | None, made: InitialPlan | None) -> str:
     """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no
     run directory behind."""
     run = launch.run

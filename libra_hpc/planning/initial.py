@@ -41,7 +41,7 @@ SHARE = ("cpus", "mem")
 """What a job gets of a node."""
 
 
-class Initial(msgspec.Struct, frozen=True):
+class InitialPlan(msgspec.Struct, frozen=True):
     """A run file with its split filled in, and what it was chosen from."""
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Initial(msgspec.Struct, frozen=True):
         return self.result.plans[0]
 
 
-def initial_plan(config: RunConfig) -> Initial:
+def initial_plan(config: RunConfig) -> InitialPlan:
     """Fill in the split of a run file that says ``auto``.
 
     Raises `UserError` when the planner does not know the hardware or the model, when nodes of these kinds cannot be
@@ -84,7 +84,7 @@ def initial_plan(config: RunConfig) -> Initial:
     )
     result = search.run(KEPT, trainers=(0,))
     chosen = written(config, asked.pools, result, alike)
-    return Initial(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
+    return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 
 
 def written(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def as_planned(config: RunConfig) -> RunConfig:
     return _with_devices(_as_simulated(config))
 
 
-def record(made: Initial) -> dict[str, Any]:
+def record(made: InitialPlan) -> dict[str, Any]:
     """`plan.json`: what was asked, the best plans, the choice, and where the figures come from."""
     asked, plan, batch = made.asked, made.plan, made.asked.batch
     return {

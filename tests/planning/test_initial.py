@@ -16,7 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
-from libra_hpc.planning.initial import Initial, initial_plan, record
+from libra_hpc.planning.initial import InitialPlan, initial_plan, record
 from libra_hpc.preflight.checks import problems
 from libra_hpc.search.tp_classes import ReplicaClass, assign
 
@@ -37,7 +37,7 @@ def run_file(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[s
     return made
 
 
-def planned(data: dict[str, Any]) -> Initial:
+def planned(data: dict[str, Any]) -> InitialPlan:
     return initial_plan(validate(data))
 
 
