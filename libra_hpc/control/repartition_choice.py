@@ -19,7 +19,7 @@ node's, so only a lasting shift pays; each proposal is made once.
 `EVERY_S`: at most one in an hour, whatever it promises.  A new start costs minutes and, worse, what was measured: the
 engines' costs, the factors of the cost models and the test for drift begin anew, and the next verdict should rest on
 more than their first figures.  Where nodes can change places, a proposal also says what the run file would say
-(`libra_hpc.planning.initial.written`), and `libra_hpc.runtime.repartitioner` can carry it out.
+(`libra_hpc.planning.initial.run_file_values`), and `libra_hpc.runtime.repartitioner` can carry it out.
 """
 
 from __future__ import annotations

@@ -83,11 +83,11 @@ def initial_plan(config: RunConfig) -> InitialPlan:
         whole_nodes=True,
     )
     result = search.run(KEPT, trainers=(0,))
-    chosen = written(config, asked.pools, result, alike)
+    chosen = run_file_values(config, asked.pools, result, alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 
 
-def written(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
+def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
     """The best plan in the words of a run file: values by dotted key.  ``alike``: every node may train.
 
     Raises `UserError` when a node is left over on which no engine holds the longest trajectories.

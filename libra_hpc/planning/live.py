@@ -28,7 +28,7 @@ from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.search.best_plan import PlanResult
 
-from .initial import SORTING, as_planned, interchangeable, written
+from .initial import SORTING, as_planned, interchangeable, run_file_values
 from .request import request
 
 
@@ -82,7 +82,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         layout = result.plans[0].train.layout
         # What memory was counted with.
         memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
-        return {**written(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
+        return {**run_file_values(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
 
     parts = config.components
     alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
