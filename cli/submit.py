@@ -17,7 +17,7 @@ from libra_hpc.config.load import apply_override, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.planning.initial import InitialPlan, record
+from libra_hpc.planning.initial import InitialPlan, plan_record
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
@@ -149,7 +149,7 @@ def queue(launch: Launch, environment: Mapping[str, str] | None, made: InitialPl
     try:
         run.write_json(run.config, launch.config.model_dump())
         if made is not None:
-            run.write_json(run.plan, record(made))
+            run.write_json(run.plan, plan_record(made))
         return jobs.queue(launch, environment)
     except (UserError, OperationError):
         if launch.attempt == 1:

@@ -100,7 +100,7 @@ def as_planned(config: RunConfig) -> RunConfig:
     return _with_devices(_as_simulated(config))
 
 
-def record(made: InitialPlan) -> dict[str, Any]:
+def plan_record(made: InitialPlan) -> dict[str, Any]:
     """`plan.json`: what was asked, the best plans, the choice, and where the figures come from."""
     asked, plan, batch = made.asked, made.plan, made.asked.batch
     return {

@@ -16,7 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
-from libra_hpc.planning.initial import InitialPlan, initial_plan, record
+from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
 from libra_hpc.preflight.checks import problems
 from libra_hpc.search.tp_classes import ReplicaClass, assign
 
@@ -123,7 +123,7 @@ def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
 
 def test_the_record_says_what_was_asked_chosen_and_predicted() -> None:
     made = planned(run_file())
-    kept = json.loads(json.dumps(record(made), allow_nan=False))
+    kept = json.loads(json.dumps(plan_record(made), allow_nan=False))
     assert kept["chosen"]["components.train.nodes"] == made.config.components.train.nodes
     assert len(kept["best"]) == 5
     assert kept["best"][0] == kept["plan"]
