@@ -32,7 +32,7 @@ from .initial import SORTING, as_planned, interchangeable, run_file_values
 from .request import request
 
 
-class Faster:
+class SpedUpSteps:
     """Step times of a clock that runs ``speedup`` times as fast."""
 
     def __init__(self, steps: StepTimes, speedup: float) -> None:
@@ -53,7 +53,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
 
     def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
         found = table(device, shape, tp)
-        return found if speedup == 1.0 else Faster(found, speedup)
+        return found if speedup == 1.0 else SpedUpSteps(found, speedup)
 
     engines, sorted_lengths = _engines(config), config.rollout.policy in SORTING
     if (len(engines) > 1 and not sorted_lengths) or (config.run.engine == "real" and config.slurm.device == "cpu"):

@@ -10,7 +10,7 @@ from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
 from libra_hpc.control.stage_times import Split
-from libra_hpc.planning.live import Faster, live_planner
+from libra_hpc.planning.live import SpedUpSteps, live_planner
 from libra_hpc.preflight.checks import problems
 from tests.control.plant_costs import FakeSteps
 from tests.control.test_repartition_choice import measured, snapshot
@@ -94,6 +94,6 @@ def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
     )
     assert _knows(dry_run) == (True, True)
     slow = FakeSteps(2, capacity=77, fixed=1.0)
-    fast = Faster(slow, 10.0)
+    fast = SpedUpSteps(slow, 10.0)
     assert fast.step_s(4, 100, 8, 2) == slow.step_s(4, 100, 8, 2) / 10.0
     assert (fast.tp, fast.kv_capacity) == (2, 77)
