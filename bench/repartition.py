@@ -21,7 +21,7 @@ from bench.replan import Job, means, options_of, play_all, statics
 from bench.replan_pool import Site
 from bench.replan_rules import SETTINGS, Live, Played, Rule, play
 from bench.replan_tiers import Tiers
-from bench.replan_work import LAWS, drifting, steady
+from bench.replan_work import WORKLOADS, drifting, steady
 
 FEW = Site(core=(5, 5), model="qwen3-8b", token_s=16 * 0.5e-4)
 """``token_s``: 8.2e9 weights, 6 FLOPs each at half the peak of 4 A800, for the 60 % of the groups that train;
@@ -34,7 +34,7 @@ MINUTELY = SETTINGS.model_copy(update={"interval_s": 60.0})
 def compare(job: Job) -> dict[str, Any]:
     """All ways on one workload and seed."""
     name, seed, steps = job
-    work = drifting(LAWS[name], steps, FEW.prompts, FEW.group, seed)
+    work = drifting(WORKLOADS[name], steps, FEW.prompts, FEW.group, seed)
 
     def run(rule: Rule, train: int, site: Site = FEW) -> Played:
         return play(site, work, rule, train, seed)

@@ -22,7 +22,7 @@ from bench.harness import by_work, report
 from bench.replan_pool import Site
 from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
 from bench.replan_verl import VerlLike
-from bench.replan_work import LAWS, drifting, steady
+from bench.replan_work import WORKLOADS, drifting, steady
 
 SITE = Site()
 WORSE = 1.25
@@ -50,7 +50,7 @@ def statics(run: Any) -> dict[int, Played]:
 def compare(job: Job) -> dict[str, Any]:
     """All rules on one workload and seed."""
     name, seed, steps = job
-    work = drifting(LAWS[name], steps, SITE.prompts, SITE.group, seed)
+    work = drifting(WORKLOADS[name], steps, SITE.prompts, SITE.group, seed)
 
     def run(rule: Rule, train: int) -> Played:
         return play(SITE, work, rule, train, seed)
@@ -100,7 +100,7 @@ def options_of(doc: str | None, seeds: int, idle_steps: int) -> argparse.Namespa
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--work", default="|".join(LAWS), help="names separated by |")
+    parser.add_argument("--work", default="|".join(WORKLOADS), help="names separated by |")
     parser.add_argument("--idle-steps", type=int, default=idle_steps)
     parser.add_argument("--jobs", type=int, default=2)
     return parser.parse_args()

@@ -65,7 +65,7 @@ def steady(step: float) -> list[tuple[Profile, float]]:
     return [(REASONING, 0.5), (DOCUMENTS, 0.5)]
 
 
-LAWS: dict[str, Law] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
+WORKLOADS: dict[str, Law] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
 
 
 def drifting(law: Law, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:

@@ -11,7 +11,7 @@ from bench.replan_rules import SETTINGS, Live, Played, Schedule, Static, best_sc
 from bench.replan_tiers import Tiers, layout_of, run_file
 from bench.replan_verl import VerlLike
 from bench.replan_view import View
-from bench.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
+from bench.replan_work import DOUBLING, WORKLOADS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.plan import PlanSnapshot
 from libra_hpc.simulator.simulate import Simulation
@@ -23,12 +23,12 @@ def _played(ends: list[float]) -> Played:
     return Played(ends[-1], 1, ends, 0, 0.0, [], [], [])
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_work_is_whole_batches_and_drifts(name: str) -> None:
-    work = drifting(LAWS[name], 60, 8, 4, seed=1)
+    work = drifting(WORKLOADS[name], 60, 8, 4, seed=1)
     assert len(work) == 60 * 8 * 4
     assert len({t.prompt_id for t in work}) == 60 * 8
-    assert work == drifting(LAWS[name], 60, 8, 4, seed=1)
+    assert work == drifting(WORKLOADS[name], 60, 8, 4, seed=1)
     share = [
         sum(t.generated for t in part) / sum(t.context for t in part)
         for part in (work[:512], work[512:1024], work[1408:])
