@@ -40,7 +40,7 @@ DOUBLING, PHASE, PERIOD = 30, 40, 80
 
 REASONING = msgspec.structs.replace(MATH, sigma=DOCUMENTS.sigma, generated=6000)
 
-Law = Callable[[float], list[tuple[Profile, float]]]
+Workload = Callable[[float], list[tuple[Profile, float]]]
 """Number of a step, from 0 -> profiles and their shares of the groups."""
 
 
@@ -65,10 +65,10 @@ def steady(step: float) -> list[tuple[Profile, float]]:
     return [(REASONING, 0.5), (DOCUMENTS, 0.5)]
 
 
-WORKLOADS: dict[str, Law] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
+WORKLOADS: dict[str, Workload] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
 
 
-def drifting(law: Law, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:
+def drifting(law: Workload, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:
     """``batches`` global batches of ``groups`` groups of ``group`` trajectories, in data order."""
     work: list[TrajectoryRecord] = []
     rng = random.Random(f"{seed}/order")
