@@ -46,7 +46,7 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
 
-from .evidence import StageEstimator
+from .stage_estimator import StageEstimator
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import NodeScaling
 from .repartition_choice import RepartitionAdvisor

@@ -37,8 +37,8 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 
-from .even_shares import EvenRolloutSearch
-from .tp_classes import ReplicaClass, RolloutLayout, RolloutSearch
+from .even_rollout_layout import EvenRolloutSearch
+from .rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12

@@ -7,7 +7,7 @@ from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import ModelShape, model_shape
-from libra_hpc.search.tp_classes import ReplicaClass
+from libra_hpc.search.rollout_layout import ReplicaClass
 
 A800 = device("a800")
 QWEN = model_shape("qwen3-14b")

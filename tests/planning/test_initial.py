@@ -18,7 +18,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
 from libra_hpc.preflight.checks import problems
-from libra_hpc.search.tp_classes import ReplicaClass, assign
+from libra_hpc.search.rollout_layout import ReplicaClass, assign
 
 NODE = {"gpus": 8, "gpu_type": "a800"}
 

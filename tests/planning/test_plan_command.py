@@ -249,7 +249,7 @@ def test_points_of_a_sweep() -> None:
 def curve(*speeds: float) -> list[Point]:
     """Points of 8, 16, ... devices with so many tokens per second."""
     from libra_hpc.search.best_plan import DevicePool, RunPlan, plan
-    from libra_hpc.search.tp_classes import RolloutLayout
+    from libra_hpc.search.rollout_layout import RolloutLayout
     from tests.control.plant_costs import QWEN, agentic, fake
 
     made = plan(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake, keep=1).plans[0]

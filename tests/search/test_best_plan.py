@@ -21,8 +21,8 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.search import best_plan as search_module
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
-from libra_hpc.search.even_shares import EvenRolloutSearch
-from libra_hpc.search.tp_classes import ReplicaClass, RolloutSearch, assign
+from libra_hpc.search.even_rollout_layout import EvenRolloutSearch
+from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch, assign
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from libra_hpc.control.evidence import CHANGING, FORESEEN, PROMPTS, StageEstimator
+from libra_hpc.control.stage_estimator import CHANGING, FORESEEN, PROMPTS, StageEstimator
 from libra_hpc.control.node_scaling import NodeScaling
 from libra_hpc.control.stage_times import Estimate, Split
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes

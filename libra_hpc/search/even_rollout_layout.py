@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 
-from .tp_classes import ReplicaClass, RolloutLayout, Segment
+from .rollout_layout import ReplicaClass, RolloutLayout, Segment
 
 CLOSE = 1e-9
 """Relative width at which a bisection over seconds or replicas ends."""
 
 
 class EvenRolloutSearch:
-    """The search over one set of classes; the interface of `libra_hpc.search.tp_classes.RolloutSearch`."""
+    """The search over one set of classes; the interface of `libra_hpc.search.rollout_layout.RolloutSearch`."""
 
     def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
         # A fair sample has trajectories of every length, so the longest must fit everywhere.
