@@ -1,9 +1,7 @@
-"""Rollout layouts when nobody can tell a long trajectory from a short one beforehand: every replica gets a fair sample,
-in proportion to its speed.
+"""The best rollout layout when the scheduler cannot sort by length: every replica gets a fair sample.
 
-Within a time T one replica of a class serves the share 1 / r(T) of the batch, r(T) being the (fractional) number of
-such replicas that would serve all of it in T.  The shares of a layout add up, so the best use of a pool's devices
-within T is the one class with the largest share per device, alone: layouts of one class per pool are all that need
+Within a time T, a replica serves the share 1 / r(T) of the batch; r(T) such replicas would serve all of it. Shares add
+up, so the best class of a pool is the one with the largest share per device. Only layouts of one class per pool need
 comparing.
 """
 
@@ -21,22 +19,20 @@ CLOSE = 1e-9
 
 
 class EvenRolloutSearch:
-    """The search over one set of classes; the interface of `libra_hpc.search.rollout_layout.RolloutSearch`."""
+    """Searches one set of classes; the interface of `libra_hpc.search.rollout_layout.RolloutSearch`."""
 
     def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
-        # A fair sample has trajectories of every length, so the longest must fit everywhere.
+        # A fair sample has every length, so the longest must fit everywhere.
         self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
         self._bins = bins
 
     def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
-        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when
-        there is none."""
+        """A layout on at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None."""
         best = self.best(devices)
         return best if best is not None and best.seconds <= seconds else None
 
     def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
-        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
-        trajectories."""
+        """The layout of least time, known to be at least ``low``; None when no class holds the longest trajectories."""
         chosen: list[tuple[ReplicaClass, int]] = []
         for pool in range(len(devices)):
             counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
@@ -51,19 +47,26 @@ class EvenRolloutSearch:
             else:
                 low = middle
         picks = self._picks(chosen, high)
-        return RolloutLayout(tuple(Segment(c.pool, c.tp, n, 0, self._bins - 1, high) for c, n, share in picks if share > 0.0))
+        return RolloutLayout(
+            tuple(
+                Segment(pool=c.pool, tp=c.tp, replicas=n, first=0, last=self._bins - 1, seconds=high)
+                for c, n, share in picks
+                if share > 0.0
+            )
+        )
 
     def straggler(self) -> float:
-        """Seconds of the longest trajectories alone, on as many replicas as one likes: no layout is faster."""
+        """Seconds of the longest trajectories with unlimited replicas: no layout is faster."""
         return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
 
     def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
         """All trajectories on one class."""
-        last = self._bins - 1
-        return RolloutLayout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
+        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1),))
 
-    def _picks(self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float) -> list[tuple[ReplicaClass, int, float]]:
-        """Per pool the class that serves the largest share within ``seconds``."""
+    def _picks(
+        self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float
+    ) -> list[tuple[ReplicaClass, int, float]]:
+        """Per pool, the class that serves the largest share within ``seconds``."""
         best: dict[int, tuple[ReplicaClass, int, float]] = {}
         for cost, count in chosen:
             share = served_share(cost.replica, count, self._bins, seconds)
@@ -73,8 +76,10 @@ class EvenRolloutSearch:
 
 
 def served_share(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
-    """Share of the batch, possibly above 1, that replicas with a fair sample serve within ``seconds``; 0.0 when the
-    longest takes longer."""
+    """Share of the batch (it can exceed 1) that replicas with a fair sample serve within ``seconds``.
+
+    0.0 when the longest trajectory takes longer.
+    """
     last = bins - 1
     if replica.time(0, last, math.inf) > seconds:
         return 0.0

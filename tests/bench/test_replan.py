@@ -11,7 +11,7 @@ from bench.replan_rules import SETTINGS, Live, Played, Schedule, Static, best_sc
 from bench.replan_tiers import Tiers, layout_of, run_file
 from bench.replan_verl import VerlLike
 from bench.replan_view import View
-from bench.replan_work import DOUBLING, WORKLOADS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
+from bench.replan_work import DOUBLING, PERIOD, PHASE, WORKLOADS, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.plan import PlanSnapshot
 from libra_hpc.simulator.simulate import Simulation

@@ -227,7 +227,7 @@ class Asked(RepartitionAdvisor):
         self.since: list[float] = []
 
     def advise(
-        self, snapshot: PlanSnapshot, measured: Estimate, since: float, horizon: float, settings: PlannerSection
+        self, snapshot: PlanSnapshot, estimate: Estimate, since: float, horizon: float, settings: PlannerSection
     ) -> PlanDecision:
         self.since.append(since)
         return PlanDecision("repartition", -1, "repartition: asked", {})

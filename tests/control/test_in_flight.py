@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.control.in_flight import LIKE, InFlightEstimator
+from libra_hpc.control.in_flight import SIMILAR, InFlightEstimator
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, TrajectoryFact
 
 GROUP, PROMPTS, ETA = 4, 8, 1
@@ -35,11 +35,11 @@ def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start
 
 
 def test_a_prompt_says_how_long_such_ones_became() -> None:
-    under_way = InFlightEstimator(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 32)
     waiting = [GroupFact(64 + i, LONG[0], GROUP, 0, 0) for i in range(16)]
-    assert under_way.observe(_snapshot(done, waiting)) is None
-    work = under_way.work(_snapshot(done, waiting))
+    assert in_flight.observe(_snapshot(done, waiting)) is None
+    work = in_flight.work(_snapshot(done, waiting))
     assert work is not None
     assert len(work.done) == 16 * GROUP
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.1)
@@ -49,14 +49,14 @@ def test_a_prompt_says_how_long_such_ones_became() -> None:
 
 def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
     """Of every group the shortest is done; the others count as what is longer than they are."""
-    under_way = InFlightEstimator(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     past = _finished([LONG] * 32)
     now = _finished([LONG] * 16, seed=1, first=len(past), start=32)
     early = [min((t for t in now if t.group == g), key=lambda t: t.generated) for g in range(32, 48)]
     running = [GroupFact(t.group, LONG[0], 0, GROUP - 1, (GROUP - 1) * t.generated) for t in early]
     snapshot = _snapshot(past + early, running)
-    under_way.observe(snapshot)
-    work = under_way.work(snapshot)
+    in_flight.observe(snapshot)
+    work = in_flight.work(snapshot)
     assert work is not None
     truth = fmean(t.generated for t in now)
     assert fmean(t.generated for t in early) < 0.85 * truth
@@ -64,45 +64,45 @@ def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
 
 
 def test_unknown_prompts_are_an_alarm_at_admission_and_count_by_their_age() -> None:
-    under_way = InFlightEstimator(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([SHORT] * 96)
-    assert under_way.observe(_snapshot(done, [])) is None
+    assert in_flight.observe(_snapshot(done, [])) is None
     new = [GroupFact(96 + i, LONG[0], GROUP, 0, 0) for i in range(16)]
-    drift = under_way.observe(_snapshot(done, new))
+    drift = in_flight.observe(_snapshot(done, new))
     assert drift is not None
     assert (drift.before, drift.after) == (SHORT[0], LONG[0])
-    assert under_way.work(_snapshot(done, new)) is None, "neither known nor begun"
+    assert in_flight.work(_snapshot(done, new)) is None, "neither known nor begun"
     begun = [GroupFact(g.index, g.prompt, 0, GROUP, GROUP * 1500) if g.index < 100 else g for g in new]
-    work = under_way.work(_snapshot(done, begun))
+    work = in_flight.work(_snapshot(done, begun))
     assert work is not None
     assert {t.generated for t in work.done} == {3000}
     assert len(work.done) == 16 * GROUP
 
 
 def test_a_kind_seen_long_ago_is_still_known() -> None:
-    under_way = InFlightEstimator(GROUP, PROMPTS)
-    under_way.observe(_snapshot(_finished([LONG] * 32), []))
-    under_way.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    in_flight.observe(_snapshot(_finished([LONG] * 32), []))
+    in_flight.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
     back = [GroupFact(288 + i, LONG[0], GROUP, 0, 0) for i in range(16)]
-    work = under_way.work(_snapshot([], back))
+    work = in_flight.work(_snapshot([], back))
     assert work is not None
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.15)
 
 
 def test_a_kind_is_what_its_newest_became() -> None:
-    under_way = InFlightEstimator(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     longer = (SHORT[0], 3 * SHORT[1])
-    under_way.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (LIKE // GROUP)), []))
-    work = under_way.work(_snapshot([], [GroupFact(999, SHORT[0], GROUP, 0, 0)]))
+    in_flight.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (SIMILAR // GROUP)), []))
+    work = in_flight.work(_snapshot([], [GroupFact(999, SHORT[0], GROUP, 0, 0)]))
     assert work is not None
     assert fmean(t.generated for t in work.done) == pytest.approx(longer[1], rel=0.15)
 
 
 def test_without_group_facts_nothing_is_said() -> None:
-    under_way = InFlightEstimator(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     plain = [TrajectoryFact(i, 0.0, 50, 150, 1) for i in range(256)]
-    assert under_way.observe(_snapshot(plain, [])) is None
-    assert under_way.work(_snapshot(plain, [])) is None
+    assert in_flight.observe(_snapshot(plain, [])) is None
+    assert in_flight.work(_snapshot(plain, [])) is None
 
 
 def test_alarms_without_a_change_of_prompts_are_rare() -> None:
@@ -110,12 +110,12 @@ def test_alarms_without_a_change_of_prompts_are_rare() -> None:
     rng = random.Random(2)
     alarms = 0
     for _ in range(40):
-        under_way = InFlightEstimator(GROUP, PROMPTS)
+        in_flight = InFlightEstimator(GROUP, PROMPTS)
         for block in range(24):
             groups = [
                 GroupFact(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, GROUP, 0, 0) for i in range(16)
             ]
-            alarms += under_way.observe(_snapshot([], groups)) is not None
+            alarms += in_flight.observe(_snapshot([], groups)) is not None
     assert alarms < 5
 
 
@@ -128,14 +128,14 @@ def test_alarms_without_a_change_of_prompts_are_rare() -> None:
     )
 )
 def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: list[tuple[int, int, int, int]]) -> None:
-    under_way = InFlightEstimator(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 4)
     groups = [
         GroupFact(8 + i, prompt, waiting, running, generated if running else 0)
         for i, (prompt, waiting, running, generated) in enumerate(rows)
     ]
-    under_way.observe(_snapshot(done, groups))
-    work = under_way.work(_snapshot(done, groups))
+    in_flight.observe(_snapshot(done, groups))
+    work = in_flight.work(_snapshot(done, groups))
     if work is None:
         return
     assert len(work.done) <= len(done) + sum(g.waiting + g.running for g in groups)

@@ -14,7 +14,16 @@ from libra_hpc.control.change_detection import (
     critical_distance,
     ks_distance,
 )
-from libra_hpc.control.stage_times import Correction, Estimate, Split, Times, learned_correction, measure, predict, times_with_work_of
+from libra_hpc.control.stage_times import (
+    Correction,
+    Estimate,
+    Split,
+    Times,
+    learned_correction,
+    measure,
+    predict,
+    times_with_work_of,
+)
 from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.control.plant import Plant, ideal
 

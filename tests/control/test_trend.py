@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from libra_hpc.control.change_detection import UNKNOWN, DriftDetector, critical_distance
+from libra_hpc.control.change_detection import NOT_MEASURED, DriftDetector, critical_distance
 from libra_hpc.control.node_scaling import NodeScaling
 from libra_hpc.control.stage_times import Estimate, Split, Times, extrapolate, predict
 from libra_hpc.control.trend import MOST, Trend, trend
@@ -71,7 +71,7 @@ def test_slower_tools_alone_raise_an_alarm_that_names_them() -> None:
 def test_a_quantity_that_is_not_measured_is_left_out() -> None:
     rng = random.Random(5)
     detector = DriftDetector(8)
-    blind = [(row[0], UNKNOWN) for row in _rows(rng, 400, 1.0)]
+    blind = [(row[0], NOT_MEASURED) for row in _rows(rng, 400, 1.0)]
     assert detector.update(blind) is None
 
 
@@ -119,5 +119,5 @@ def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
     assert predict(before, after.split, scaling.correction(before.split, after.split)).train == pytest.approx(7.0)
     unseen = predict(before, Split(6, 6), scaling.correction(before.split, Split(6, 6)))
     assert 10.0 * 4 / 6 < unseen.train < 10.0
-    scaling.forget_pairs()
+    scaling.clear_pairs()
     assert scaling.correction(before.split, after.split).train == pytest.approx(1.4, abs=0.06)

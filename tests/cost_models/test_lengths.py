@@ -58,7 +58,13 @@ def test_a_stated_distribution_has_its_mean_and_tail() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [TrajectoryLengths(0, 10, 5), TrajectoryLengths(5, 8, 5), TrajectoryLengths(5, 20, 5, 0), TrajectoryLengths(5, 20, 5, 1, -1.0)]
+    "bad",
+    [
+        TrajectoryLengths(0, 10, 5),
+        TrajectoryLengths(5, 8, 5),
+        TrajectoryLengths(5, 20, 5, 0),
+        TrajectoryLengths(5, 20, 5, 1, -1.0),
+    ],
 )
 def test_impossible_counts(bad: TrajectoryLengths) -> None:
     with pytest.raises(UserError, match="contradict"):

@@ -106,7 +106,9 @@ def test_never_below_the_straggler_and_never_slower_with_more_replicas(
 
 def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     """100 tokens and 100 s of tools: alone they add up; many trajectories fill the gaps."""
-    quiet, busy = (BatchWork(64, sketch([TrajectoryLengths(100, 110, 10, 1, tool)] * 64, 64), 0) for tool in (0.0, 100.0))
+    quiet, busy = (
+        BatchWork(64, sketch([TrajectoryLengths(100, 110, 10, 1, tool)] * 64, 64), 0) for tool in (0.0, 100.0)
+    )
     steps = FakeSteps(1, fixed=1.0, each=0.1)
     without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
     last = len(quiet.lengths.bins) - 1

@@ -70,7 +70,8 @@ def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
     made = planned(run_file(algorithm={"prompts_per_step": 64, "eta": eta}))
     asked, pool = made.asked, made.asked.pools[0]
     classes = [
-        ReplicaClass(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)
+        ReplicaClass(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options))
+        for tp in (1, 2, 4, 8)
     ]
     train = {plan.nodes: plan.train.time.total for plan in made.result.plans}
     best = math.inf

@@ -66,7 +66,9 @@ generated = st.lists(st.integers(1, 20_000), min_size=1, max_size=6)
 terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
 
 
-def made(batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int) -> list[ReplicaClass]:
+def made(
+    batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int
+) -> list[ReplicaClass]:
     fixed, each, kv, scaling = term
     return costs(batch, *(FakeSteps(tp, capacity * tp, fixed, each, kv, 1e-5, scaling) for tp in tps))
 
@@ -206,7 +208,9 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
     """Least seconds over every number of training nodes, with both stages searched to the end."""
     bins = len(batch.lengths.bins)
     classes = [
-        ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch)) for i, p in enumerate(pools) for tp in (1, 2, 4, 8)
+        ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch))
+        for i, p in enumerate(pools)
+        for tp in (1, 2, 4, 8)
     ]
     best = math.inf
     for i, pool in enumerate(pools):
