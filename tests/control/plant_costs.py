@@ -39,7 +39,7 @@ class FakeSteps:
 
 
 def fake(device: Device, shape: ModelShape, tp: int) -> FakeSteps:
-    """`libra_hpc.search.best_plan.StepLookup` of the made-up device."""
+    """`libra_hpc.hardware.lookup.StepLookup` of the made-up device."""
     return FakeSteps(tp, capacity=60_000 * tp, fixed=0.02, each=2e-4, kv=1e-7, new=1e-4)
 
 
@@ -49,7 +49,7 @@ def one_turn(*generated: int, prompt: int = 10) -> list[TrajectoryLengths]:
 
 
 def batch_of(*generated: int, eta: int = 0, prompt: int = 10) -> BatchWork:
-    """One global batch that consists of exactly these trajectories, each in a bin of its own (up to sixteen)."""
+    """A global batch of exactly these trajectories, each in its own bin (up to sixteen)."""
     return BatchWork(len(generated), sketch(one_turn(*generated, prompt=prompt), len(generated)), eta)
 
 

@@ -1,4 +1,4 @@
-"""When the planner may go by what is under way, and when it has to measure."""
+"""When the planner may use in-flight work, and when it has to measure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PerToken(RolloutByNodes):
 
 
 class Run:
-    """Batches of one kind after the other, trained at once; `in_flight` are admitted groups nobody has begun."""
+    """Batches of one kind after the other, trained at once; `in_flight` are admitted groups that have not begun."""
 
     def __init__(self, model: RolloutByNodes | None) -> None:
         self.estimator = StageEstimator(model, NodeScaling(model))
@@ -56,7 +56,14 @@ class Run:
                 generated = round(mean * (0.7 + 0.2 * member))
                 self.done.append(
                     TrajectoryFact(
-                        len(self.done), self.now, generated, prompt + generated, 1, 0.0, self.admitted, prompt
+                        index=len(self.done),
+                        at=self.now,
+                        generated=generated,
+                        context=prompt + generated,
+                        turns=1,
+                        tool_s=0.0,
+                        group=self.admitted,
+                        prompt=prompt,
                     )
                 )
             self.admitted += 1
@@ -64,27 +71,41 @@ class Run:
         tokens, generated = sum(t.context for t in newest), sum(t.generated for t in newest)
         seconds = slow * tokens * TOKEN_S / self.split.train
         self.now += seconds
-        self.steps.append(TrainStepFact(self.now, tokens, generated, self.split.train, seconds))
-        self.windows.append(RolloutWindowFact(self.now, seconds, self.split.rollout, generated, tokens, 0.5))
+        self.steps.append(
+            TrainStepFact(at=self.now, tokens=tokens, loss_tokens=generated, replicas=self.split.train, seconds=seconds)
+        )
+        self.windows.append(
+            RolloutWindowFact(
+                at=self.now,
+                seconds=seconds,
+                nodes=self.split.rollout,
+                generated_tokens=generated,
+                prefilled_tokens=tokens,
+                busy=0.5,
+            )
+        )
 
     def admit(self, kind: tuple[int, int]) -> None:
-        self.in_flight += [GroupFact(self.admitted + i, kind[0], GROUP, 0, 0) for i in range(BATCH)]
+        self.in_flight += [
+            GroupFact(index=self.admitted + i, prompt=kind[0], waiting=GROUP, running=0, generated=0)
+            for i in range(BATCH)
+        ]
         self.admitted += BATCH
 
     def evaluate(self) -> Estimate | str:
         queue = QueueFact(0, 0, 0.0, 0.0)
         snapshot = PlanSnapshot(
-            (),
-            tuple(self.steps),
-            tuple(self.windows),
-            tuple(self.done),
-            (),
-            queue,
-            BATCH,
-            GROUP,
-            1,
-            100,
-            tuple(self.in_flight),
+            nodes=(),
+            steps=tuple(self.steps),
+            windows=tuple(self.windows),
+            trajectories=tuple(self.done),
+            switches=(),
+            queue=queue,
+            prompts_per_step=BATCH,
+            group_size=GROUP,
+            eta=1,
+            steps_left=100,
+            groups=tuple(self.in_flight),
         )
         self.estimator.observe(snapshot, self.now)
         return self.estimator.estimate(snapshot, self.split)
@@ -147,7 +168,7 @@ def test_after_a_move_what_was_measured_is_carried_over() -> None:
 
 
 @pytest.mark.parametrize(("slow", "carried"), [(1.05, True), (1.6, False)])
-def test_first_steps_that_disagree_with_what_was_carried_over_are_not_built_upon(slow: float, carried: bool) -> None:
+def test_first_steps_that_disagree_with_the_carried_over_estimate_make_it_measure(slow: float, carried: bool) -> None:
     run = _settled()
     run.admit(THOUGHT)
     run.admit(THOUGHT)
@@ -181,7 +202,7 @@ def test_the_first_split_may_be_left_after_two_steps_that_agree() -> None:
     assert measured.rollout_error > IN_FLIGHT_ERROR, "the draw of so few groups counts"
 
 
-def test_a_slow_first_step_is_not_believed() -> None:
+def test_a_slow_first_step_is_not_used() -> None:
     run = Run(PerToken())
     run.batch(DOCUMENT, slow=3.0)
     run.batch(DOCUMENT)

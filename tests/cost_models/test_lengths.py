@@ -1,4 +1,4 @@
-"""The sketch keeps totals, isolates the longest trajectory, and its size does not follow the number of trajectories."""
+"""The sketch preserves totals, isolates the longest trajectory, and does not grow with their number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_longest_of_a_batch_has_its_own_bin() -> None:
 
 
 def test_ratios_of_a_trace() -> None:
-    turns = (TurnRecord(0, 30, "run", "ok", 2.0), TurnRecord(50, 10))
+    turns = (TurnRecord(new_tokens=0, gen_tokens=30, tool="run", outcome="ok", tool_s=2.0), TurnRecord(50, 10))
     made = sketch(
         observe([TrajectoryRecord("p", 0, 100, turns), TrajectoryRecord("q", 0, 100, (TurnRecord(0, 40),))]), 2
     )
@@ -63,7 +63,7 @@ def test_a_stated_distribution_has_its_mean_and_tail() -> None:
         TrajectoryLengths(0, 10, 5),
         TrajectoryLengths(5, 8, 5),
         TrajectoryLengths(5, 20, 5, 0),
-        TrajectoryLengths(5, 20, 5, 1, -1.0),
+        TrajectoryLengths(generated=5, context=20, prompt=5, turns=1, tool_s=-1.0),
     ],
 )
 def test_impossible_counts(bad: TrajectoryLengths) -> None:

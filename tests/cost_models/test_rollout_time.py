@@ -1,5 +1,4 @@
-"""Rollout: the published table of best TP, exact integrals of made-up devices, the straggler bound, tools, and a KV
-cache that is too small."""
+"""Rollout: published best TP, exact integrals of made-up devices, the straggler bound, tools, and short KV."""
 
 from __future__ import annotations
 
@@ -35,12 +34,11 @@ TABLE = {
     ("h200", "qwen3-32b", 128, 1024): (6061, 10293, 14018, 16127),
     ("h200", "qwen3-32b", 512, 32768): (1492, 2628, 3048, 3205),
 }
-"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, as NVIDIA's operator tables
-compose; 0: out of memory.  Sequences that do not fit are not decoded."""
+"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, composed from NVIDIA's operator
+tables; 0: out of memory."""
 DATA_SHEET = {"a100": 80e9, "h200": 141e9}
-"""Bytes of memory the table counts with.  All 24 of its figures that KV limits follow to the last sequence from 0.9
-of these, less 3 GB and the weights, and from no larger memory; the driver reports 5 and 9 GB more, which at 32B and
-TP1 on A100 is more than the whole cache."""
+"""Bytes of memory in that table. All 24 figures that KV limits follow from 0.9 of these, less 3 GB and the weights. The
+driver reports 5 and 9 GB more."""
 
 
 def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
@@ -59,7 +57,8 @@ def test_the_table_of_operator_measurements(case: tuple[str, str, int, int]) -> 
 
 def test_best_tp_falls_with_live_sequences() -> None:
     best = [
-        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live, 1024, tp)) for live in (8, 32, 512, 1024, 4096)
+        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live=live, context=1024, tp=tp))
+        for live in (8, 32, 512, 1024, 4096)
     ]
     assert best[0] == 8
     assert best[-1] == 1
@@ -107,7 +106,10 @@ def test_never_below_the_straggler_and_never_slower_with_more_replicas(
 def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     """100 tokens and 100 s of tools: alone they add up; many trajectories fill the gaps."""
     quiet, busy = (
-        BatchWork(64, sketch([TrajectoryLengths(100, 110, 10, 1, tool)] * 64, 64), 0) for tool in (0.0, 100.0)
+        BatchWork(
+            64, sketch([TrajectoryLengths(generated=100, context=110, prompt=10, turns=1, tool_s=tool)] * 64, 64), 0
+        )
+        for tool in (0.0, 100.0)
     )
     steps = FakeSteps(1, fixed=1.0, each=0.1)
     without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
@@ -151,7 +153,7 @@ def test_one_sequence_that_fills_the_cache_loses_nothing_to_others(capacity: int
     assert 0.0 < replica.position_s(1.0, float(capacity)) < math.inf
 
 
-def test_a_context_beyond_the_kv_cache_is_impossible_and_said_so() -> None:
+def test_a_context_beyond_the_kv_cache_is_impossible_with_a_reason() -> None:
     batch = batch_of(100, 5000)
     replica = ReplicaCost(FakeSteps(1, 1000), batch)
     assert replica.time(0, 1, 9) == math.inf
@@ -185,7 +187,9 @@ def test_fewest_replicas_whatever_was_asked_before(
 
 
 def test_each_factor_scales_its_own_term() -> None:
-    batch = BatchWork(4, sketch([TrajectoryLengths(100, 1110, 1000, 1, 50.0)] * 4, 4), 0)
+    batch = BatchWork(
+        4, sketch([TrajectoryLengths(generated=100, context=1110, prompt=1000, turns=1, tool_s=50.0)] * 4, 4), 0
+    )
     last = len(batch.lengths.bins) - 1
 
     def seconds(steps: FakeSteps, factors: Factors = Factors()) -> float:  # noqa: B008

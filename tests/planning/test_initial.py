@@ -1,5 +1,4 @@
-"""The split of a run file that leaves it open: what it fills in runs as it says, is the best one can say, and every
-contradiction is a sentence."""
+"""The split of a run file with ``auto``: it is valid, optimal, and every contradiction is one sentence."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
     assert "40 trajectories" in made.asked.lengths
 
 
-def test_the_record_says_what_was_asked_chosen_and_predicted() -> None:
+def test_the_record_has_question_choice_and_prediction() -> None:
     made = planned(run_file())
     kept = json.loads(json.dumps(plan_record(made), allow_nan=False))
     assert kept["chosen"]["components.train.nodes"] == made.config.components.train.nodes

@@ -1,5 +1,4 @@
-"""The search finds what brute force finds, for one pool and several, in either objective, and never proposes what
-does not fit."""
+"""The search equals brute force, for one pool and several, in either objective, and proposes only what fits."""
 
 from __future__ import annotations
 
@@ -70,7 +69,13 @@ def made(
     batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int
 ) -> list[ReplicaClass]:
     fixed, each, kv, scaling = term
-    return costs(batch, *(FakeSteps(tp, capacity * tp, fixed, each, kv, 1e-5, scaling) for tp in tps))
+    return costs(
+        batch,
+        *(
+            FakeSteps(tp=tp, capacity=capacity * tp, fixed=fixed, each=each, kv=kv, new=1e-5, scaling=scaling)
+            for tp in tps
+        ),
+    )
 
 
 @settings(max_examples=40)
@@ -153,10 +158,12 @@ def test_no_layout_beats_the_straggler(
 
 
 def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
-    """Short trajectories beside the longest make the mean context of its steps shorter: with many nodes that once
-    was faster than the bound."""
+    """Short trajectories beside the longest lower the mean context of its steps; with many nodes that once beat the
+    bound."""
     batch = batch_of(*([2_000] * 63), 20_000, eta=1)
-    layouts = RolloutSearch(costs(batch, FakeSteps(1, 10**9, 0.01, 0.0, 1e-5)), len(batch.lengths.bins))
+    layouts = RolloutSearch(
+        costs(batch, FakeSteps(tp=1, capacity=10**9, fixed=0.01, each=0.0, kv=1e-5)), len(batch.lengths.bins)
+    )
     best = layouts.best([10_000])
     assert best is not None
     assert layouts.straggler() <= best.seconds
@@ -233,7 +240,7 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
 @pytest.mark.parametrize("nodes", [2, 5, 17, 24])
 @pytest.mark.parametrize("trajectories", [24, 512])
 def test_the_plan_equals_enumeration(eta: int, nodes: int, trajectories: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bisection and the bounds in use from the smallest size on, and bounds closed completely."""
+    """Bisection and bounds are in use from the smallest size on, and bounds are closed completely."""
     monkeypatch.setattr(search_module, "ENUMERATED", 0)
     monkeypatch.setattr(search_module, "GAP", 0.0)
     batch = agentic(trajectories, eta)
