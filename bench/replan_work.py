@@ -61,14 +61,14 @@ def steady(step: float) -> list[tuple[Profile, float]]:
 WORKLOADS: dict[str, Workload] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
 
 
-def drifting(law: Workload, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:
+def drifting(workload: Workload, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:
     """``batches`` global batches of ``groups`` groups of ``group`` trajectories, in data order."""
     work: list[TrajectoryRecord] = []
     rng = random.Random(f"{seed}/order")
     for index, first in enumerate(range(0, batches, SEGMENT)):
         count = min(SEGMENT, batches - first)
         wanted = count * groups
-        parts = law(first + (count - 1) / 2.0)
+        parts = workload(first + (count - 1) / 2.0)
         found: list[list[TrajectoryRecord]] = []
         for number, (profile, share) in enumerate(parts):
             took = wanted - len(found) if number == len(parts) - 1 else round(wanted * share)

@@ -58,25 +58,27 @@ class MoveOutcome(msgspec.Struct, frozen=True):
 
 
 class _Pending(NamedTuple):
+    """A move that waits for its first measurement."""
+
     direction: Direction
     node: int
     before: Estimate
 
 
 class _Move(NamedTuple):
+    """A reachable split, with gain and cost."""
+
     direction: Direction
     nodes: tuple[int, ...]
     to: Split
     after: Times
     saved: float
-    """Seconds per global batch, at the unfavourable end of the measurement error."""
+    """Seconds per global batch, at the unfavourable end of the measurement error; `share` of the batch time."""
     share: float
-    """The same, as a share of the batch time."""
     pays: float
-    """Seconds saved over the horizon."""
+    """Seconds saved over the horizon; `needed` is the least."""
     cost: float
     needed: float
-    """Seconds it must save over the horizon."""
     blocked: str
     """Why the move is impossible now, else empty."""
 
@@ -235,6 +237,7 @@ class Planner:
             self._hysteresis.failed(pending.direction)
 
     def _triggers(self, snapshot: PlanSnapshot, estimate: Estimate, now: float) -> tuple[str, ...]:
+        """Names of the triggers that hold."""
         times, queue = estimate.times, snapshot.queue
         low, high = sorted((times.train, times.rollout))
         found = {
@@ -249,6 +252,7 @@ class Planner:
         return tuple(name for name, holds in found.items() if holds)
 
     def _horizon(self, snapshot: PlanSnapshot, estimate: Estimate) -> float:
+        """Seconds over which a gain counts."""
         batch = estimate.times.batch
         return min(max(self._settings.horizon_s, LEAST_BATCHES * batch), snapshot.steps_left * batch)
 
@@ -279,6 +283,7 @@ class Planner:
         estimate: Estimate,
         now: float,
     ) -> _Move:
+        """The move of ``nodes`` to the split ``to``, with gain, cost and obstacle."""
         correction = self._scaling.correction(estimate.split, to)
         saved, share = _gain(estimate, to, correction)
         horizon = self._horizon(snapshot, estimate)
@@ -304,6 +309,8 @@ class Planner:
         )
 
     def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, estimate: Estimate, now: float) -> str:
+        """Why these nodes must not move now, else empty: dwell time, moves per hour, or queues that contradict the
+        estimate."""
         young = max(nodes, key=lambda n: n.since)
         if now - young.since < self._settings.min_dwell_s:
             return (
@@ -325,6 +332,7 @@ class Planner:
         return ""
 
     def _choose(self, moves: list[_Move], estimate: Estimate, inputs: dict[str, float]) -> PlanDecision:
+        """The decision for the best move, with its numbers."""
         best = moves[0]
         numbers = inputs | {
             "after_train_s": best.after.train,
@@ -374,6 +382,7 @@ class Planner:
         return decision
 
     def _drift_clause(self) -> str:
+        """The last detected change, as the end of a reason."""
         drift = self._estimator.drift
         if drift is None:
             return ""
@@ -382,6 +391,7 @@ class Planner:
         return f"; {what} drifted from {drift.before:.0f} to {drift.after:.0f}{unit}"
 
     def _numbers(self, snapshot: PlanSnapshot, estimate: Estimate) -> dict[str, float]:
+        """The inputs of a decision, as logged."""
         numbers = {
             "train_s": estimate.times.train,
             "rollout_s": estimate.times.rollout,

@@ -66,12 +66,12 @@ class Hysteresis:
         self._failures[direction] += 1
 
     def reset(self) -> None:
-        """The workload changed: forget proposal and failures."""
+        """The workload changed: drop proposal and penalties."""
         self.proposal = None
         self._failures = {"to_train": 0, "to_rollout": 0}
 
     def allows(self, direction: Direction, settled: bool, now: float) -> bool:
-        """Whether a move may be made now; that of a ``settled`` loop becomes a proposal unless it was one."""
+        """Whether to move now; the move of a ``settled`` loop first becomes a proposal."""
         if settled and (self.proposal is None or self.proposal.direction != direction):
             self.proposal = Proposal(direction, now)
             return False

@@ -41,9 +41,8 @@ class InFlightWork(NamedTuple):
     """The trajectories of the newest groups, finished or as expected."""
 
     done: tuple[TrajectoryFact, ...]
-    """Finished ones, and expected ones as if finished."""
     tokens_error: float
-    """Relative standard error of their mean context."""
+    """Relative standard error of the mean context; below, of the mean length."""
     generated_error: float
 
 

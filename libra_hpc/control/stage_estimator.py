@@ -59,7 +59,6 @@ class StageEstimator:
         self.workload_changed_at = -inf
         """Time of the last change of lengths or prompts."""
         self.split_since = -inf
-        """When the present split began."""
         self.measured: Estimate | None = None
         """What was measured at the present split, whatever `estimate` returned."""
         self._model, self._scaling = rollout_model, scaling

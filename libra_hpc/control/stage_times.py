@@ -36,7 +36,7 @@ ONE_SIDED_95 = 1.645
 STARVED = 0.1
 """Share by which the time between commits exceeds training before rollout counts as the slower stage."""
 TREND_STEPS = 32
-"""Newest steps in which a trend is tested."""
+"""Newest steps of a trend."""
 MAX_FIXED = 0.9
 """Largest share of a training step that counts as fixed."""
 MIN_SPREAD = 0.2
@@ -47,8 +47,6 @@ MIN_CORRECTION = 0.1
 
 
 class Split(NamedTuple):
-    """Numbers of nodes."""
-
     train: int
     rollout: int
 
@@ -79,9 +77,8 @@ class Estimate(NamedTuple):
     straggler: float
     """Seconds below which no number of rollout nodes finishes a batch."""
     train_tokens: float
-    """Tokens of a batch, trained on."""
+    """Tokens of a batch: trained on here, generated below."""
     rollout_tokens: float
-    """Tokens of a batch, generated."""
     train_trend: Trend = Trend()
     rollout_trend: Trend = Trend()
     starved: bool = False

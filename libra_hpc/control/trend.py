@@ -18,7 +18,7 @@ SIGNIFICANT = 3.29
 MIN_POINTS = 8
 """Fewest steps; with fewer no order is significant enough."""
 MOST = 2.0
-"""Largest factor in either direction."""
+"""Largest factor, up or down."""
 
 
 class Trend(NamedTuple):

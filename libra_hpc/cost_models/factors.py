@@ -26,4 +26,3 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NONE = Factors()
-"""Nothing measured."""

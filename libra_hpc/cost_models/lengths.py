@@ -29,11 +29,10 @@ class TrajectoryLengths(msgspec.Struct, frozen=True):
     generated: int
     """Tokens of all turns."""
     context: int
-    """Tokens of the context at the end, prompt included."""
+    """Tokens at the end, prompt included."""
     prompt: int
     turns: int = 1
     tool_s: float = 0.0
-    """Seconds in tools, all turns."""
 
 
 class Bin(msgspec.Struct, frozen=True):
@@ -42,7 +41,6 @@ class Bin(msgspec.Struct, frozen=True):
     share: float
     """Of all trajectories; shares add up to 1."""
     generated: float
-    """Mean tokens."""
     context: float
     """Mean tokens of the context at the end."""
     longest: int
@@ -73,7 +71,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
     @property
     def generated(self) -> float:
-        """Mean generated tokens."""
+        """Mean tokens."""
         return sum(b.share * b.generated for b in self.bins)
 
     @property

@@ -18,11 +18,11 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
 
 GRAD_BYTES = 4
-"""Bytes per parameter: float32."""
+"""Bytes per parameter: float32 gradients."""
 MOMENT_BYTES = 8
-"""Bytes per parameter: AdamW's two moments in float32."""
+"""AdamW's two moments, float32."""
 MASTER_BYTES = 4
-"""Bytes per parameter: the float32 copy of weights of another type."""
+"""The float32 copy of weights of another type."""
 LOGITS_BYTES = 10
 """Bytes per entry of one micro-batch: the matmul's output and its gradient (2 each), and, for the half of the tokens
 that
@@ -57,7 +57,6 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
         return self.replica * self.dp
 
     def __str__(self) -> str:
@@ -79,11 +78,9 @@ class TrainMemory(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """All terms."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
 
     def terms(self) -> dict[str, float]:
-        """Bytes by name."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 

@@ -134,7 +134,6 @@ class _Replica(NamedTuple):
     room: float
     """Contexts that fit in the KV cache."""
     most: float
-    """The largest batch."""
     tool: float
     """Seconds of tools per generated token."""
     new: float

@@ -38,8 +38,6 @@ SAME_LENGTHS = 0.01
 
 
 class NodeEngines(msgspec.Struct, frozen=True):
-    """Engines of the rollout nodes."""
-
     shape: ModelShape
     device: Device
     engines: tuple[tuple[int, int], ...]
@@ -67,7 +65,7 @@ class RolloutByNodes:
         self._factors: list[float] = []
 
     def observe(self, snapshot: PlanSnapshot, since: float) -> None:
-        """Take the trajectories after ``since``; rebuild the model after each batch of them."""
+        """Take the trajectories after ``since``; rebuild the model per batch of them."""
         size = snapshot.prompts_per_step * snapshot.group_size
         done = [t for t in snapshot.trajectories if t.at > since and t.generated > 0]
         mark = (done[0].index, done[-1].index // size) if done else (-1, -1)

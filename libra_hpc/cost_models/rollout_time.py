@@ -35,8 +35,6 @@ MAX_CONTEXT_GROWTH = 1.3
 
 
 class RolloutOptions(msgspec.Struct, frozen=True):
-    """How the engines run."""
-
     max_num_seqs: int = 256
     """Most sequences that a replica decodes at once."""
     max_model_len: int = 0
@@ -62,7 +60,6 @@ class _Overlapping(NamedTuple):
     """One segment of overlapping batches."""
 
     live: float
-    """Open trajectories on all replicas together."""
     positions: float
     """Positions from batch to batch."""
     context: float
@@ -193,7 +190,7 @@ class ReplicaCost:
         return _Overlapping(live, longest / open_batches, context, *self._positions.between(context))
 
     def _prompts(self, replicas: float) -> float:
-        """Share of the trajectories' prompts that one replica computes."""
+        """Share of all prompts that one replica computes."""
         each, group = 1.0 / replicas, self._options.group
         return each if group == 1 else max(1.0, each) * (1.0 - (1.0 - min(1.0, each)) ** group) / group
 

@@ -39,7 +39,7 @@ LINK_EFFICIENCY = 0.8
 """Share of a link that ring collectives of megabytes reach. `Device.link_efficiency` is for the small messages of
 inference."""
 BACKWARD = 2.0
-"""Backward over forward FLOPs."""
+"""FLOPs of backward over forward."""
 
 
 class BatchWork(msgspec.Struct, frozen=True):
@@ -58,12 +58,10 @@ class BatchWork(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> float:
-        """Tokens trained on."""
         return self.trajectories * self.lengths.context
 
     @property
     def generated(self) -> float:
-        """Tokens generated."""
         return self.trajectories * self.lengths.generated
 
 
@@ -86,7 +84,6 @@ class TrainTime(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """All terms."""
         return self.compute + self.bubble + self.tp + self.pp + self.cp + self.ep + self.dp + self.optimizer
 
 
@@ -136,7 +133,6 @@ class TrainCost:
         return max(min(float(layout.micro_tokens), self.batch.tokens), float(self.batch.lengths.longest_context))
 
     def memory(self, layout: TrainLayout) -> TrainMemory:
-        """Bytes of the fullest device."""
         return train_memory(
             self.shape,
             layout,

@@ -36,7 +36,6 @@ CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """Fields in which nodes of one kind agree."""
 SHARE = ("cpus", "mem")
-"""A job's share of a node."""
 
 
 class InitialPlan(msgspec.Struct, frozen=True):
@@ -46,11 +45,10 @@ class InitialPlan(msgspec.Struct, frozen=True):
     asked: PlanRequest
     result: PlanResult
     chosen: dict[str, Any]
-    """What was filled in, by dotted key."""
+    """Values by dotted key."""
 
     @property
     def plan(self) -> RunPlan:
-        """The chosen plan."""
         return self.result.plans[0]
 
 
@@ -169,7 +167,6 @@ def interchangeable(*parts: Component) -> bool:
 
 
 def _as_simulated(config: RunConfig) -> RunConfig:
-    """A dry run is planned for the hardware it simulates."""
     if config.run.engine == "real":
         return config
     own = {

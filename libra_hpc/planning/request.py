@@ -34,7 +34,6 @@ class Assumed(msgspec.Struct, frozen=True):
     prompt: int | None = None
     """Prompt tokens; None: 1/16."""
     turns: float = 8.0
-    """Mean turns."""
     new_tokens: float | None = None
     """Tokens of a tool result; None: 1/256."""
     tool_s: float = 1.0
@@ -52,7 +51,6 @@ class PlanRequest(msgspec.Struct, frozen=True):
     lengths: str
     """Source of the lengths, in words."""
     notes: tuple[str, ...] = ()
-    """Remarks for the user."""
 
 
 NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
@@ -185,7 +183,6 @@ def check_gpus(gpus: int, per_node: int) -> None:
 
 
 def describe(lengths: Lengths) -> str:
-    """A distribution in one line."""
     return (
         f"generated {lengths.generated:,.0f} tokens, longest {lengths.bins[-1].generated:,.0f}; context up to"
         f" {lengths.longest_context:,}; {lengths.turns_per_token * lengths.generated:.1f} turns,"

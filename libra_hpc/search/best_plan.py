@@ -36,7 +36,6 @@ ENUMERATED = 12
 GAP = 2e-3
 """Relative difference at which branch and bound drops an interval: a tenth of the models' own error or less."""
 ROLLOUT_TP = (1, 2, 4, 8)
-"""TP degrees of rollout engines."""
 
 
 class DevicePool(msgspec.Struct, frozen=True):
@@ -48,7 +47,6 @@ class DevicePool(msgspec.Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """In all."""
         return self.nodes * self.node_devices
 
 
@@ -196,7 +194,6 @@ class PlanSearch:
         )
 
     def train_seconds(self, pool: int, nodes: int) -> float:
-        """Best training time on ``nodes`` nodes of a pool."""
         return self._train[pool].seconds(nodes * self._pools[pool].node_devices)
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:

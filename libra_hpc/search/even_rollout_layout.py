@@ -32,7 +32,7 @@ class EvenRolloutSearch:
         return best if best is not None and best.seconds <= seconds else None
 
     def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
-        """The layout of least time, known to be at least ``low``; None when no class holds the longest trajectories."""
+        """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
         chosen: list[tuple[ReplicaClass, int]] = []
         for pool in range(len(devices)):
             counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
@@ -60,7 +60,6 @@ class EvenRolloutSearch:
         return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
 
     def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
-        """All trajectories on one class."""
         return RolloutLayout((cost.segment(replicas, 0, self._bins - 1),))
 
     def _picks(

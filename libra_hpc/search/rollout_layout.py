@@ -22,7 +22,7 @@ import msgspec
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 
 EXACT = 1e-9
-"""Relative step below the best time at which a better layout is asked for."""
+"""Relative step below the best time at which a better layout is searched."""
 
 
 class ReplicaClass(msgspec.Struct, frozen=True):
@@ -35,7 +35,6 @@ class ReplicaClass(msgspec.Struct, frozen=True):
 
     @property
     def tp(self) -> int:
-        """Devices of one replica."""
         return self.replica.tp
 
     def most(self, devices: int) -> int:
@@ -61,7 +60,6 @@ class Segment(msgspec.Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """Devices of all its replicas."""
         return self.tp * self.replicas
 
 
@@ -108,7 +106,7 @@ class RolloutSearch:
         return self._fill(RolloutLayout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
 
     def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
-        """The layout of least time, known to be at least ``low``; None when no class holds the longest trajectories."""
+        """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
         start = min(self._single(devices), key=lambda layout: layout.seconds, default=None)
         if start is None:
             start = self.within(math.inf, devices)
@@ -138,7 +136,6 @@ class RolloutSearch:
         return self._straggler
 
     def _single(self, devices: Sequence[int]) -> Iterator[RolloutLayout]:
-        """Layouts of one class of replicas."""
         for cost in self.costs:
             count = cost.most(devices[cost.pool])
             if count and cost.replica.fits(self._bins - 1):
@@ -198,7 +195,6 @@ class _Step(NamedTuple):
 
 class _Path(NamedTuple):
     used: tuple[int, ...]
-    """Devices per pool."""
     steps: tuple[_Step, ...]
 
 

@@ -32,7 +32,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def sweep(search: PlanSearch, node_devices: int, nodes: Sequence[int]) -> list[Point]:
-    """The best plan at each number of nodes of the only pool."""
+    """The best plan of the only pool at each number of nodes."""
     points = []
     for n in nodes:
         try:

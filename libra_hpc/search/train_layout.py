@@ -41,16 +41,12 @@ class TrainSpace(msgspec.Struct, frozen=True):
 
 
 class TrainChoice(msgspec.Struct, frozen=True):
-    """A layout that fits, and its cost."""
-
     layout: TrainLayout
     time: TrainTime
     memory: TrainMemory
 
 
 class Excluded(msgspec.Struct, frozen=True):
-    """An impossible choice."""
-
     what: str
     limit: Limit
 

@@ -220,7 +220,7 @@ def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
 
 
 class Asked(RepartitionAdvisor):
-    """An advisor that always answers, and records the start of the workload it was asked about."""
+    """An advisor that always answers, and records the start of the workload it advises on."""
 
     def __init__(self) -> None:
         self.since: list[float] = []

@@ -120,7 +120,7 @@ def test_growing_work_is_acted_on_with_its_forecast() -> None:
     for _ in range(120):
         pool.length *= 1.01
         pool.run(1, planner, interval=0.0)
-    # `run` tells the planner that one batch is left: only the snapshot with many left may move.
+    # `run` ends after one batch: only the snapshot with many steps left may move.
     assert pool.ordered == []
     for _ in range(60):
         pool.length *= 1.01

@@ -142,8 +142,8 @@ def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
     )
     last = len(batch.lengths.bins) - 1
     assert short.time(0, last, 4) > 2 * ample.time(0, last, 4)
-    kept = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
-    assert short.time(0, last, 4) > kept.time(0, last, 4)
+    refilled_free = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
+    assert short.time(0, last, 4) > refilled_free.time(0, last, 4)
 
 
 @pytest.mark.parametrize("capacity", range(900, 1100, 7))

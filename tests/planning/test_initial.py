@@ -123,14 +123,14 @@ def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
 
 def test_the_record_has_question_choice_and_prediction() -> None:
     made = planned(run_file())
-    kept = json.loads(json.dumps(plan_record(made), allow_nan=False))
-    assert kept["chosen"]["components.train.nodes"] == made.config.components.train.nodes
-    assert len(kept["best"]) == 5
-    assert kept["best"][0] == kept["plan"]
-    assert kept["predicted"]["batch_s"] == min(plan["seconds"] for plan in kept["best"])
-    assert kept["inputs"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
-    assert set(kept["factors"].values()) == {1.0}
-    assert any("tables" in source for source in kept["sources"])
+    written = json.loads(json.dumps(plan_record(made), allow_nan=False))
+    assert written["chosen"]["components.train.nodes"] == made.config.components.train.nodes
+    assert len(written["best"]) == 5
+    assert written["best"][0] == written["plan"]
+    assert written["predicted"]["batch_s"] == min(plan["seconds"] for plan in written["best"])
+    assert written["inputs"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
+    assert set(written["factors"].values()) == {1.0}
+    assert any("tables" in source for source in written["sources"])
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
