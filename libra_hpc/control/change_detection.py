@@ -3,14 +3,14 @@
 - The reference is the first observations after the last change. It is then fixed, so that a slow drift adds up.
 - A block of at least `BLOCK_GROUPS` groups, in whole batches -> tested alone and with the block before it.
 - Every `LONG_BLOCKS` blocks -> all of them are tested together, which detects smaller changes.
-- The largest distance D of the two distribution functions exceeds `critical_distance` -> a `Drift`.
-- After a `Drift`, the block that showed it begins the new reference.
+- Largest distance of the distribution functions above `critical_distance` -> a `Drift`; its block begins the reference.
 
 A group counts as one observation, because its trajectories share a prompt. The false-positive rate is divided by the
-number of tests at that moment (Bonferroni). Other checks of this package answer other questions:
+number of tests at that moment (Bonferroni). Other checks answer other questions:
 
 - `trend.trend`: does the work per batch grow or shrink steadily?
 - `StageEstimator`: do the first steps at a new split agree with the carried-over estimate (a ratio, no test)?
+- `RolloutByNodes.observe_trajectories`: do mean lengths differ enough to rebuild the model (a ratio, no test)?
 """
 
 from __future__ import annotations
