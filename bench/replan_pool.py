@@ -5,7 +5,7 @@ The first nodes only train and the last ones only roll out (`Site.core`); those 
 - To rollout: the node leaves the trainers after the current step. Its engine accepts turns ``to_rollout_s`` later.
 - To training: the engine finishes its turns. ``to_train_s`` later the node joins the next step to begin.
 - Repartition: no step begins after the current one. Unfinished trajectories are lost; all nodes work in the new layout
-``restart_s`` later.
+  ``restart_s`` later.
 - The first step after a change of the training nodes takes ``regroup_s`` longer.
 
 Training seconds do not use the planner's cost model: a fixed part, tokens at a rate, the table `EFFICIENCY`,

@@ -46,7 +46,7 @@ QUANTITIES = ("generated tokens", "context tokens", "turns", "seconds in tools",
 
 
 class MoveOutcome(msgspec.Struct, frozen=True):
-    """Predicted and realised gain of a move, in seconds per global batch; a negative one is a loss."""
+    """Predicted and realised gain of a move, in seconds per global batch; negative for a loss."""
 
     at: float
     direction: Direction
@@ -73,10 +73,11 @@ class _Move(NamedTuple):
     to: Split
     after: Times
     saved: float
-    """Seconds per global batch, at the unfavourable end of the measurement error; `share` of the batch time."""
+    """Seconds saved per global batch, at the unfavourable end of the measurement error."""
     share: float
+    """`saved` over the present batch time."""
     pays: float
-    """Seconds saved over the horizon; `needed` is the least."""
+    """Seconds saved over the horizon; must exceed `needed`."""
     cost: float
     needed: float
     blocked: str
@@ -180,8 +181,7 @@ class Planner:
         return msgspec.structs.replace(decision, candidates=considered[:CANDIDATES], triggers=triggers)
 
     def _repartition_due(self, now: float) -> bool:
-        """Whether the workload has been steady for a period without a search, and the layout was chosen for another
-        workload.
+        """Whether the workload has been steady for a period, without a search or a repartition made for it.
 
         A layout that a repartition chose stays until the workload changes. Otherwise two layouts could take turns.
         """
@@ -420,10 +420,10 @@ class Planner:
 
 
 def _gain(estimate: Estimate, to: Split, correction: Correction) -> tuple[float, float]:
-    """Least seconds saved per batch, and their share of the present batch time, over three readings of the measured
-    times:
+    """Least seconds saved per batch, and their share of the present batch time.
 
-    as measured, and with the ratio of the two times `ONE_SIDED_95` standard errors off in either direction.
+    Three readings count: as measured, and with the ratio of the two times `ONE_SIDED_95` standard errors off either
+    way.
     """
     if to.train < estimate.split.train:
         # The fixed part is uncertain; where trainers leave, 0 is its unfavourable end.

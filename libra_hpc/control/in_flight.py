@@ -42,8 +42,9 @@ class InFlightWork(NamedTuple):
 
     done: tuple[TrajectoryFact, ...]
     tokens_error: float
-    """Relative standard error of the mean context; below, of the mean length."""
+    """Relative standard error of the mean context."""
     generated_error: float
+    """Relative standard error of the mean length."""
 
 
 class InFlightEstimator:

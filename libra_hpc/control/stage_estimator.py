@@ -2,7 +2,7 @@
 
 - Steady workload -> `stage_times.measure`. Where trainers hold up rollout, the cost model gives its free-running time.
 - Workload changed within `CHANGING_STEPS` steps, or has a trend, and there is a cost model -> `InFlightEstimator`.
-Training takes the tokens in flight times the last measured time per token. Rollout takes the cost model's time.
+  Training takes the tokens in flight times the last measured time per token. Rollout takes the cost model's time.
 - First steps at a new split differ from that by more than `AGREEMENT` -> measure first.
 - Start of a run, with a cost model -> `FIRST_STEPS` steps that agree are enough to leave a bad first split.
 - Lengths changed and no estimate yet -> the earlier measurement, rescaled to the new lengths.

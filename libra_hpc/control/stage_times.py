@@ -77,8 +77,9 @@ class Estimate(NamedTuple):
     straggler: float
     """Seconds below which no number of rollout nodes finishes a batch."""
     train_tokens: float
-    """Tokens of a batch: trained on here, generated below."""
+    """Tokens of a batch, trained on."""
     rollout_tokens: float
+    """Tokens of a batch, generated."""
     train_trend: Trend = Trend()
     rollout_trend: Trend = Trend()
     starved: bool = False

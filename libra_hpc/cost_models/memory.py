@@ -1,9 +1,9 @@
 """Memory of one training device, term by term, in bytes; mixed precision as in Megatron-Core.
 
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
-parameter. A distributed optimizer divides the last 12 by the data-parallel ranks.
+  parameter. A distributed optimizer divides the last 12 by the data-parallel ranks.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
-it. With full recomputation, a layer retains its input, and one layer at a time the rest.
+  it. With full recomputation, a layer retains its input, and one layer at a time the rest.
 - Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the logits.
 - The fuller of the two end stages counts.
 """

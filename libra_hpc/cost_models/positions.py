@@ -1,7 +1,7 @@
 """Seconds in which the open trajectories of one replica advance by one token each, tabulated over number and context.
 
 - A step takes s seconds and tools u seconds per token. Of n trajectories, a = n s / (s + u) decode; the others are in
-tools. All advance by one token in s + u seconds, while slots and KV suffice.
+  tools. All advance by one token in s + u seconds, while slots and KV suffice.
 - Prompt tokens (tool results, lost context) share the steps as chunks.
 - Short KV: trajectories in tools lose their cache and compute it again at the next turn.
 - Full KV: sequences wait; running ones are preempted and computed again (`PREEMPTED`).

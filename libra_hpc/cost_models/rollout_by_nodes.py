@@ -5,7 +5,7 @@ shorter, and for its longest trajectories. `RolloutByNodes` gives
 
 - `ratio`: seconds on one number of nodes over another; the model's absolute error cancels.
 - `unthrottled`: seconds of a rollout that trainers hold up, times the median of measured over model seconds while
-trainers waited.
+  trainers waited.
 
 Unlike a plan before the run, it counts two more terms. A shared prompt costs once per engine that gets some of its
 group. Each weight update computes the running contexts again.

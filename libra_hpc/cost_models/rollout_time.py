@@ -1,9 +1,9 @@
 """Seconds in which the replicas of one TP class roll out their share of a global batch.
 
 - eta = 0: all trajectories start together and drain. The time is the integral of the seconds per position over the
-falling number of open trajectories.
+  falling number of open trajectories.
 - eta >= 1: eta + 1 batches are open. A position lasts as long as their mean number implies, and a batch is complete
-every longest / (eta + 1) positions.
+  every longest / (eta + 1) positions.
 - Prompts: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n.
 - A weight update computes the running contexts again (`RolloutOptions.updates`).
 - Sequences that wait for KV run in waves, the last of which is not full (`EMPTY_IN_LAST_WAVE`).

@@ -1,11 +1,12 @@
 """Seconds of training one global batch under one layout.
 
 - Compute: forward FLOPs from the model shape, attention per pair of positions; backward twice that. Recomputation and
-each log-probability pass add one forward. The slowest replica has 1 / dp of the work, at least the longest trajectory.
+  each log-probability pass add one forward. The slowest replica has 1 / dp of the work, at least the longest
+  trajectory.
 - Speed: the device's ``flops_efficiency`` times `LAYER_EFFICIENCY`; a correction factor never exceeds the peak.
 - Pipeline: 1F1B takes n + pp - 1 slots for n micro-batches; the last stage, with the head, sets the slot.
 - Communication: ring collectives over the link of the group. TP, EP and PP are exposed. CP hides behind attention, the
-gradient reduction behind the last backward pass; the excess is exposed.
+  gradient reduction behind the last backward pass; the excess is exposed.
 - Optimizer: bound by memory bandwidth.
 """
 

@@ -1,11 +1,11 @@
 """The split of ``components.split = "auto"``: the best plan for the nodes of a run file, as run-file values.
 
 - All nodes of one kind -> the planner chooses how many train. Up to ``components.hybrid.nodes`` others are hybrid and
-start in rollout; one node stays rollout-only.
+  start in rollout; one node stays rollout-only.
 - Rollout nodes of another kind -> training nodes that do not train become hybrid nodes.
 - Each training node is one replica, and all engines of a rollout node have one TP degree, as a run file states it.
 - Large TP, for the longest trajectories, goes to rollout nodes; hybrid nodes have the smallest TP, because their
-leaving costs least.
+  leaving costs least.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The objective is the seconds of one global batch: the slower stage with eta > 0,
 only the nodes, so each number n of training nodes is searched per stage. Training uses nodes of one pool.
 
 - eta > 0: rollout slows down and the best training time M(n) falls with n. Bisection finds their crossing; the best
-plan is on one of its two sides.
+  plan is on one of its two sides.
 - eta = 0: branch and bound over intervals of n. The bound is the least training time there plus rollout at its start.
 - At most `ENUMERATED` nodes: every n is computed.
 
