@@ -32,8 +32,7 @@ WORSE = 1.25
 """Static splits are tried outwards from the even one until two in a row take this much longer than the best."""
 SWITCH_S = 60.0
 """Seconds of the loop that a change of split costs in the clairvoyant's plan: a node is away for some 75 s, a twelfth
-to a
-third of a stage."""
+to a third of a stage."""
 Job = tuple[str, int, int]
 
 

@@ -8,8 +8,8 @@ The first nodes only train and the last ones only roll out (`Site.core`); those 
   ``restart_s`` later.
 - The first step after a change of the training nodes takes ``regroup_s`` longer.
 
-Training seconds do not use the planner's cost model: a fixed part, tokens at a rate, the table `EFFICIENCY`,
-log-normal noise, and some slow steps.
+Training seconds do not use the planner's cost model: a fixed part, tokens at a rate, the table `EFFICIENCY`, log-normal
+noise, and some slow steps.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
     The full size is batches of 256 prompts with 8 samples, and engines with 64 slots. Simulated are 16 prompts and 4
     slots. Each sequence stands for `stands_for` = 16 in step with it (`Grouped`), and a training token costs sixteen
-    times
-    its time. Engines are as full and as slow as at full size; single batches scatter more.
+    times its time. Engines are as full and as slow as at full size; single batches scatter more.
     """
 
     nodes: int = 12
@@ -71,8 +70,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Of a training step, whatever its tokens and nodes."""
     token_s: float = 16 * 0.9e-4
     """Seconds per simulated token on one node, for sixteen tokens: 14.8e9 weights, 6 FLOPs each at half the peak of 4
-    A800,
-    for the 60 % of the groups whose rewards differ."""
+    A800, for the 60 % of the groups whose rewards differ."""
     to_rollout_s: float = 30.0
     """A standby engine wakes and loads weights."""
     to_train_s: float = 45.0

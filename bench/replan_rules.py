@@ -7,8 +7,8 @@
 - `Schedule`: moves at stated steps; with `best_schedule` it is the clairvoyant.
 
 The clairvoyant has the step times of every static run. `best_schedule` is the cheapest path through (step, split). It
-is run like any other rule, with orders one or two steps ahead. It is a strong plan, not a proved bound, because a
-batch that is half done at a move takes other times.
+is run like any other rule, with orders one or two steps ahead. It is a strong plan, not a proved bound, because a batch
+that is half done at a move takes other times.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Training always uses the same nodes. Hybrid ones may serve beside the rollout nodes between two steps:
 
-- After a step, fewer finished samples wait than ratio x samples of a step -> activate, if the missing samples' time
-  exceeds the mean of the last `SWITCHES` measured cycles.
+- Fewer finished samples wait after a step than ratio x samples of a step -> activate. The time of the missing samples
+  must exceed the mean of the last `SWITCHES` measured cycles.
 - The threshold is reached -> deactivate; the next step waits until all train again.
 - The trainer waited for samples -> the ratio grows by clip(waited / required, 0.02, 0.1); else it falls by 0.02.
 - Seconds per sample are those of the last step that waited.

@@ -1,8 +1,8 @@
 """Workloads that drift, so that the stage with the most work changes during the run.
 
 A workload maps a step to the profiles of its batch. Each segment of `SEGMENT` global batches has one mixture, shuffled
-by groups. `DOCUMENTS` are questions about 12,000 tokens of text with short answers, hard for training. `REASONING` is a
-short question with thousands of tokens of thought, hard for rollout.
+by groups. `DOCUMENTS` are questions about 12,000 tokens of text with short answers, most work for training. `REASONING`
+is a short question with thousands of tokens of thought, most work for rollout.
 
 - ``answers grow``: documents; the median answer doubles every `DOUBLING` steps. Slow, one way.
 - ``curriculum``: documents and reasoning alternate every `PHASE` steps. Sudden.

@@ -27,8 +27,7 @@ from .change_detection import Drift, DriftDetector
 
 FALSE_POSITIVE_RATE = 1e-4
 """Probability that a block without a change of prompts is reported. A tenth of that of lengths, because the planner
-acts
-on it at once."""
+acts on it at once."""
 SIMILAR = 64
 """Newest finished trajectories retained per octave of prompt tokens, for the whole run."""
 MIN_SIMILAR = 8

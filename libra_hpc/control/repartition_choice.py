@@ -33,8 +33,7 @@ from .stage_times import ONE_SIDED_95, Estimate
 
 EVERY_S = 3600.0
 """Seconds between two repartitions, at least. A restart costs minutes and all measurements; the next decision should
-not
-rest on the first new ones."""
+not rest on the first new ones."""
 LAYOUT_ERROR = 0.1
 """Relative standard error of the model's ratio of two layouts whose engines or replicas differ. Measured in the
 simulator: up to 25 % for long prompts that groups share."""
@@ -57,8 +56,7 @@ class RepartitionAdvisor:
     """Proposes layouts, each one once.
 
     ``run_file_values`` turns a result into keys and values of the run file, or raises `UserError`. Without it, a
-    proposal
-    cannot be carried out.
+    proposal cannot be carried out.
     """
 
     def __init__(

@@ -54,9 +54,7 @@ class Lengths(msgspec.Struct, frozen=True):
     prompt: float
     """Mean prompt tokens."""
     prompt_beside: float
-    """Mean prompt tokens per generated token: a trajectory counts as often as it has tokens. It is far below `prompt`
-    where
-    long prompts have short answers."""
+    """Mean prompt tokens, weighted by generated tokens. Far below `prompt` where long prompts have short answers."""
     new_per_token: float
     """Tokens that the environment adds per generated token."""
     turns_per_token: float

@@ -25,8 +25,7 @@ MASTER_BYTES = 4
 """The float32 copy of weights of another type."""
 LOGITS_BYTES = 10
 """Bytes per entry of one micro-batch: the matmul's output and its gradient (2 each), and, for the half of the tokens
-that
-is assumed to carry loss, a copy, the float32 softmax and its gradient."""
+that is assumed to carry loss, a copy, the float32 softmax and its gradient."""
 PADDING = 1.25
 """Factor on attention activations: sequences that share a rectangle (`libra_hpc.train.packing`) cost up to half as much
 again, usually less."""

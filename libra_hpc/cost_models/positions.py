@@ -26,8 +26,7 @@ CHUNK = 2048
 """Most prompt tokens of a step: vLLM's default budget of batched tokens."""
 PREEMPTED = 0.5
 """Tokens computed again per token generated while sequences wait for KV. At most 1; `libra_hpc.simulator` counts 0.3
-(many
-turns) to 0.7 (one long turn)."""
+(many turns) to 0.7 (one long turn)."""
 CONTEXTS = 6
 """Tabulated contexts. Step times are linear in the KV tokens of a batch, prefill is slightly convex."""
 

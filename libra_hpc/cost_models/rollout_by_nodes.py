@@ -42,8 +42,7 @@ class NodeEngines(msgspec.Struct, frozen=True):
     device: Device
     engines: tuple[tuple[int, int], ...]
     """(TP, engines) of each node that may roll out, in rank order; the last nodes stay when others train. One entry
-    stands for
-    all nodes."""
+    stands for all nodes."""
     options: RolloutOptions = RolloutOptions()
 
     def replicas(self, tp: int, nodes: int) -> int:

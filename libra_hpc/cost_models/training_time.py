@@ -34,8 +34,7 @@ from .memory import (
 
 LAYER_EFFICIENCY = 0.75
 """Share of a layer's time in matrix products; norms, activations, rotary embedding and launches take the rest. With 0.7
-of
-the peak in products, MFU becomes 0.4..0.5."""
+of the peak in products, MFU becomes 0.4..0.5."""
 LINK_EFFICIENCY = 0.8
 """Share of a link that ring collectives of megabytes reach. `Device.link_efficiency` is for the small messages of
 inference."""

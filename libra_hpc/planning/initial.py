@@ -56,8 +56,7 @@ def initial_plan(config: RunConfig) -> InitialPlan:
     """Fill in the split of a run file with ``components.split = "auto"``.
 
     Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
-    and
-    when nothing fits.
+    and when nothing fits.
     """
     _check(config)
     parts = config.components

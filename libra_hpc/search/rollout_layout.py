@@ -3,10 +3,10 @@
 Classes are ordered by the speed of a single trajectory, trajectories by length. A layout cuts the lengths into
 consecutive segments, the longest for the fastest class. Its time is that of its slowest class.
 
-- Is a layout within T possible? For each class and segment, bisection gives the fewest replicas. The fewest devices
-  are a shortest path over (class, cut). With several pools, non-dominated device vectors are retained.
-- The least T: ask for a layout just below the best one's time. None -> the best one is optimal. Else take it, and
-  also try the middle between it and a T that is impossible.
+- Is a layout within T possible? For each class and segment, bisection gives the fewest replicas. The fewest devices are
+  a shortest path over (class, cut). With several pools, non-dominated device vectors are retained.
+- The least T: ask for a layout just below the best one's time. None -> the best one is optimal. Else take it, and also
+  try the middle between it and a T that is impossible.
 - Remaining devices join the slowest classes.
 """
 

@@ -1,5 +1,4 @@
-"""The simulator of re-planning: nodes move as stated, rules act as described, and the live planner beats standing
-still."""
+"""The simulator of re-planning: nodes move as stated, rules act as described, the live planner beats standing still."""
 
 from __future__ import annotations
 

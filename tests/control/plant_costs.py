@@ -14,8 +14,10 @@ QWEN = model_shape("qwen3-14b")
 
 
 class FakeSteps:
-    """A step takes ``(fixed + decodes * each + kv_tokens * kv + prefill * new) / tp ** scaling`` plus ``latency``
-    per doubling of tp."""
+    """Step times of a made-up device.
+
+    A step takes ``(fixed + decodes * each + kv_tokens * kv + prefill * new) / tp ** scaling``.
+    """
 
     source = "made up"
 
