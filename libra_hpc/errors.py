@@ -32,7 +32,7 @@ class SlurmUnreachable(OperationError):
     exit_code = 3
 
 
-def said(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """What an exception says, without the number and the file name that an `OSError` puts around it: the sentence
     around it names the file."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError, said
+from libra_hpc.errors import UserError, error_text
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -45,7 +45,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"{path}: {what} cannot be read: it is nested too deeply.") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {what} cannot be read: {said(error).rstrip('.')}.") from error
+        raise UserError(f"{path}: {what} cannot be read: {error_text(error).rstrip('.')}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: {what} is not a JSON object.")
     return value

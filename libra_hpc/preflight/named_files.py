@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid, nearest, said
+from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.tasks.task_registry import BUILTIN
 
 MODEL_FILES = {
@@ -41,7 +41,7 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
     except RecursionError as error:
         raise invalid("model.path", path, "its config.json is nested too deeply") from error
     except (OSError, ValueError) as error:
-        raise invalid("model.path", path, f"its config.json is not valid JSON ({said(error)})") from error
+        raise invalid("model.path", path, f"its config.json is not valid JSON ({error_text(error)})") from error
     if not isinstance(model, dict):
         raise invalid("model.path", path, "its config.json is not a JSON object")
     return model

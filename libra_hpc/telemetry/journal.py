@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from libra_hpc.errors import said
+from libra_hpc.errors import error_text
 
 from .events import LineLog, line_of
 
@@ -73,7 +73,7 @@ class Journal(Generic[Record]):
                 self._log.append(b"".join(self._lines[:LINES]))
                 del self._lines[:LINES]
         except OSError as error:
-            self.fault = said(error)
+            self.fault = error_text(error)
             excess = max(0, len(self._lines) - self._keep)
             self.dropped += excess
             self._lines = self._lines[excess:]
