@@ -97,7 +97,7 @@ def partitions(environment: Environment) -> list[Partition]:
 def script(launch: Launch) -> str:
     """What an attempt would run: the sbatch script, or for the local executor the command line."""
     if launch.config.slurm.executor == "local":
-        return shlex.join(["mpiexec", "-n", str(launch.ranks), launch.python, *launch.interpreted])
+        return shlex.join(["mpiexec", "-n", str(launch.ranks), launch.python, *launch.agent_arguments])
     return het_script(launch)
 
 

@@ -44,7 +44,7 @@ class Launch:
         return sum(component.nodes for _, component in self.components)
 
     @property
-    def interpreted(self) -> list[str]:
+    def agent_arguments(self) -> list[str]:
         """Arguments of the interpreter that start a node agent."""
         agent = ["-m", "libra_hpc.runtime.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
         return agent if self.arguments is None else list(self.arguments)

@@ -35,7 +35,7 @@ def start(launch: Launch) -> str:
     """
     run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
-    logs, command = run.logs(attempt), [launch.python, *launch.interpreted]
+    logs, command = run.logs(attempt), [launch.python, *launch.agent_arguments]
     watched = ["--run", str(run.path), "--attempt", str(attempt), "--restarts", str(launch.config.slurm.restarts)]
     argv = [
         sys.executable,

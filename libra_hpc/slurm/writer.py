@@ -34,7 +34,7 @@ RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 def het_script(launch: Launch) -> str:
     """The sbatch script of a launch; raises `UserError` for a value that cannot be written as an sbatch option."""
     config, run, components = launch.config, launch.run, launch.components
-    logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.interpreted]
+    logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.agent_arguments]
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
