@@ -161,16 +161,16 @@ def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunD
 
 
 def test_what_follows_the_end_of_all_ranks() -> None:
-    lost = RanksEnded(told=False, met=True, again=None, verdict=False, tries=1, recoveries=0, restarts=1)
+    lost = RanksEnded(signalled=False, met=True, again=None, has_result=False, tries=1, recoveries=0, restarts=1)
     assert decide(lost).word == "recover"
     assert decide(lost._replace(recoveries=1)).word == "stop"
-    assert decide(lost._replace(told=True)).word == "stop"
-    assert decide(lost._replace(verdict=True)).word == "stop"
+    assert decide(lost._replace(signalled=True)).word == "stop"
+    assert decide(lost._replace(has_result=True)).word == "stop"
     assert decide(lost._replace(again="")).word == "again"
     assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
     assert decide(lost._replace(again="recover: node 1 was lost\n")) == LauncherDecision("recover", "node 1 was lost")
-    assert decide(lost._replace(again="", verdict=True)).word == "stop", (
-        "a restart that could not be prepared ends with a verdict"
+    assert decide(lost._replace(again="", has_result=True)).word == "stop", (
+        "a restart that could not be prepared ends with a result"
     )
     assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
     assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]
