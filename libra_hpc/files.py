@@ -1,4 +1,4 @@
-"""Whole files: replaced so that no reader sees a part, and JSON objects read with errors that name the file."""
+"""Replace files atomically, and read JSON objects with errors that name the file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from libra_hpc.errors import UserError, error_text
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the
-    machine."""
+    """Replace ``path``: a reader sees the old or the new content, never a part, even after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as handle:
@@ -26,7 +25,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_once(path: Path, data: bytes) -> bool:
-    """As `write_atomic`, but False, and nothing is changed, when ``path`` exists: of several writers one wins."""
+    """As `write_atomic`, but changes nothing and returns False when ``path`` exists; of several writers one wins."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_atomic(temporary, data)
@@ -39,7 +38,7 @@ def write_once(path: Path, data: bytes) -> bool:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object; raises `UserError` naming the file, ``what`` it is and why it cannot be had."""
+    """Read a JSON object; raises `UserError` with the file, ``what`` it is, and the reason."""
     try:
         value = json.loads(path.read_bytes())
     except RecursionError as error:

@@ -44,6 +44,14 @@ def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, qu
     assert config["run"]["dir"] == str(site / "runs")
 
 
+def test_the_file_of_a_warm_start_is_absolute_in_a_queued_run(site: Path, queue: Queue, cli: Cli) -> None:
+    line = {"prompt_id": "a", "sample": 0, "prompt_tokens": 3, "turns": [{"new_tokens": 0, "gen_tokens": 5}]}
+    (site / "old.jsonl").write_text(json.dumps(line) + "\n")
+    assert cli("submit", "run.toml", "-o", "rollout.warm_start=old.jsonl").code == 0
+    run = RunDir.open(site / "runs" / "quick-001")
+    assert run.read_json(run.config)["rollout"]["warm_start"] == str(site / "old.jsonl")
+
+
 def test_parsable_and_json_print_nothing_else(site: Path, queue: Queue, cli: Cli) -> None:
     assert cli("submit", "run.toml", "--parsable").out == "4711\n"
     printed = json.loads(cli("submit", "run.toml", "--json").out)
