@@ -181,7 +181,7 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     facts = " ".join(text.replace("│", " ").split())
     assert "planner expected 3.30 s, measured 3.00 s (mean of 57 steps), error 10% (median of blocks of 8)" in facts
     assert "12 raised (KeyError: 'x'), 3 timeout; 1 pause of admission; 1 prompt given up" in facts
-    assert "24 trajectories and 3 in mid-course with 2,400 generated tokens" in facts
+    assert "24 trajectories and 3 unfinished ones with 2,400 generated tokens" in facts
     assert str(run.path) in text.replace("\n", "")
 
 
