@@ -14,7 +14,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """A record as a JSON line; one that cannot be encoded (a lone surrogate in a text) becomes an ``unwritable`` line."""
+    """A record as a JSON line; one that cannot be encoded becomes a line with its text as ``unwritable``."""
     try:
         return _encoder.encode(record) + b"\n"
     except (TypeError, ValueError, OverflowError):

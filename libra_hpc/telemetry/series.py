@@ -1,7 +1,7 @@
 """A run's files as series: metrics by step, and moves and roles as intervals.
 
-A run may be young, killed, or written by an older version.  So a missing key is NaN, and an event without its partner is
-open-ended.  Times are epoch seconds.
+A run may be young, killed, or written by an older version.  So a missing key is NaN, and an event without its partner
+is open-ended.  Times are epoch seconds.
 """
 
 from __future__ import annotations
