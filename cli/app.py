@@ -34,7 +34,7 @@ from . import (
     summary,
     trace,
 )
-from .output import complain, say
+from .output import print_error, print_line
 
 INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
@@ -43,7 +43,7 @@ INTERRUPTED = 130
 def tell_version(wanted: bool) -> None:
     """Print the version where it is asked for; nothing else happens then."""
     if wanted:
-        say(
+        print_line(
             f"libra-hpc {metadata.version('libra-hpc')} (scheduler"
             f" {'compiled' if compiled.in_use() else 'interpreted'})"
         )
@@ -94,13 +94,13 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments), prog_name="libra-hpc", standalone_mode=False)
     except (UserError, OperationError) as error:
-        complain(str(error))
+        print_error(str(error))
         return error.exit_code
     except typer.TyperException as error:
         # Wrong options and the like; with no message (no command given) the help has been printed.
         message = error.format_message()
         if message:
-            complain(f"{message.rstrip('.')}.")
+            print_error(f"{message.rstrip('.')}.")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

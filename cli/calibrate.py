@@ -24,7 +24,7 @@ from libra_hpc.rollout.measure_steps import earlier, merged
 from libra_hpc.rollout.recorded import recorded
 from libra_hpc.rollout.together import together
 
-from .output import say, say_json, show
+from .output import print_json, print_line, show
 from .runs import JsonOption, RunsOption, find_run
 
 DEVICES = ("cpu", "cuda")
@@ -113,7 +113,7 @@ def calibrate(
             degree: {"kv_capacity": found.kv_capacity[degree], "fit": msgspec.to_builtins(fit)}
             for degree, fit in fits.items()
         }
-        say_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
+        print_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
     else:
         show_fits(out, found, fits)
 
@@ -139,7 +139,7 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
 
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
     """Print what was found."""
-    say(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
+    print_line(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TP")
     for heading in (
@@ -164,4 +164,6 @@ def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
             f"{1e3 * times.step_s(0, 0, 1024):.1f}",
         )
     show(table)
-    say(f"use it with: libra-hpc simulate TRACE --calibration {out} --device {found.device} --model {found.model}")
+    print_line(
+        f"use it with: libra-hpc simulate TRACE --calibration {out} --device {found.device} --model {found.model}"
+    )

@@ -20,7 +20,7 @@ from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
-from .output import note, say, say_json
+from .output import print_json, print_line, print_note
 from .runs import JsonOption
 from .split import resolve, show_split
 
@@ -34,11 +34,11 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     if json:
         split = None if made is None else made.chosen
         facts = {"checked_against_slurm": environment is not None, "warnings": warnings}
-        say_json({"run_file": str(run_file), "good": True, **facts, "split": split})
+        print_json({"run_file": str(run_file), "good": True, **facts, "split": split})
         return
     if made is not None:
         show_split(made)
-    say(f"{run_file} is good")
+    print_line(f"{run_file} is good")
 
 
 class Checked(NamedTuple):
@@ -71,7 +71,7 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
 def warn(warnings: Sequence[str]) -> None:
     """Print warnings, a line each."""
     for line in warnings:
-        note(f"warning: {line}")
+        print_note(f"warning: {line}")
 
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:

@@ -10,7 +10,7 @@ import typer
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.reference import as_records, as_text, select, tables
 
-from .output import say, say_json
+from .output import print_json, print_line
 from .runs import JsonOption
 
 app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
@@ -30,7 +30,7 @@ def config() -> None:
 @app.command("show")
 def show(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
     """Print the resolved configuration as JSON; checks the schema only."""
-    say_json(load_run_file(run_file, override).model_dump())
+    print_json(load_run_file(run_file, override).model_dump())
 
 
 @app.command("keys")
@@ -41,6 +41,6 @@ def keys(
     """Print what the keys of a run file accept, their defaults and what they are for."""
     found = select(key) if key else tables()
     if json:
-        say_json(as_records(found))
+        print_json(as_records(found))
     else:
-        say(as_text(found).rstrip("\n"))
+        print_line(as_text(found).rstrip("\n"))

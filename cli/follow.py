@@ -23,10 +23,10 @@ from libra_hpc.telemetry.summary import duration
 from libra_hpc.telemetry.view import WIDTH, render
 
 from . import jobs
-from .output import console, say
+from .output import console, print_line
 from .runs import FINAL, job_id, read_status, rewards
 
-LOOK_S = 1.0
+REFRESH_S = 1.0
 """status.json is replaced about once a second."""
 FIRST_POLL_S, LONGEST_POLL_S = 2.0, 30.0
 QUIET_S = 10.0
@@ -45,7 +45,7 @@ Until = Callable[[Status | None], bool]
 
 
 class Follower:
-    """The state of a followed run, refreshed by `look`."""
+    """The state of a followed run, refreshed by `refresh`."""
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.time) -> None:
         self.run = run
@@ -56,7 +56,7 @@ class Follower:
         self._poll_at = 0.0
         self._unknown_since: float | None = None
 
-    def look(self) -> str:
+    def refresh(self) -> str:
         """Read what is new; returns the run's state, one of `FINAL` once it has ended."""
         now = self._clock()
         self.status = read_status(self.run)
@@ -121,12 +121,12 @@ def follow(run: RunDir, until: Until = lambda status: False) -> str:
 def wait_silently(run: RunDir, until: Until = lambda status: False) -> str:
     """The same with nothing on stdout."""
     follower = Follower(run)
-    while (state := follower.look()) not in FINAL and not until(follower.status):
-        time.sleep(LOOK_S)
+    while (state := follower.refresh()) not in FINAL and not until(follower.status):
+        time.sleep(REFRESH_S)
     return state
 
 
-def ordered(status: Status | None) -> str:
+def planner_line(status: Status | None) -> str:
     """The planner's last decision in words if it asks for anything, else an empty text; it stays the same from look
     to look."""
     decision = None if status is None else status.decision
@@ -136,18 +136,18 @@ def ordered(status: Status | None) -> str:
     return f"planner: {who}{decision.action.replace('_', ' ')}: {because(decision.reason, decision.action)}"
 
 
-def remark(status: Status | None) -> str:
+def message_of(status: Status | None) -> str:
     """What a run in full swing has to say of itself, mostly nothing; while it starts and when it ends, its state
     says it."""
     return status.message if status is not None and status.state == "running" and status.step else ""
 
 
 def _panel(follower: Follower, until: Until) -> str:
-    state = follower.look()
+    state = follower.refresh()
     with Live(follower.screen(), console=console(), auto_refresh=False) as live:
         while state not in FINAL and not until(follower.status):
-            time.sleep(LOOK_S)
-            state = follower.look()
+            time.sleep(REFRESH_S)
+            state = follower.refresh()
             live.update(follower.screen(), refresh=True)
     return state
 
@@ -155,17 +155,17 @@ def _panel(follower: Follower, until: Until) -> str:
 def _lines(follower: Follower, until: Until) -> str:
     printed_at, printed, said = 0.0, "", ("", "")
     while True:
-        state = follower.look()
-        remarks = ordered(follower.status), remark(follower.status)
+        state = follower.refresh()
+        remarks = planner_line(follower.status), message_of(follower.status)
         for before, text in zip(said, remarks, strict=True):
             if text and text != before:
-                say(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+                print_line(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         said = remarks
         key = state if follower.status is not None else follower.waiting()
         seen = until(follower.status)
         if seen or key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
             printed_at, printed = time.monotonic(), key
-            say(follower.line())
+            print_line(follower.line())
         if seen or state in FINAL:
             return state
-        time.sleep(LOOK_S)
+        time.sleep(REFRESH_S)

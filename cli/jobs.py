@@ -21,7 +21,7 @@ from libra_hpc.slurm.site import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
 from libra_hpc.telemetry.rundir import RunDir
 
-from .output import busy, note
+from .output import busy, print_note
 
 Environment = Mapping[str, str]
 
@@ -174,7 +174,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         mem=POLICY_MEMORY,
         time_limit=POLICY_TIME,
     )
-    note(f"job {handle.job_id} makes the policy (logs in {folder})")
+    print_note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:
         with busy("making the policy"):
             made: dict[str, Any] = handle.result()

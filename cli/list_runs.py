@@ -13,7 +13,7 @@ from rich.text import Text
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import STATE_STYLES, duration
 
-from .output import note, say_json, show
+from .output import print_json, print_note, show
 from .runs import FINAL, RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status
 
 SILENT_S = 60.0
@@ -24,10 +24,10 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     """List runs, oldest first."""
     rows = [row(run) for run in all_runs(runs)]
     if json:
-        say_json(rows)
+        print_json(rows)
         return
     if not rows:
-        note(f"no runs below {runs}/")
+        print_note(f"no runs below {runs}/")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "job", "state"):

@@ -13,7 +13,7 @@ import typer
 
 from libra_hpc.errors import UserError, invalid
 
-from .output import note, say
+from .output import print_line, print_note
 from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, read_status
 
 POLL_S = 0.5
@@ -52,17 +52,17 @@ def logs(
     offsets: dict[Path, int] = {}
     for path in files:
         offsets[path] = path.stat().st_size
-        say(f"==> {path} <==")
+        print_line(f"==> {path} <==")
         for line in last_lines(path, tail):
-            say(line)
+            print_line(line)
     while follow:
         # Looked at before the files, so that what was written before the end is still printed.
         status = read_status(found)
         for path in select(folder, rank, process):
             for line in new_lines(path, offsets):
-                say(f"{path.stem}: {line}")
+                print_line(f"{path.stem}: {line}")
         if status is not None and status.state in FINAL:
-            note(f"{found.name} is {status.state}")
+            print_note(f"{found.name} is {status.state}")
             return
         time.sleep(POLL_S)
 

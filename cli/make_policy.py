@@ -12,7 +12,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.tasks.task_registry import BUILTIN
 
 from . import jobs
-from .output import say, say_json
+from .output import print_json, print_line
 from .runs import JsonOption
 from .submit import EXECUTORS, ExecutorOption
 
@@ -43,9 +43,9 @@ def make_policy(
     # Without a warm start there is no loss to report.
     made = {name: value for name, value in made.items() if not (isinstance(value, float) and math.isnan(value))}
     if json:
-        say_json({"path": str(out.absolute()), "task": task, "seed": seed, **made})
+        print_json({"path": str(out.absolute()), "task": task, "seed": seed, **made})
     else:
-        say(
+        print_line(
             f"made {out}: "
             + ", ".join(
                 f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in made.items()

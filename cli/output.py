@@ -14,17 +14,17 @@ WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error as one line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
 
 
-def note(message: str) -> None:
+def print_note(message: str) -> None:
     """Print something worth knowing that is not the result."""
     print(message, file=sys.stderr, flush=True)
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """Print a plain line of the result."""
     print(message, flush=True)
 
@@ -44,6 +44,6 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
 
 
-def say_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print one JSON document; NaN and infinity, which JSON lacks, are a defect of the caller and raise."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)

@@ -24,7 +24,7 @@ from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, say, say_json, show
+from .output import busy, print_json, print_line, show
 from .runs import JsonOption
 from .split import show_split
 
@@ -142,7 +142,7 @@ def plan(
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
     if json:
-        say_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
+        print_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
         return
     show_plans(asked, result, explain)
     if config.components.split == "auto":
@@ -180,7 +180,7 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json
 
         draw_sweep(points, plan_tables.title(asked, sized=False), plot)
     if json:
-        say_json(
+        print_json(
             {
                 "request": facts(asked),
                 "points": msgspec.to_builtins(points),
@@ -190,7 +190,7 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json
         return
     plan_tables.header(asked, sized=False)
     show(plan_tables.curve(points, at))
-    say(knee_words(points, at))
+    print_line(knee_words(points, at))
 
 
 def knee_words(points: list[Point], at: int | None) -> str:

@@ -15,7 +15,7 @@ from libra_hpc.planning.request import PlanRequest, describe
 from libra_hpc.search.best_plan import PlanResult, RunPlan
 from libra_hpc.search.scaling_curve import Point
 
-from .output import say, show
+from .output import print_line, show
 
 NEAREST = 3
 """Excluded choices that are told without ``--explain``."""
@@ -128,9 +128,9 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
 def nearest(result: PlanResult) -> None:
     """The excluded choices that come nearest to being possible."""
     if not result.excluded:
-        say("nothing was excluded")
+        print_line("nothing was excluded")
         return
-    say(f"{len(result.excluded)} choices do not fit (--explain for all):")
+    print_line(f"{len(result.excluded)} choices do not fit (--explain for all):")
     for entry in result.excluded[:NEAREST]:
         show(Text(f"  {entry.what}: {entry.limit.reason}"))
 

@@ -29,7 +29,7 @@ from libra_hpc.telemetry.status import Status
 
 from . import jobs
 from .follow import follow, wait_silently
-from .output import note, say, say_json, show
+from .output import print_json, print_line, print_note, show
 from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_status
 
 
@@ -67,16 +67,18 @@ def repartition(
     }
     order = None if dry_run else send(found, values)
     if order is None:
-        say_json({**facts, "order": None}) if json else show(table(before, after))
+        print_json({**facts, "order": None}) if json else show(table(before, after))
         return
     if not json:
         show(table(before, after))
-        say(f"{found.name}: ordered; at the next step boundary it saves, and its ranks start again in this layout")
+        print_line(
+            f"{found.name}: ordered; at the next step boundary it saves, and its ranks start again in this layout"
+        )
     step = await_answer(found, order, quiet=json) if wait else None
     if json:
-        say_json({**facts, "order": order.id, "step": step})
+        print_json({**facts, "order": order.id, "step": step})
     elif step is not None:
-        say(f"{found.name}: repartitioned after step {step}")
+        print_line(f"{found.name}: repartitioned after step {step}")
 
 
 def check_running(run: RunDir) -> None:
@@ -120,7 +122,7 @@ def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
     try:
         state = (wait_silently if quiet else follow)(run, settled)
     except KeyboardInterrupt:
-        note(f"the order stands; `libra-hpc status {run.name} --watch` shows what becomes of it")
+        print_note(f"the order stands; `libra-hpc status {run.name} --watch` shows what becomes of it")
         raise typer.Exit(130) from None
     answer = _answer(run, order)
     if answer is None:

@@ -28,7 +28,7 @@ from . import jobs
 from .check import check_all, load, warn
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
-from .output import note, say, say_json, show
+from .output import print_json, print_line, print_note, show
 from .runs import FINAL, RUNS, JsonOption, attempt, find_run
 from .split import show_split
 from .summary import draw
@@ -92,7 +92,7 @@ def submit(
         show_split(made, stderr=dry_run)
     if dry_run:
         folder = run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN")
-        say(jobs.script(Launch(config, folder, number)).rstrip("\n"))
+        print_line(jobs.script(Launch(config, folder, number)).rstrip("\n"))
         return
     if run is None or before is None:
         assert run_file is not None
@@ -102,10 +102,10 @@ def submit(
         share(run, before, config)
     queued = queue(Launch(config, run, number), environment, made)
     if parsable:
-        say(queued)
+        print_line(queued)
     elif json:
         split = None if made is None else made.chosen
-        say_json(
+        print_json(
             {
                 "job_id": queued,
                 "run": run.name,
@@ -116,7 +116,7 @@ def submit(
             }
         )
     else:
-        say(f"Submitted {queued}  run={run.path}")
+        print_line(f"Submitted {queued}  run={run.path}")
     if wait:
         finish(run, queued, quiet=parsable or json)
 
@@ -186,7 +186,7 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
     try:
         state = wait_silently(run) if quiet else follow(run)
     except KeyboardInterrupt:
-        note(
+        print_note(
             f"job {queued} goes on; `libra-hpc status {run.name} --watch` shows it, `libra-hpc cancel {run.name}`"
             " ends it"
         )

@@ -149,7 +149,7 @@ def test_a_folder_without_a_configuration_is_no_run(site: Path, queue: Queue, cl
 def test_wait_ends_with_the_summary_and_the_runs_verdict(
     state: str, code: int, site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     states = iter(["starting", "running", state])
 
     def look(run: RunDir) -> object:
@@ -192,7 +192,7 @@ def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(
 def test_a_job_that_dies_before_its_first_snapshot_is_noticed(
     site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     monkeypatch.setattr(follow, "FIRST_POLL_S", 0.0)
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.0)
     answers = iter([queue.answer, jobs.JobView("4711", "running"), jobs.JobView("4711", "failed", "exit code 1")])
@@ -221,7 +221,7 @@ def test_the_queue_is_asked_ever_less_often(
     monkeypatch.setattr(jobs, "state", state)
     follower = follow.Follower(RunDir(site / "runs" / "quick-001"), clock=lambda: now[0])
     while now[0] < 200:
-        follower.look()
+        follower.refresh()
         now[0] += 1.0
     assert asked == [0.0, 2.0, 6.0, 14.0, 30.0, 60.0, 90.0, 120.0, 150.0, 180.0]
 
@@ -297,7 +297,7 @@ def test_waiting_for_another_layout_ends_with_its_first_step_or_says_why_not(
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     looks = iter(range(3))
     real = follow.read_status
 
