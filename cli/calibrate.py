@@ -1,7 +1,7 @@
-"""`libra-hpc calibrate`: measure what the steps of an engine take, for `simulate --calibration`.
+"""`libra-hpc calibrate`: write a file of measured engine step times, for `simulate --calibration`.
 
-Either engines are started on this machine and measured (``--model``), or the steps that a run has recorded are taken
-(``--run``, with ``record_steps`` in its ``[rollout]``): those contain everything that a real run does to an engine.
+- ``--model``: start engines on this machine and measure them.
+- ``--run``: take the steps that a run recorded (``rollout.record_steps``), under a real workload.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .runs import JsonOption, RunsOption, find_run
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_MB = 256
-"""KV cache of an engine on the CPU, whose default would be a share of the machine's memory."""
+"""KV cache of an engine on the CPU in MiB; vLLM's default would be a share of the machine's memory."""
 EXAMPLES = ((1, 512), (8, 512), (32, 512), (64, 1024))
-"""(sequences, context tokens each) of the steps that are shown."""
+"""(sequences, context tokens of each) of the steps in the table."""
 
 
 def calibrate(
@@ -74,7 +74,7 @@ def calibrate(
         raise invalid(
             "--model, --run",
             f"{model or '-'}, {run or '-'}",
-            "where the steps come from must be said once",
+            "the source of the steps must be given once",
             "one of the two",
         )
     if device not in DEVICES:
@@ -119,7 +119,7 @@ def calibrate(
 
 
 def measured(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
-    """Start engines, measure them, and show how far it is."""
+    """Start engines and measure them, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -138,7 +138,7 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
 
 
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
-    """Print what was found."""
+    """Print the fitted step times as a table."""
     print_line(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TP")

@@ -1,4 +1,4 @@
-"""`libra-hpc cancel`: end a run's job; saying it twice does no harm."""
+"""`libra-hpc cancel`: cancel a run's job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`libra-hpc cluster`: the embedded Slurm of this machine, for where there is no site's Slurm."""
+"""`libra-hpc cluster`: start, stop and show the embedded Slurm of this machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def down(
     print_line(f"stopped {', '.join(stopped)}" if stopped else "the embedded Slurm was not running")
     if not remove:
         return
-    # Only folders that bear our marks: an environment variable may point anywhere.
+    # Only folders with our files: an environment variable may point anywhere.
     for folder, mark in ((cluster.home, cluster.conf), (cache_folder(), cache_folder() / "slurm.lock")):
         if mark.exists():
             shutil.rmtree(folder)
@@ -83,7 +83,7 @@ def status(json: JsonOption = False) -> None:
 
 
 class Progress:
-    """Prints each stage once; the growing figures after the colon would fill a log."""
+    """Prints each stage once, without the growing numbers after the colon."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -96,7 +96,7 @@ class Progress:
 
 
 def facts(info: ClusterInfo | None) -> dict[str, Any]:
-    """A running cluster as plain data."""
+    """A cluster as plain data, for ``--json``."""
     if info is None:
         return {"running": False}
     return {

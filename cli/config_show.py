@@ -1,4 +1,4 @@
-"""`libra-hpc config`: the run file with every default filled in, and the reference of all keys."""
+"""`libra-hpc config`: show a run file with every default, and the reference of all keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra_hpc.config.reference import as_records, as_text, select, tables
 from .output import print_json, print_line
 from .runs import JsonOption
 
-app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
+app = typer.Typer(help="Show a run file with its defaults, or the keys of run files.", no_args_is_help=True)
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")]
 OverrideOption = Annotated[
@@ -24,7 +24,7 @@ OverrideOption = Annotated[
 
 @app.callback()
 def config() -> None:
-    """Look at configuration."""
+    """Show a run file with its defaults, or the keys of run files."""
 
 
 @app.command("show")

@@ -1,4 +1,4 @@
-"""`libra-hpc list`: the runs of a folder, without asking the queue."""
+"""`libra-hpc list`: list the runs of a folder, without a query to the queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .output import print_json, print_note, show
 from .runs import FINAL, RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status
 
 SILENT_S = 60.0
-"""A run that claims to be running but has not written its status for this long is shown as silent."""
+"""Age of the status from which an unfinished run is shown as silent."""
 
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
@@ -44,7 +44,7 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
 
 
 def row(run: RunDir) -> dict[str, Any]:
-    """The facts of one run that its folder tells."""
+    """Facts of one run, from its folder."""
     status = read_status(run)
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "attempt": attempt(run)}
     if status is None:

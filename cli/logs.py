@@ -1,4 +1,4 @@
-"""`libra-hpc logs`: what the processes of a run printed, while it runs and after."""
+"""`libra-hpc logs`: print or follow the log files of a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def logs(
         for line in last_lines(path, tail):
             print_line(line)
     while follow:
-        # Looked at before the files, so that what was written before the end is still printed.
+        # Read before the files, so that lines from before the end are still printed.
         status = read_status(found)
         for path in select(folder, rank, process):
             for line in new_lines(path, offsets):
@@ -68,7 +68,7 @@ def logs(
 
 
 def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
-    """Log files of an attempt in order of name; other files there are marks between processes."""
+    """Log files of an attempt in order of name, of one rank or process if given."""
     files = sorted(path for path in folder.glob("*") if path.suffix in LOG_SUFFIXES)
     if process is not None:
         files = [path for path in files if process in path.stem]
@@ -78,7 +78,7 @@ def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank whose process wrote this log file; None for those of the job and of environment hosts."""
+    """The rank that wrote this log file; None for those of the job and of environment hosts."""
     match = _RANK.match(path.stem)
     return int(match.group(1)) if match else None
 
@@ -90,7 +90,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
-    """Complete lines added since the last call; ``offsets`` is updated.  A file that shrank was started anew."""
+    """Complete lines since the last call; updates ``offsets``.  A file that shrank is read from its start."""
     start = offsets.get(path, 0)
     size = path.stat().st_size
     if size < start:

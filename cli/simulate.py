@@ -1,4 +1,4 @@
-"""`libra-hpc simulate`: replay a trace on simulated engines under several scheduling policies and compare them."""
+"""`libra-hpc simulate`: replay a trace on simulated engines and compare scheduling policies."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def simulate(
         max_model_len=max_context,
     )
     with busy("simulating") as status:
-        done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}"))
+        done = compare(work, fleet.engines, names, settings, started=lambda name: status.update(f"simulating {name}"))
     if plot is not None:
         from libra_hpc.pictures.simulation_picture import draw
 
@@ -143,7 +143,7 @@ def ratio(one: Compared, reference: float | None) -> float | None:
 
 
 def table(done: dict[str, Compared]) -> Table:
-    """One row a policy; the best makespan but the oracle's is marked."""
+    """One row a policy; the best makespan besides the oracle's is marked."""
     reference = done[ORACLE].result.makespan_s if ORACLE in done else None
     best = min((one.result.makespan_s for name, one in done.items() if name != ORACLE), default=0.0)
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""`libra-hpc status`: one screen of a run, once or live."""
+"""`libra-hpc status`: show one screen of a run, once or live."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(
         follow(found)
         return
     snapshot = read_status(found)
-    # The queue knows better than a snapshot whether the job still runs, but a finished run needs no query.
+    # The queue shows whether the job still runs; a finished run needs no query.
     job = None if snapshot is not None and snapshot.state in FINAL else jobs.state(found)
     if json:
         value: dict[str, Any] = {"run": found.name, "path": str(found.path), "job": msgspec.to_builtins(job)}

@@ -1,4 +1,4 @@
-"""`libra-hpc summary`: what a run achieved."""
+"""`libra-hpc summary`: show the results of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption 
 
 
 def draw(run: RunDir) -> None:
-    """Write the run's picture; a folder of someone else's that cannot be written only costs the picture."""
+    """Write the run's picture; a folder that cannot be written is only a note."""
     from libra_hpc.pictures.run_picture import plot
 
     try:

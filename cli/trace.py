@@ -1,4 +1,4 @@
-"""`libra-hpc trace`: look at a trace, convert one to the project's own format, or generate one."""
+"""`libra-hpc trace`: inspect a trace, convert it to the project's own format, or generate one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="O
 
 @app.callback()
 def trace() -> None:
-    """Look at, convert and generate traces."""
+    """Inspect, convert and generate traces."""
 
 
 @app.command("inspect")
@@ -126,7 +126,17 @@ def generate_trace(
     json: JsonOption = False,
 ) -> None:
     """Generate a trace with known structure."""
-    dials = Dials(trajectories, group, seed, sibling, outcome, drift, epochs, turns, max_context)
+    dials = Dials(
+        trajectories=trajectories,
+        group=group,
+        seed=seed,
+        sibling=sibling,
+        outcome=outcome,
+        drift=drift,
+        epochs=epochs,
+        turns=turns,
+        max_context=max_context,
+    )
     with busy("generating"):
         made = generate(preset, dials)
         read.write_trace(out, made)
@@ -145,7 +155,7 @@ def generate_trace(
 
 
 def load(file: Path, format: str, skip_bad: bool, limit: int | None) -> read.Trace:
-    """Read a trace, and say on stderr what was passed over."""
+    """Read a trace, and print skipped lines on stderr."""
     with busy("reading"):
         found = read.read_trace(file, format, skip_bad, limit)
     if found.bad:

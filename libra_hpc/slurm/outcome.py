@@ -79,7 +79,7 @@ def decide(ended: RanksEnded) -> LauncherDecision:
         return _recover(ended, "the planner's agent (rank 0) was lost")
     if ended.tries < START_TRIES:
         return LauncherDecision("repeat", f"start {ended.tries}: the agents did not meet")
-    return LauncherDecision("stop", f"start {ended.tries}: the agents did not meet; the agents' logs say more")
+    return LauncherDecision("stop", f"start {ended.tries}: the agents did not meet; see the agents' logs")
 
 
 def _recover(ended: RanksEnded, reason: str) -> LauncherDecision:
