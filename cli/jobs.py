@@ -119,7 +119,7 @@ def state(run: RunDir) -> JobView:
     except SlurmUnreachable as error:
         return JobView(job_id, _result(run) or "unknown", "" if _result(run) else str(error).rstrip("."))
     if info.state is JobState.UNKNOWN:
-        return JobView(job_id, _result(run) or "unknown", "" if _result(run) else "Slurm does not know it any more")
+        return JobView(job_id, _result(run) or "unknown", "" if _result(run) else "Slurm has no record of it")
     failed = info.state not in STATES
     reason = info.reason or (info.state.value if failed else "")
     if info.state is JobState.FAILED and info.exit_code:

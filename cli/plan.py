@@ -57,9 +57,7 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has."),
 ]
-EvenOption = Annotated[
-    bool, typer.Option("--even", help="Assume that nobody can tell long trajectories from short ones beforehand.")
-]
+EvenOption = Annotated[bool, typer.Option("--even", help="Assume that lengths of trajectories cannot be predicted.")]
 LayoutsOption = Annotated[
     str,
     typer.Option(

@@ -8,7 +8,7 @@
 - The relay announces `VALUE_BYTES` instead and passes everything else on.  It is a child process of the rank, because
   MPI holds the interpreter's lock while it starts.
 - Another MPI or another plugin -> no relay, or everything passes unchanged.
-- The rank ends -> the child writes the file `RunDir.gone`, so nobody waits for a missing heartbeat.
+- The rank ends -> the child writes the file `RunDir.gone`, so no agent waits for a missing heartbeat.
 """
 
 from __future__ import annotations

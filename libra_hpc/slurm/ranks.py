@@ -178,7 +178,7 @@ class Watch:
         return alive
 
     def _over(self, size: int) -> bool:
-        """Whether rank 0 has ended, or everybody else."""
+        """Whether rank 0 has ended, or all others have."""
         return 0 in self._gone or len(self._gone) >= size - 1 > 0
 
     def _note(self, rank: int, pid: int) -> None:

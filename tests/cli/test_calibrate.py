@@ -83,7 +83,7 @@ def test_a_run_becomes_a_calibration_that_simulate_takes(
     assert "device = 'h200'" in capsys.readouterr().err
 
 
-def test_other_degrees_are_kept_and_a_long_run_is_thinned(
+def test_other_degrees_stay_and_a_long_run_is_thinned(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "steps.json"

@@ -142,14 +142,14 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
 
 
 @pytest.mark.parametrize(("killed_at", "starts"), [(0, 2), (2, 3)])
-def test_ranks_that_say_so_are_started_again_also_when_that_start_is_killed(
+def test_ranks_that_ask_for_it_are_started_again_also_when_that_start_is_killed(
     run: RunDir, killed_at: int, starts: int
 ) -> None:
     start(run, "again", str(killed_at))
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
-    said = (run.logs(1) / "launcher.log").read_text()
-    assert (said.count("again: "), said.count("repeat: ")) == (1, starts - 2)
+    output = (run.logs(1) / "launcher.log").read_text()
+    assert (output.count("again: "), output.count("repeat: ")) == (1, starts - 2)
 
 
 def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunDir) -> None:

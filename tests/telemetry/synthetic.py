@@ -108,8 +108,8 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
     log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
-    kept = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
-    log.write({"t": START + 148, "kind": "experience_kept", **kept})
+    recovered = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
+    log.write({"t": START + 148, "kind": "experience_kept", **recovered})
     log.write({"t": START + 150, "kind": "checkpoint_saved", "step": 50})
     log.write({"t": START + 181, "kind": "job_finished", "state": "completed"})
     log.close()
