@@ -38,7 +38,7 @@ INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
 
 
-def tell_version(wanted: bool) -> None:
+def print_version(wanted: bool) -> None:
     """Print the version and exit, if ``wanted``."""
     if wanted:
         print_line(
@@ -79,7 +79,7 @@ def options(
         typer.Option(
             "--version",
             is_eager=True,
-            callback=tell_version,
+            callback=print_version,
             help="Print the version, and whether the scheduler is compiled.",
         ),
     ] = False,

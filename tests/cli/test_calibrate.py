@@ -1,5 +1,4 @@
-"""`libra-hpc calibrate` from the command line: the steps of a run become a file that `simulate` takes, and mistakes
-are one sentence."""
+"""`libra-hpc calibrate` makes a file for `simulate` from the steps of a run; mistakes are one sentence."""
 
 from __future__ import annotations
 

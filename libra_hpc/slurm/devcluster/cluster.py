@@ -266,8 +266,7 @@ class Cluster:
             if dead or waited > READY_TIMEOUT_S:
                 culprit = dead[0] if dead else next(daemon for daemon in daemons if daemon.name.endswith(bad[0]))
                 raise OperationError(
-                    f"The embedded Slurm is not ready: {culprit.name}: {last_line(culprit.log)!r} (log:"
-                    f" {culprit.log})."
+                    f"The embedded Slurm is not ready: {culprit.name}: {last_line(culprit.log)!r} (log: {culprit.log})."
                 )
             if waited > RESUME_AFTER_S and not resumed:
                 resumed = True
