@@ -133,7 +133,7 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
             engines,
             device,
             model,
-            lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
+            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
         )
 
 
