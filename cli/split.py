@@ -1,4 +1,4 @@
-"""``components.split = "auto"`` for the verbs: fill it in, and say what was chosen."""
+"""``components.split = "auto"``: fill in the planner's split, and print it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from .output import WIDTH, busy, console
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, InitialPlan | None]:
-    """A run file with its split filled in, and the plan behind it; as it is, and None, where the split is explicit.
-    Raises `UserError`."""
+    """The configuration with its split filled in, and the plan; unchanged and None where the split is explicit.
+
+    Raises `UserError`.
+    """
     if config.components.split != "auto":
         return config, None
     with busy("planning"):
@@ -25,8 +27,7 @@ def resolve(config: RunConfig) -> tuple[RunConfig, InitialPlan | None]:
 
 
 def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
-    """Print the plans that were compared, best first, and what the first one makes of the run file; ``stderr``:
-    beside a result on stdout."""
+    """Print the compared plans, best first, and the keys of the chosen one; ``stderr``: stdout has another result."""
     (Console(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
 
 
