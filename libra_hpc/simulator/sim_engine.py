@@ -1,6 +1,6 @@
 """One simulated vLLM replica: continuous batching, chunked prefill, KV blocks, priorities, preemption, weight updates.
 
-Who takes part in a step is `batch`'s business.  The step lasts what `StepTimes` says of its decodes and its prefill
+Who takes part in a step is `engine_batch`'s business.  The step lasts what `StepTimes` says of its decodes and its prefill
 chunks; a request whose context is computed completely gets one token at its end.
 
 Chunks of several requests in one step are given to `StepTimes` as one chunk after a context chosen so that the number
@@ -18,7 +18,7 @@ from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import EngineStats
 
 from .cache import BlockCache
-from .global_batch import SimulatedBatch
+from .engine_batch import SimulatedBatch
 from .settings import SimSettings
 from .sim_request import Counters, SimRequest
 from .stretch import Stretch
