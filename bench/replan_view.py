@@ -40,7 +40,7 @@ class Watched:
         """Those admitted and not finished; a turn under way generates a token every ``decode_s`` seconds since it
         was sent."""
         found: dict[int, list[int]] = {}
-        for run in sim.open_runs():
+        for run in sim.open_trajectories():
             group = found.setdefault(self.place(run.group), [run.shared + run.spec.turns[0].new_tokens, 0, 0, 0])
             if run.turn == 0 and run.place == "queue":
                 group[1] += 1

@@ -17,7 +17,7 @@ from .result import Recorder
 from .settings import EngineSpec, SimSettings
 from .sim_engine import IDLE, Engine
 from .sim_request import SimRequest
-from .simulated_run import Sent
+from .simulated_trajectory import SentTurn
 
 
 class Agents:
@@ -30,7 +30,7 @@ class Agents:
         board: Board,
         recorder: Recorder,
         events: Events,
-        answered: Callable[[Sent], None],
+        answered: Callable[[SentTurn], None],
         applied: Callable[[], None],
         freed: Callable[[], None],
     ) -> None:
@@ -39,7 +39,7 @@ class Agents:
         self._answered, self._applied, self._freed = answered, applied, freed
         self._at = events.at
         self._count = 0
-        self._requests: dict[SimRequest, Sent] = {}
+        self._requests: dict[SimRequest, SentTurn] = {}
         self._leaving: dict[str, Callable[[], None]] = {}
 
     @property
@@ -106,7 +106,7 @@ class Agents:
         self._recorder.redirected += 1
         return self.engines[best.engine]
 
-    def send(self, sent: Sent) -> None:
+    def send(self, sent: SentTurn) -> None:
         """A turn is on its way to its engine."""
         self._requests[sent.request] = sent
         if self._settings.send_s > 0.0:
@@ -114,7 +114,7 @@ class Agents:
         else:
             self._arrive(sent)
 
-    def abort(self, sent: Sent) -> None:
+    def abort(self, sent: SentTurn) -> None:
         """A turn is not wanted there any more; it is answered nevertheless, with what was generated."""
         if sent.request.aborted:
             return
@@ -154,7 +154,7 @@ class Agents:
         if at != before and at != IDLE:
             self._at(at, self._step, engine, STEP, engine.number)
 
-    def _arrive(self, sent: Sent) -> None:
+    def _arrive(self, sent: SentTurn) -> None:
         if sent.request not in self._requests:
             return
         if sent.request.aborted:
@@ -172,7 +172,7 @@ class Agents:
         self._wake(engine, IDLE)
         for request in done:
             sent = self._requests[request]
-            sent.run.version = engine.version
+            sent.trajectory.version = engine.version
             if self._settings.answer_s > 0.0:
                 self._at(now + self._settings.answer_s, self._answer, sent)
             else:
@@ -187,7 +187,7 @@ class Agents:
             if board.free > free:
                 self._freed()
 
-    def _answer(self, sent: Sent) -> None:
+    def _answer(self, sent: SentTurn) -> None:
         name = sent.engine.name
         if self._requests.pop(sent.request, None) is None:
             return

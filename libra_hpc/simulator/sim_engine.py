@@ -1,6 +1,6 @@
 """One simulated vLLM replica: continuous batching, chunked prefill, KV blocks, priorities, preemption, weight updates.
 
-Who takes part in a step is `engine_batch`'s business.  The step lasts what `StepTimes` says of its decodes and its prefill
+Who takes part in a step is `engine_batch`'s business.  The step lasts what `StepTimes` says of its decodes and prefill
 chunks; a request whose context is computed completely gets one token at its end.
 
 Chunks of several requests in one step are given to `StepTimes` as one chunk after a context chosen so that the number

@@ -27,7 +27,7 @@ from .event_queue import ROUTING, Events
 from .result import Recorder, SimResult
 from .settings import EngineSpec, SimSettings, Training, check
 from .sim_request import SimRequest
-from .simulated_run import Run, Sent, grouped
+from .simulated_trajectory import SentTurn, SimulatedTrajectory, grouped
 from .training_stage import TrainingStage
 
 STALLED_S = 3600.0
@@ -57,7 +57,9 @@ class Simulation:
         self._deferral = Deferral(policy)
         self._queue = Dispatcher(policy, self.board)
         self._groups = grouped(work, settings.seed)
-        self._runs = {run.name: run for runs in self._groups.values() for run in runs}
+        self._trajectories = {
+            trajectory.name: trajectory for trajectories in self._groups.values() for trajectory in trajectories
+        }
         self.training = TrainingStage(self._groups, settings, training)
         self._events = Events()
         self._at = self._events.at
@@ -65,8 +67,8 @@ class Simulation:
             settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed
         )
         self.engines = self._agents.engines
-        self._sent: dict[str, Sent] = {}
-        self._open: dict[str, Run] = {}
+        self._sent: dict[str, SentTurn] = {}
+        self._open: dict[str, SimulatedTrajectory] = {}
         self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
         self._joining = 0
@@ -113,12 +115,14 @@ class Simulation:
         self._agents.stop()
         self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
         self._sent.clear()
-        waiting = [run for run in self._open.values() if run.place != "deferred"]
-        for run in waiting:
-            self._begin_again(run)
-            run.place = "queue"
+        waiting = [trajectory for trajectory in self._open.values() if trajectory.place != "deferred"]
+        for trajectory in waiting:
+            self._begin_again(trajectory)
+            trajectory.place = "queue"
         self._joining += 1
-        self._at(self.now + delay_s, self._restarted, (specs, [(run, run.epoch) for run in waiting]))
+        self._at(
+            self.now + delay_s, self._restarted, (specs, [(trajectory, trajectory.epoch) for trajectory in waiting])
+        )
 
     def hold_training(self, held: bool) -> None:
         """No training step starts while held."""
@@ -136,7 +140,7 @@ class Simulation:
         """Turns sent and not answered."""
         return self._agents.in_flight
 
-    def open_runs(self) -> list[Run]:
+    def open_trajectories(self) -> list[SimulatedTrajectory]:
         """Trajectories that started and have not ended, in order of admission."""
         return list(self._open.values())
 
@@ -168,18 +172,18 @@ class Simulation:
 
     def _admit(self, _: None = None) -> None:
         for group in self.training.admit():
-            for run in self._groups[group]:
-                run.opened_at, run.round = self.now, self.training.round
-                self._open[run.name] = run
-                self._ready((run, run.epoch))
+            for trajectory in self._groups[group]:
+                trajectory.opened_at, trajectory.round = self.now, self.training.round
+                self._open[trajectory.name] = trajectory
+                self._ready((trajectory, trajectory.epoch))
             self._deferral.started(self.training.round)
 
-    def _ready(self, item: tuple[Run, int]) -> None:
-        run, epoch = item
-        if run.epoch != epoch:
+    def _ready(self, item: tuple[SimulatedTrajectory, int]) -> None:
+        trajectory, epoch = item
+        if trajectory.epoch != epoch:
             return
-        run.ready(self.now)
-        self._queue.ready(run.view(self.settings), self.now)
+        trajectory.ready(self.now)
+        self._queue.ready(trajectory.view(self.settings), self.now)
         self._kick()
 
     def _route(self, _: None) -> None:
@@ -187,34 +191,36 @@ class Simulation:
         now, settings, recorder = self.now, self.settings, self.recorder
         routed = self._queue.dispatch(now)
         for turn, decision in routed:
-            run, view = self._runs[turn.trajectory], self.board.engines[decision.engine]
+            trajectory, view = self._trajectories[turn.trajectory], self.board.engines[decision.engine]
             if not view.open or view.inflight > view.cap:
                 raise ValueError(
                     f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot"
                 )
             recorder.decided(turn, decision, now)
-            engine = self._agents.holder(turn, run.left, decision.engine)
+            engine = self._agents.holder(turn, trajectory.left, decision.engine)
             again = "restart" if not turn.engine else "move"
             if turn.engine == engine.name:
-                again = "eviction" if run.version == engine.version else "swap"
+                again = "eviction" if trajectory.version == engine.version else "swap"
             elif turn.engine:
                 recorder.moves += 1
-                recorder.turn_migrations += run.partial > 0
+                recorder.turn_migrations += trajectory.partial > 0
                 last = self.engines.get(turn.engine)
                 recorder.tp_moves += last is not None and last.tp != engine.tp
             request = SimRequest(
-                run.name,
+                trajectory.name,
                 turn.prompt_id,
-                run.shared // settings.block_size,
+                trajectory.shared // settings.block_size,
                 turn.context_tokens,
-                run.left,
+                trajectory.left,
                 decision.priority,
                 decision.keep_s,
-                run.high,
+                trajectory.high,
                 again,
             )
-            run.engine, run.place = engine.name, "engine"
-            sent = self._sent[run.name] = Sent(run, turn, engine, request, self.board.engines[engine.name].steps)
+            trajectory.engine, trajectory.place = engine.name, "engine"
+            sent = self._sent[trajectory.name] = SentTurn(
+                trajectory, turn, engine, request, self.board.engines[engine.name].steps
+            )
             self._agents.send(sent)
         if routed:
             self._active_at = now
@@ -225,64 +231,64 @@ class Simulation:
                 self._ticking = True
                 self._at(now + settings.tick_s, self._tick, None)
 
-    def _answered(self, sent: Sent) -> None:
-        run = sent.run
+    def _answered(self, sent: SentTurn) -> None:
+        trajectory = sent.trajectory
         now = self._active_at = self.now
         self._freed()
-        if run.epoch != sent.epoch:
+        if trajectory.epoch != sent.epoch:
             self.recorder.discarded += sent.request.generated
-            self._agents.drop(sent.engine, run.name)
+            self._agents.drop(sent.engine, trajectory.name)
             return
-        del self._sent[run.name]
+        del self._sent[trajectory.name]
         if sent.request.left:
-            run.interrupted(sent.request.generated, sent.request.high, run.version)
-            self._ready((run, run.epoch))
+            trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
+            self._ready((trajectory, trajectory.epoch))
             return
-        self.recorder.turn_s.append(now - run.asked_at)
-        tool_s = run.answered(sent.request.high, run.version)
-        run.place = "tool"
-        after = self._end if run.last else self._ready
+        self.recorder.turn_s.append(now - trajectory.asked_at)
+        tool_s = trajectory.answered(sent.request.high, trajectory.version)
+        trajectory.place = "tool"
+        after = self._end if trajectory.last else self._ready
         if tool_s > 0.0:
-            self._at(now + tool_s, after, (run, run.epoch))
+            self._at(now + tool_s, after, (trajectory, trajectory.epoch))
         else:
-            after((run, run.epoch))
+            after((trajectory, trajectory.epoch))
 
-    def _end(self, item: tuple[Run, int]) -> None:
-        run, epoch = item
-        if run.epoch != epoch:
+    def _end(self, item: tuple[SimulatedTrajectory, int]) -> None:
+        trajectory, epoch = item
+        if trajectory.epoch != epoch:
             return
         now, recorder = self.now, self.recorder
-        run.place = "done"
-        del self._open[run.name]
-        recorder.generated += run.attained
+        trajectory.place = "done"
+        del self._open[trajectory.name]
+        recorder.generated += trajectory.attained
         recorder.finish_s.append(now)
-        recorder.completion_s.append(now - run.opened_at)
-        self._agents.ended(run.engine, run.name)
-        self._queue.finished(run.finished(self.settings.task), now)
+        recorder.completion_s.append(now - trajectory.opened_at)
+        self._agents.ended(trajectory.engine, trajectory.name)
+        self._queue.finished(trajectory.finished(self.settings.task), now)
         self._kick()
-        if self.training.close(run.group, now):
-            for name in self._deferral.finished(run.round, self.open_runs(), now):
-                self._abandon(self._runs[name])
+        if self.training.close(trajectory.group, now):
+            for name in self._deferral.finished(trajectory.round, self.open_trajectories(), now):
+                self._abandon(self._trajectories[name])
             self._train()
             self._admit()
-        for held in self._deferral.due(self.open_runs()) if self._deferral.holds else ():
+        for held in self._deferral.due(self.open_trajectories()) if self._deferral.holds else ():
             self._ready((held, held.epoch))
 
-    def _abandon(self, run: Run) -> None:
+    def _abandon(self, trajectory: SimulatedTrajectory) -> None:
         """Give a trajectory up for now; what it generated is lost."""
-        sent = self._sent.pop(run.name, None)
+        sent = self._sent.pop(trajectory.name, None)
         if sent is not None:
-            run.high = max(run.high, sent.request.computed)
+            trajectory.high = max(trajectory.high, sent.request.computed)
             self._agents.abort(sent)
-        self._agents.forget(run.name)
+        self._agents.forget(trajectory.name)
         self.recorder.abandoned += 1
-        self._begin_again(run)
-        self._deferral.add(run)
+        self._begin_again(trajectory)
+        self._deferral.add(trajectory)
 
-    def _begin_again(self, run: Run) -> None:
-        self.recorder.discarded += run.attained
-        run.begin()
-        self._queue.forget(run.name, run.spec.prompt_id, self.now)
+    def _begin_again(self, trajectory: SimulatedTrajectory) -> None:
+        self.recorder.discarded += trajectory.attained
+        trajectory.begin()
+        self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
 
     # --- moves in mid-turn
     # ------------------------------------------------------------------------------------------------------------------
@@ -331,7 +337,7 @@ class Simulation:
         self._agents.up(spec, self.training.version)
         self._kick()
 
-    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[Run, int]]]) -> None:
+    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[SimulatedTrajectory, int]]]) -> None:
         specs, waiting = item
         self._joining += len(specs) - 1
         for spec in specs:
@@ -345,7 +351,7 @@ class Simulation:
 
     def _check_stall(self) -> None:
         running = self.in_flight or self._joining or not self.training.idle
-        if running or any(run.place == "tool" for run in self._runs.values()):
+        if running or any(trajectory.place == "tool" for trajectory in self._trajectories.values()):
             self._active_at = self.now
         elif self.now - self._active_at > STALLED_S:
             raise self._stalled()

@@ -15,7 +15,7 @@ import msgspec
 from libra_hpc.sched.staleness import StalenessGate
 
 from .settings import SimSettings, Training
-from .simulated_run import Run
+from .simulated_trajectory import SimulatedTrajectory
 
 
 class SimulatedStep(msgspec.Struct):
@@ -38,7 +38,9 @@ class SimulatedStep(msgspec.Struct):
 class TrainingStage:
     """Groups in, steps out.  ``groups`` maps prompt id to its trajectories, in data order."""
 
-    def __init__(self, groups: dict[str, list[Run]], settings: SimSettings, training: Training | None) -> None:
+    def __init__(
+        self, groups: dict[str, list[SimulatedTrajectory]], settings: SimSettings, training: Training | None
+    ) -> None:
         self.version = 0
         """Steps done."""
         self.nodes = settings.train_nodes
@@ -49,7 +51,7 @@ class TrainingStage:
         self._groups = groups
         self._order: Sequence[str] = list(groups)
         self._next = 0
-        self._open = {name: len(runs) for name, runs in groups.items()}
+        self._open = {name: len(trajectories) for name, trajectories in groups.items()}
         self._max_open = settings.max_open_groups or len(groups)
         self._training = training or (lambda tokens, nodes: settings.train_s)
         size = settings.batch_groups
@@ -112,9 +114,9 @@ class TrainingStage:
         if self._gate is not None:
             self._gate.finish(group)
             while names := self._gate.batch():
-                tokens = sum(run.context for name in names for run in self._groups[name])
+                tokens = sum(trajectory.context for name in names for trajectory in self._groups[name])
                 step = len(self.steps) + len(self._waiting) + 1
-                generated = sum(run.attained for name in names for run in self._groups[name])
+                generated = sum(trajectory.attained for name in names for trajectory in self._groups[name])
                 self._waiting.append(
                     SimulatedStep(step, len(names), tokens, self._gate.consume(names), now, generated=generated)
                 )

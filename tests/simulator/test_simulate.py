@@ -16,7 +16,7 @@ from libra_hpc.sched.turn_migration import Move, Running
 from libra_hpc.simulator.abandon import OpenTrajectory
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
-from libra_hpc.simulator.simulated_run import Run
+from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 
 from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
 
@@ -214,7 +214,7 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
     seen = []
 
     def controller(sim: Simulation, now: float) -> None:
-        seen.append((now, sim.in_flight, sim.waiting, len(sim.open_runs())))
+        seen.append((now, sim.in_flight, sim.waiting, len(sim.open_trajectories())))
         if now == 4.0:
             sim.join(spec("b", Linear(400)))
 
@@ -260,7 +260,7 @@ def test_an_abandoned_trajectory_starts_anew_when_the_rest_is_done() -> None:
 
 
 def test_of_a_trajectory_that_starts_anew_only_the_prompt_was_computed() -> None:
-    run = Run("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
+    run = SimulatedTrajectory("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
     before = run.epoch
     run.answered(27, 0)
     assert (run.context, run.attained, run.high) == (31, 20, 27)

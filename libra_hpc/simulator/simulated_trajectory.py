@@ -15,7 +15,7 @@ from .sim_engine import Engine
 from .sim_request import SimRequest
 
 
-class Run:
+class SimulatedTrajectory:
     """Mutable state of one trajectory."""
 
     __slots__ = (
@@ -27,7 +27,6 @@ class Run:
         "epoch",
         "group",
         "high",
-        "keep",
         "name",
         "opened_at",
         "partial",
@@ -135,28 +134,30 @@ class Run:
         )
 
 
-class Sent:
+class SentTurn:
     """A turn in flight."""
 
-    __slots__ = ("engine", "epoch", "request", "run", "steps", "turn")
+    __slots__ = ("engine", "epoch", "request", "steps", "trajectory", "turn")
 
-    def __init__(self, run: Run, turn: TurnView, engine: Engine, request: SimRequest, steps: int) -> None:
-        self.run, self.turn, self.engine, self.request = run, turn, engine, request
+    def __init__(
+        self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimRequest, steps: int
+    ) -> None:
+        self.trajectory, self.turn, self.engine, self.request = trajectory, turn, engine, request
         self.steps = steps
         """That the engine had reported then."""
-        self.epoch = run.epoch
+        self.epoch = trajectory.epoch
         """That of the trajectory then: an older one was abandoned since."""
 
 
-def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[Run]]:
+def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[SimulatedTrajectory]]:
     """Trajectories by prompt id, in the order of their first one; shuffled unless ``seed`` is 0."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[SimulatedTrajectory]] = {}
     for name, spec in zip(trajectory_ids(work), work, strict=True):
-        groups.setdefault(spec.prompt_id, []).append(Run(name, spec, spec.prompt_id))
-    for runs in groups.values():
-        shared = min(run.spec.prompt_tokens for run in runs)
-        for run in runs:
-            run.shared = shared
+        groups.setdefault(spec.prompt_id, []).append(SimulatedTrajectory(name, spec, spec.prompt_id))
+    for trajectories in groups.values():
+        shared = min(trajectory.spec.prompt_tokens for trajectory in trajectories)
+        for trajectory in trajectories:
+            trajectory.shared = shared
     if not seed:
         return groups
     order = list(groups)
