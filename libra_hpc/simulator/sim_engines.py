@@ -51,7 +51,7 @@ def parse_buckets(text: str) -> list[Bucket]:
     return [Bucket(count, tp) for tp, count in sorted(buckets.items())]
 
 
-def build_fleet(
+def build_engines(
     buckets: str,
     gpus: int,
     device: str,
