@@ -20,7 +20,7 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.traces import profiles
 from libra_hpc.traces.read import read_trace
 
-from .settings import Pace, Play
+from .settings import Pace, Workload
 from .workload import dials
 
 TASK = "simulated"
@@ -46,10 +46,10 @@ def pace(config: RunConfig, component: str) -> Pace:
     )
 
 
-def play(config: RunConfig) -> Play:
+def workload(config: RunConfig) -> Workload:
     """What the environment hosts replay."""
     simulated, algorithm = config.simulated, config.algorithm
-    return Play(
+    return Workload(
         trace=simulated.trace,
         presets=tuple(simulated.presets),
         sibling=simulated.sibling,
@@ -83,7 +83,7 @@ def check_simulated(config: RunConfig) -> None:
     for name in ("train", "hybrid", "rollout"):
         if getattr(config.components, name).nodes:
             _check_hardware(config, name)
-    told = play(config)
+    told = workload(config)
     if told.trace:
         read_trace(Path(told.trace))
         return

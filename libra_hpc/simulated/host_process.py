@@ -1,5 +1,5 @@
 """The simulated environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a
-`Play`.
+`Workload`.
 
 It is the real host around a task of its own, `WorkloadTask`: prompts and tool results of the workload's
 sizes (`tokens`), tools that take the workload's seconds,
@@ -19,7 +19,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.tasks.base import Episode, Task, ToolResult, Tools, Turn
 from libra_hpc.tasks.host import Host, main
 
-from .settings import Play
+from .settings import Workload
 from .tokens import STOP, answer, prompt
 from .workload import groups
 
@@ -27,10 +27,10 @@ from .workload import groups
 class WorkloadTask(Task):
     """A task that replays a workload.  Raises `UserError` for one that cannot be read or generated."""
 
-    def __init__(self, play: Play) -> None:
-        self.seed = play.seed
-        self._groups = groups(play)
-        self._speedup = play.speedup
+    def __init__(self, workload: Workload) -> None:
+        self.seed = workload.seed
+        self._groups = groups(workload)
+        self._speedup = workload.speedup
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         """Sample ``sample`` of the workload's ``index``-th prompt; both count on from the beginning when the
@@ -76,12 +76,12 @@ class _NoTools:
         raise KeyError("python")
 
 
-async def serve(path: str, play: Play) -> int:
+async def serve(path: str, workload: Workload) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
-    host = Host("simulated", WorkloadTask(play), _NoTools())
+    host = Host("simulated", WorkloadTask(workload), _NoTools())
     await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
     return await host.closed
 
 
 if __name__ == "__main__":
-    sys.exit(main("libra_hpc.simulated.host_process", Play, serve))
+    sys.exit(main("libra_hpc.simulated.host_process", Workload, serve))

@@ -39,7 +39,7 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Pause of an engine for a weight update."""
 
 
-class Play(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The workload an environment host replays."""
 
     trace: str = ""

@@ -14,8 +14,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.runtime.commands import engine_command, host_command, host_settings, trainer_command
-from libra_hpc.simulated.dry_run import in_wall_time, pace, play
-from libra_hpc.simulated.settings import Pace, Play
+from libra_hpc.simulated.dry_run import in_wall_time, pace, workload
+from libra_hpc.simulated.settings import Pace, Workload
 from libra_hpc.simulated.workload import groups
 from libra_hpc.tasks.settings import HostConfig, host_config
 from libra_hpc.traces.read import write_trace
@@ -64,9 +64,9 @@ def test_only_command_lines_tell_a_dry_run_from_a_real_run(tmp_path: Path) -> No
     assert trainer_command(simulated, "train", path)[2] == "libra_hpc.simulated.trainer_process"
     assert host_command(real, path)[1:] == ["-m", "libra_hpc.tasks.host", "--config", str(path)]
     assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
-    assert msgspec.json.decode(host_settings(simulated), type=Play) == play(simulated)
+    assert msgspec.json.decode(host_settings(simulated), type=Workload) == workload(simulated)
     assert msgspec.json.decode(host_settings(real), type=HostConfig) == host_config(real)
-    assert play(simulated).prompts == 16
+    assert workload(simulated).prompts == 16
 
 
 def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
 
 
 def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> None:
-    made = groups(play(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
+    made = groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
     assert [len(group) for group in made] == [2] * 16
     assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
     assert max(spec.context for group in made for spec in group) <= 16384
@@ -95,7 +95,7 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> 
     write_trace(
         tmp_path / "t.jsonl.gz", [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"]
     )
-    told = play(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
+    told = workload(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
     assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(told)] == [
         [(name, n) for n in range(3)] for name in "ab"
     ]

@@ -14,7 +14,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.simulated import tokens
-from libra_hpc.simulated.settings import Pace, Play
+from libra_hpc.simulated.settings import Pace, Workload
 from libra_hpc.simulated.state import weight_file
 from libra_hpc.traces.read import write_trace
 from libra_hpc.train import state_folders as folders
@@ -45,7 +45,7 @@ def trainer_link(folder: Path, told: Pace, **fields: object) -> Link:
 
 
 def host_link(folder: Path, **fields: object) -> Link:
-    told = Play(**{"prompts": 8, "group": 2, "max_context": 16384, "speedup": 10_000.0, **fields})  # type: ignore[arg-type]
+    told = Workload(**{"prompts": 8, "group": 2, "max_context": 16384, "speedup": 10_000.0, **fields})  # type: ignore[arg-type]
     (folder / "host.json").write_bytes(msgspec.json.encode(told))
     return Link(
         folder, "libra_hpc.simulated.host_process", "--config", "host.json", inbound=env.from_host, outbound=env.to_host
