@@ -1,5 +1,4 @@
-"""Trajectories that a policy gave up for now, and when they start again: the long round of
-`libra_hpc.simulator.abandon`."""
+"""Trajectories that a policy aborted, and when they restart: the long round of `libra_hpc.simulator.abandon`."""
 
 from __future__ import annotations
 
@@ -10,12 +9,15 @@ from .simulated_trajectory import SimulatedTrajectory
 
 
 class Deferral:
-    """Counts the groups of each round, asks the policy, and holds what it gave up.  For a policy without the
-    capability it does nothing."""
+    """Counts the groups of each round, asks the policy what to abort, and holds it.
+
+    For a policy without the capability it does nothing.
+    """
 
     def __init__(self, policy: object) -> None:
         self._policy = policy if isinstance(policy, Abandons) else None
         self._rounds: dict[int, list[int]] = {}
+        """Groups started and finished, by round."""
         self._deferred: list[SimulatedTrajectory] = []
 
     def started(self, number: int) -> None:
@@ -23,18 +25,18 @@ class Deferral:
         self._rounds.setdefault(number, [0, 0])[0] += 1
 
     def finished(self, number: int, open_trajectories: Sequence[SimulatedTrajectory], now: float) -> Sequence[str]:
-        """A group of a round ended; returns the trajectories to give up now."""
+        """A group of a round ended; returns the trajectories to abort now."""
         if self._policy is None:
             return ()
         counts = self._rounds[number]
         counts[1] += 1
         views = [
             OpenTrajectory(
-                trajectory.name,
-                trajectory.spec.prompt_id,
-                trajectory.spec.sample,
-                trajectory.attained,
-                trajectory.round,
+                trajectory=trajectory.name,
+                prompt_id=trajectory.spec.prompt_id,
+                sample=trajectory.spec.sample,
+                attained_tokens=trajectory.attained,
+                step=trajectory.round,
             )
             for trajectory in open_trajectories
             if trajectory.place != "deferred"
@@ -42,17 +44,17 @@ class Deferral:
         return self._policy.abandon(views, counts[1], counts[0], now)
 
     def add(self, trajectory: SimulatedTrajectory) -> None:
-        """Hold a trajectory back."""
+        """Hold an aborted trajectory."""
         trajectory.place = "deferred"
         self._deferred.append(trajectory)
 
     @property
     def holds(self) -> bool:
-        """Whether anything is held back."""
+        """Whether any trajectory is held."""
         return bool(self._deferred)
 
     def due(self, open_trajectories: Sequence[SimulatedTrajectory]) -> list[SimulatedTrajectory]:
-        """Those that start now, from their prompts: nothing else of their round, or of one before, is open."""
+        """Held trajectories that restart now: nothing else of their round or an earlier one is open."""
         oldest = min(
             (trajectory.round for trajectory in open_trajectories if trajectory.place != "deferred"), default=None
         )

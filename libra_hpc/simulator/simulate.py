@@ -1,11 +1,11 @@
 """The simulator of the rollout stage: discrete events around the live policy, dispatcher, board and staleness gate.
 
-A trajectory goes from the dispatcher's queue to an engine (`agents`), from there to its tool, and back.  This module is
-what the rollout leader and the coordinator are in a live run: it opens groups as the gate admits them, routes with the
-policy, trains batches, spreads weights, and moves engines in and out.
+This module is what the rollout leader and the coordinator are in a live run:
 
-A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under
-"for a controller".
+* the gate admits a group -> its trajectories start
+* a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
+* a batch is complete -> it is trained (`training_stage`); then all engines apply new weights
+* every ``controller_s`` seconds -> ``controller(simulation, now)``, which may call the methods under "for a controller"
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from .deferral import Deferral
 from .event_queue import ROUTING, Events
 from .result import Recorder, SimResult
 from .settings import EngineSpec, SimSettings, Training, check
-from .sim_request import SimRequest
 from .simulated_trajectory import SentTurn, SimulatedTrajectory, grouped
 from .training_stage import TrainingStage
 
 STALLED_S = 3600.0
-"""A policy that lets every turn wait this long with nothing running will do so for ever."""
+"""Simulated seconds that turns may wait with nothing running; after that the policy would wait for ever."""
 
 Controller = Callable[["Simulation", float], None]
 
 
 class Simulation:
-    """One run; see the module.  Raises `UserError` for input that cannot be simulated."""
+    """One simulated rollout stage.  Raises `UserError` for input that cannot be simulated."""
 
     def __init__(
         self,
@@ -64,7 +63,13 @@ class Simulation:
         self._events = Events()
         self._at = self._events.at
         self._agents = Agents(
-            settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed
+            settings=settings,
+            board=self.board,
+            recorder=self.recorder,
+            events=self._events,
+            answered=self._answered,
+            applied=self._applied,
+            freed=self._freed,
         )
         self.engines = self._agents.engines
         self._sent: dict[str, SentTurn] = {}
@@ -80,7 +85,7 @@ class Simulation:
         self._at(0.0, self._admit, None)
 
     def run(self) -> SimResult:
-        """Play it to the end.  Raises `OperationError` when turns wait for ever."""
+        """Simulate to the end.  Raises `OperationError` when turns would wait for ever."""
         training, following = self.training, self._events.next
         while not training.done:
             if not following():
@@ -95,10 +100,9 @@ class Simulation:
         return self._events.now
 
     # --- for a controller
-    # ----------------------------------------------------------------------------------------------
 
     def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
+        """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""
         self._agents.drain(name, then)
 
     def join(self, spec: EngineSpec, delay_s: float = 0.0) -> None:
@@ -107,10 +111,10 @@ class Simulation:
         self._at(self.now + delay_s, self._joined, spec)
 
     def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
-        """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new
-        ones, ``delay_s`` later.
+        """Restart all ranks: the engines are gone at once, the new ones are up after ``delay_s``.
 
-        What has ended counts, as live (`libra_hpc.rollout.rollout_leader`).  The caller holds the training meanwhile.
+        Unfinished trajectories begin again from their prompts; finished ones count, as in a live run.  The caller
+        holds training meanwhile.
         """
         self._agents.stop()
         self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
@@ -125,7 +129,7 @@ class Simulation:
         )
 
     def hold_training(self, held: bool) -> None:
-        """No training step starts while held."""
+        """Start no training step while ``held``."""
         self.training.held = held
         if not held:
             self._train()
@@ -145,12 +149,11 @@ class Simulation:
         return list(self._open.values())
 
     # --- events
-    # ----------------------------------------------------------------------------------------------
 
     def _kick(self) -> None:
         if not self._routing:
             self._routing = True
-            self._at(self.now, self._route, None, ROUTING)
+            self._at(self.now, self._route, None, rank=ROUTING)
 
     def _freed(self) -> None:
         if len(self._queue):
@@ -168,7 +171,6 @@ class Simulation:
         self._kick()
 
     # --- trajectories
-    # ----------------------------------------------------------------------------------------------
 
     def _admit(self, _: None = None) -> None:
         for group in self.training.admit():
@@ -188,48 +190,24 @@ class Simulation:
 
     def _route(self, _: None) -> None:
         self._routing = False
-        now, settings, recorder = self.now, self.settings, self.recorder
+        now = self.now
         routed = self._queue.dispatch(now)
         for turn, decision in routed:
-            trajectory, view = self._trajectories[turn.trajectory], self.board.engines[decision.engine]
+            view = self.board.engines[decision.engine]
             if not view.open or view.inflight > view.cap:
                 raise ValueError(
                     f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot"
                 )
-            recorder.decided(turn, decision, now)
-            engine = self._agents.holder(turn, trajectory.left, decision.engine)
-            again = "restart" if not turn.engine else "move"
-            if turn.engine == engine.name:
-                again = "eviction" if trajectory.version == engine.version else "swap"
-            elif turn.engine:
-                recorder.moves += 1
-                recorder.turn_migrations += trajectory.partial > 0
-                last = self.engines.get(turn.engine)
-                recorder.tp_moves += last is not None and last.tp != engine.tp
-            request = SimRequest(
-                trajectory.name,
-                turn.prompt_id,
-                trajectory.shared // settings.block_size,
-                turn.context_tokens,
-                trajectory.left,
-                decision.priority,
-                decision.keep_s,
-                trajectory.high,
-                again,
-            )
-            trajectory.engine, trajectory.place = engine.name, "engine"
-            sent = self._sent[trajectory.name] = SentTurn(
-                trajectory, turn, engine, request, self.board.engines[engine.name].steps
-            )
-            self._agents.send(sent)
+            self.recorder.decided(turn, decision, now)
+            self._sent[turn.trajectory] = self._agents.send(self._trajectories[turn.trajectory], turn, decision)
         if routed:
             self._active_at = now
             self._watch()
         if len(self._queue) and self.board.free > 0:
-            recorder.waits += 1
+            self.recorder.waits += 1
             if not self._ticking:
                 self._ticking = True
-                self._at(now + settings.tick_s, self._tick, None)
+                self._at(now + self.settings.tick_s, self._tick, None)
 
     def _answered(self, sent: SentTurn) -> None:
         trajectory = sent.trajectory
@@ -275,7 +253,7 @@ class Simulation:
             self._ready((held, held.epoch))
 
     def _abandon(self, trajectory: SimulatedTrajectory) -> None:
-        """Give a trajectory up for now; what it generated is lost."""
+        """Abort a trajectory until the long round; what it generated is lost."""
         sent = self._sent.pop(trajectory.name, None)
         if sent is not None:
             trajectory.high = max(trajectory.high, sent.request.computed)
@@ -290,15 +268,14 @@ class Simulation:
         trajectory.begin()
         self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
 
-    # --- moves in mid-turn
-    # ------------------------------------------------------------------------------------------------------------------
+    # --- migration of running turns
 
     def _watch(self) -> None:
         if self._queue.rebalances and not self._watching:
             self._watching = True
-            self._at(self.now + LOOK_S, self._look, None)
+            self._at(self.now + LOOK_S, self._migrate, None)
 
-    def _look(self, _: None) -> None:
+    def _migrate(self, _: None) -> None:
         self._watching = False
         for move in self._queue.rebalance(self._running(), self.now):
             self._agents.abort(self._sent[move.trajectory])
@@ -306,13 +283,12 @@ class Simulation:
             self._watch()
 
     def _running(self) -> Iterator[Running]:
-        """What the leader knows of running turns: the steps their engines have reported."""
+        """Running turns as the leader sees them: progress in steps that their engines have reported."""
         for sent in self._sent.values():
             steps = self.board.engines[sent.engine.name].steps - sent.steps
             yield Running(replace(sent.turn, engine=sent.engine.name), steps)
 
     # --- training and engines
-    # ---------------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         seconds = self.training.begin(self.now)
@@ -325,7 +301,7 @@ class Simulation:
         self._agents.swap(version)
         self._train()
 
-    def _spread(self) -> None:
+    def _applied(self) -> None:
         if self.engines:
             self.training.applied(min(engine.version for engine in self.engines.values()))
             self._admit()
@@ -344,10 +320,9 @@ class Simulation:
             self._joined(spec)
         for each in waiting:
             self._ready(each)
-        self._spread()
+        self._applied()
 
     # --- stalls
-    # ----------------------------------------------------------------------------------------------
 
     def _check_stall(self) -> None:
         running = self.in_flight or self._joining or not self.training.idle
@@ -370,5 +345,7 @@ def simulate(
     settings: SimSettings | None = None,
     training: Training | None = None,
 ) -> SimResult:
-    """Play ``work`` on ``engines`` under ``policy``; see `Simulation` and `SimSettings`."""
-    return Simulation(work, engines, policy, settings or SimSettings(), training).run()
+    """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
+    return Simulation(
+        work=work, engines=engines, policy=policy, settings=settings or SimSettings(), training=training
+    ).run()

@@ -1,5 +1,4 @@
-"""One trajectory in play: the environment's side of it, which builds the same records for policies as the live
-leader does; and its turn in flight."""
+"""A trajectory in a simulation and its turn in flight; gives policies the same records as the live leader."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .sim_request import SimRequest
 
 
 class SimulatedTrajectory:
-    """Mutable state of one trajectory."""
+    """Mutable state of one trajectory: what its environment holds in a live run."""
 
     __slots__ = (
         "asked_at",
@@ -43,7 +42,7 @@ class SimulatedTrajectory:
     def __init__(self, name: str, spec: TrajectoryRecord, group: str) -> None:
         self.name, self.spec, self.group = name, spec, group
         self.shared = spec.prompt_tokens
-        """Tokens of the prompt that all samples of the group begin with."""
+        """Prompt tokens shared by all samples of the group."""
         self.epoch = self.round = self.version = self.high = 0
         self.opened_at = self.ready_at = self.asked_at = 0.0
         self.place = ""
@@ -51,7 +50,7 @@ class SimulatedTrajectory:
         self.begin()
 
     def begin(self) -> None:
-        """Stand before the first turn.  Events of the time before carry an older `epoch`."""
+        """Start before the first turn, first or again.  Older events carry an older `epoch`."""
         self.epoch += 1
         self.turn = self.attained = self.partial = 0
         self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
@@ -61,43 +60,42 @@ class SimulatedTrajectory:
         self.high = min(self.high, self.context)
 
     def ready(self, now: float) -> None:
-        """Its turn, or the rest of it, needs an engine."""
+        """The turn, or the rest of a migrated one, needs an engine."""
         self.ready_at, self.place = now, "queue"
         if not self.partial:
             self.asked_at = now
 
     @property
     def left(self) -> int:
-        """Tokens of the present turn that are still to be generated."""
+        """Tokens of the current turn still to generate."""
         return self.spec.turns[self.turn].gen_tokens - self.partial
 
     def interrupted(self, generated: int, high: int, version: int) -> None:
-        """A part of the turn was generated."""
+        """Record a generated part of the turn."""
         self.partial += generated
         self.attained += generated
         self.context += generated
         self.high, self.version = high, version
 
     def view(self, settings: SimSettings) -> TurnView:
-        """The turn that is ready, as a policy sees it."""
+        """The ready turn, as a policy sees it."""
         spec = self.spec
         return TurnView(
-            self.name,
-            spec.prompt_id,
-            spec.sample,
-            settings.task,
-            self.context,
-            self.attained,
-            self.turn,
-            self.ready_at,
-            self.engine,
-            self.signals,
-            settings.max_model_len,
+            trajectory=self.name,
+            prompt_id=spec.prompt_id,
+            sample=spec.sample,
+            task=settings.task,
+            context_tokens=self.context,
+            attained_tokens=self.attained,
+            turns=self.turn,
+            ready_at=self.ready_at,
+            engine=self.engine,
+            signals=self.signals,
+            max_context=settings.max_model_len,
         )
 
     def answered(self, high: int, version: int) -> float:
-        """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until
-        the end."""
+        """Record a generated turn; returns the seconds of its tool, after which the next turn is ready."""
         turns = self.spec.turns
         turn = turns[self.turn]
         self.interrupted(self.left, high, version)
@@ -118,19 +116,19 @@ class SimulatedTrajectory:
         return self.turn == len(self.spec.turns)
 
     def finished(self, task: str) -> Finished:
-        """What a policy learns at the end."""
+        """The record that a policy gets at the end."""
         spec = self.spec
         return Finished(
-            self.name,
-            spec.prompt_id,
-            spec.sample,
-            task,
-            self.attained,
-            len(spec.turns),
-            self.at_signal,
-            self.signals,
-            self.version,
-            self.context,
+            trajectory=self.name,
+            prompt_id=spec.prompt_id,
+            sample=spec.sample,
+            task=task,
+            generated_tokens=self.attained,
+            turns=len(spec.turns),
+            at_signal=self.at_signal,
+            signals=self.signals,
+            version=self.version,
+            context_tokens=self.context,
         )
 
 
@@ -144,9 +142,9 @@ class SentTurn:
     ) -> None:
         self.trajectory, self.turn, self.engine, self.request = trajectory, turn, engine, request
         self.steps = steps
-        """That the engine had reported then."""
+        """Steps the engine had reported when the turn was sent."""
         self.epoch = trajectory.epoch
-        """That of the trajectory then: an older one was abandoned since."""
+        """Epoch of the trajectory when the turn was sent; another one now: it has restarted since."""
 
 
 def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[SimulatedTrajectory]]:
