@@ -63,7 +63,7 @@ class BlockCache:
         return self.total - self.free - self.evictable
 
     def find(self, trajectory: str, prompt: str, prompt_blocks: int, most: int) -> tuple[int, int, int]:
-        """Cached blocks for a request that can reuse ``most``: (of its prompt, after it, evictable ones it would bind)."""
+        """At most ``most`` cached blocks of a request: (of its prompt, after it, evictable ones among them)."""
         shared = self._prompts.get(prompt)
         if shared is None:
             own = self._chains.get(trajectory) if not prompt_blocks else None

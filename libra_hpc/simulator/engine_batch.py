@@ -4,8 +4,8 @@
   unfinished prefill what is left.
 * A request lacks a block -> the running one with the largest (priority, arrival), perhaps itself, is preempted: it
   loses its KV and waits again.
-* Nothing was preempted -> waiting requests are admitted by (priority, arrival), while there are sequences, budget and
-  blocks for the part of their context that is not cached.
+* Nothing was preempted -> waiting requests are admitted by (priority, arrival), within sequences, budget and
+  blocks for their uncached context.
 """
 
 from __future__ import annotations
