@@ -1,4 +1,4 @@
-"""What a trace consists of: counts, quantiles, tools, and how much of the work the longest trajectories are."""
+"""Describe a trace: counts, quantiles, tools, and the share of the longest trajectories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from .trace_stats import Spread, spread
 
 TAIL = 0.1
-"""Share of the trajectories that is called the tail."""
+"""Share of the trajectories that counts as the tail."""
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ class ToolUse(msgspec.Struct, frozen=True):
     calls: int
     seconds: Spread
     outcomes: dict[str, int]
-    """Calls by outcome; calls without one are left out."""
+    """Calls by outcome, calls without one left out."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Description(msgspec.Struct, frozen=True):
     """Tokens a tool answer adds."""
     tool_s: Spread | None
     tail_share: float
-    """Share of the generated tokens that the longest `TAIL` of the trajectories (at least one) generate."""
+    """Share of the generated tokens in the longest `TAIL` of the trajectories (at least one)."""
     tools: list[ToolUse]
     """Most called first."""
     mean_reward: float | None
@@ -89,5 +89,5 @@ def _some(values: Iterable[float]) -> Spread:
 
 
 def tail_share(ordered: Sequence[float], tail: float = TAIL) -> float:
-    """Share of the sum that the largest ``tail`` of ascending values (at least one) have."""
+    """Share of the sum in the largest ``tail`` of ascending values (at least one)."""
     return sum(ordered[-max(round(tail * len(ordered)), 1) :]) / sum(ordered)
