@@ -27,7 +27,6 @@ GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY = (
 TRAIN, ROLLOUT = PINK, BLUE
 """The stages have the same colours in every picture."""
 WIDTH = 10.0
-"""Inches."""
 DPI = 130
 GRID = 0.25
 """Opacity of grid lines."""

@@ -17,11 +17,9 @@ class Clock:
         self._begin = time.monotonic()
 
     def now(self) -> float:
-        """Simulated seconds since the start."""
         return (time.monotonic() - self._begin) * self.speedup
 
     def wall(self, seconds: float) -> float:
-        """Convert simulated to wall seconds."""
         return seconds / self.speedup
 
 

@@ -201,7 +201,6 @@ class SimulatedEngine:
         return self._wall(self._engine.snapshot(now))
 
     def run_until(self, now: float) -> list[FromEngine]:
-        """Simulate up to ``now``; returns the messages."""
         out: list[FromEngine] = []
         while self._engine.next_at <= now:
             out += self._advance()

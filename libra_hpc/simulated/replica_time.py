@@ -48,5 +48,4 @@ class ReplicaTime(msgspec.Struct, frozen=True):
 
     @property
     def receive_s(self) -> float:
-        """Seconds to receive `state_bytes`."""
         return self.state_bytes / self.device.inter_bytes_s

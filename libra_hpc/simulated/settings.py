@@ -35,7 +35,6 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     wake_s: Seconds
     """Added to the first weight update after standby."""
     sync_s: Seconds
-    """Pause of an engine for a weight update."""
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,9 +48,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     outcome: float
     drift: float
     prompts: Annotated[int, msgspec.Meta(ge=1)]
-    """Prompts of the whole run."""
     group: Annotated[int, msgspec.Meta(ge=1)]
     max_context: int
-    """Longest context in tokens."""
     seed: int
     speedup: Positive

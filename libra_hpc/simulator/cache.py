@@ -54,12 +54,10 @@ class BlockCache:
 
     @property
     def available(self) -> int:
-        """Blocks a request can get."""
         return self.free + self.evictable
 
     @property
     def held(self) -> int:
-        """Blocks that requests hold."""
         return self.total - self.free - self.evictable
 
     def find(self, trajectory: str, prompt: str, prompt_blocks: int, most: int) -> tuple[int, int, int]:
@@ -143,7 +141,6 @@ class BlockCache:
         return chain is not None and (any_of or chain.pinned)
 
     def unpin(self, trajectory: str, now: float) -> None:
-        """End the pin of a trajectory's chain."""
         chain = self._chains.get(trajectory)
         if chain is not None and chain.pinned:
             self._withdraw(chain)

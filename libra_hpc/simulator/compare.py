@@ -17,8 +17,6 @@ from .simulate import simulate
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """Result of one policy."""
-
     result: SimResult
     computed_s: float
     """Seconds the simulation itself took."""

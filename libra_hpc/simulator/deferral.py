@@ -21,7 +21,6 @@ class Deferral:
         self._deferred: list[SimulatedTrajectory] = []
 
     def started(self, number: int) -> None:
-        """A group of a round started."""
         self._rounds.setdefault(number, [0, 0])[0] += 1
 
     def finished(self, number: int, open_trajectories: Sequence[SimulatedTrajectory], now: float) -> Sequence[str]:
@@ -44,13 +43,11 @@ class Deferral:
         return self._policy.abandon(views, counts[1], counts[0], now)
 
     def add(self, trajectory: SimulatedTrajectory) -> None:
-        """Hold an aborted trajectory."""
         trajectory.place = "deferred"
         self._deferred.append(trajectory)
 
     @property
     def holds(self) -> bool:
-        """Whether any trajectory is held."""
         return bool(self._deferred)
 
     def due(self, open_trajectories: Sequence[SimulatedTrajectory]) -> list[SimulatedTrajectory]:

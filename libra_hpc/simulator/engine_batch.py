@@ -29,7 +29,6 @@ class SimulatedBatch:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
@@ -38,7 +37,6 @@ class SimulatedBatch:
         return len(self.running) < self._limits.max_num_seqs
 
     def add(self, request: SimRequest) -> None:
-        """A request arrives."""
         self._serial += 1
         request.serial = self._serial
         heappush(self._waiting, (request.priority, self._serial, request))
@@ -159,7 +157,6 @@ class SimulatedBatch:
         heappush(self._waiting, (request.priority, request.serial, request))
 
     def remove(self, request: SimRequest, now: float) -> None:
-        """Abort a running or waiting request."""
         if request in self.running:
             self.running.remove(request)
             self.release(request, now)

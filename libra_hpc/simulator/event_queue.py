@@ -23,7 +23,6 @@ class Events:
     def __init__(self) -> None:
         self.now = 0.0
         self.count = 0
-        """Events entered so far."""
         self._heap: list[tuple[float, int, int, int, Callable[[Any], None], Any]] = []
 
     def at(self, at: float, act: Callable[[Any], None], argument: Any, rank: int = ARRIVAL, number: int = 0) -> None:

@@ -18,7 +18,6 @@ def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec]
 
 
 def _remaining(spec: TrajectoryRecord) -> list[OracleWork]:
-    """Remaining work before each turn."""
     left: list[OracleWork] = []
     decode = new = 0
     tool_s = 0.0

@@ -25,7 +25,6 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 def quantiles(values: Sequence[float]) -> Quantiles:
-    """Quantiles and mean of some values."""
     if not values:
         return Quantiles(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(values)
@@ -71,7 +70,6 @@ class SimResult(msgspec.Struct, frozen=True):
     trajectories: int
     turns: int
     generated_tokens: int
-    """Of complete trajectories."""
     discarded_tokens: int
     """Generated for trajectories that were aborted or restarted."""
     prefilled_tokens: int
@@ -136,7 +134,6 @@ class Recorder:
         self._present_s = self._busy_s = 0.0
 
     def decided(self, turn: TurnView, decision: Decision, now: float) -> None:
-        """A turn was routed."""
         if self.decisions % self._stride == 0:
             self._sampled.append((now, turn, decision))
             if len(self._sampled) > SAMPLED:

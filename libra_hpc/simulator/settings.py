@@ -16,8 +16,6 @@ Training = Callable[[int, int], float]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """One rollout engine."""
-
     name: str
     tp: int
     steps: StepTimes
@@ -35,7 +33,6 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 8192
     """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs)."""
     block_size: int = 32
-    """KV block in tokens."""
     max_model_len: int = 0
     """Longest context in tokens, which policies see; 0: unknown, the engines' KV caches are the limit."""
     send_s: float = 0.002
@@ -47,7 +44,6 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_groups: int = 0
     """Groups per training step; 0: everything starts at once and nothing is trained."""
     eta: int = 0
-    """Staleness bound in weight versions."""
     max_open_groups: int = 0
     """Most groups sampled at once; 0: no bound but the staleness gate's."""
     train_s: float = 0.0
@@ -60,7 +56,6 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     As in a live run, the update empties the KV cache and running requests are computed again.
     """
     task: str = "sim"
-    """Task name that policies see."""
     seed: int = 0
     """Order of the groups: 0 as given, else shuffled by this seed."""
     report_s: float = 0.5

@@ -53,12 +53,10 @@ class Engine:
 
     @property
     def blocks(self) -> int:
-        """Total KV blocks."""
         return self._cache.total
 
     @property
     def busy(self) -> bool:
-        """Whether it has requests."""
         return bool(self._batch.running or self._batch.waiting)
 
     def submit(self, request: SimRequest, now: float) -> None:

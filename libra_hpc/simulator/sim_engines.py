@@ -21,8 +21,6 @@ EXAMPLE = "counts and TP degrees such as 4xTP1,2xTP2,2xTP4"
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """``count`` engines of one TP degree."""
-
     count: int
     tp: int
 

@@ -94,7 +94,6 @@ class Counters:
         self.first_prefill = self.first_cached = 0
         """The same two at the first admission of each request, which is what live engines report."""
         self.preemptions = 0
-        """For lack of KV blocks."""
         self.recomputed = 0
         """Running requests preempted by weight updates."""
         self.steps = 0

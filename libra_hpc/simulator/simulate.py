@@ -96,7 +96,6 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Seconds since the start."""
         return self._events.now
 
     # --- for a controller
@@ -136,7 +135,6 @@ class Simulation:
 
     @property
     def waiting(self) -> int:
-        """Turns that wait for an engine."""
         return len(self._queue)
 
     @property

@@ -112,7 +112,6 @@ class SimulatedTrajectory:
 
     @property
     def last(self) -> bool:
-        """Whether all turns are generated."""
         return self.turn == len(self.spec.turns)
 
     def finished(self, task: str) -> Finished:

@@ -21,7 +21,6 @@ class Stretch:
         self.steps = 0
 
     def begin(self, start: float, first: float) -> None:
-        """Make it one step of ``first`` seconds."""
         self.start, self.first, self.growth, self.steps = start, first, 0.0, 1
 
     def extend(self, steps: int, last: float) -> None:
@@ -34,7 +33,6 @@ class Stretch:
 
     @property
     def end(self) -> float:
-        """Time at which all steps end."""
         return self.boundary(self.steps)
 
     def cut(self, at: float) -> None:

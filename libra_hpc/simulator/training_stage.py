@@ -41,7 +41,6 @@ class TrainingStage:
         self, groups: dict[str, list[SimulatedTrajectory]], settings: SimSettings, training: Training | None
     ) -> None:
         self.version = 0
-        """Steps done."""
         self.nodes = settings.train_nodes
         """Training nodes: the second argument of the training function."""
         self.held = False
@@ -86,11 +85,9 @@ class TrainingStage:
 
     @property
     def idle(self) -> bool:
-        """Whether the trainer runs no step."""
         return not self._busy
 
     def admit(self) -> list[str]:
-        """Groups that start now."""
         started = []
         while self._next < len(self._order):
             open_groups = self._next - (len(self._order) - self._unfinished)

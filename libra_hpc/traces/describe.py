@@ -16,8 +16,6 @@ TAIL = 0.1
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """One tool."""
-
     tool: str
     calls: int
     seconds: Spread

@@ -56,7 +56,6 @@ class Dials(msgspec.Struct, frozen=True):
     """Tokens."""
 
     def check(self, profile: Profile) -> None:
-        """Raise `UserError` for the first dial out of range."""
         for name, count in (("trajectories", self.trajectories), ("group", self.group), ("epochs", self.epochs)):
             if count < 1:
                 raise invalid(name, count, "out of range", "an integer >= 1")
@@ -88,8 +87,6 @@ class Dials(msgspec.Struct, frozen=True):
 
 
 class _Draft(msgspec.Struct):
-    """A trajectory without its tool calls."""
-
     prompt_id: str
     sample: int
     prompt_tokens: int

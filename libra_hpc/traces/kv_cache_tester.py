@@ -39,8 +39,6 @@ class KvCacheRequest(msgspec.Struct):
 
 
 class Session(msgspec.Struct):
-    """One document."""
-
     requests: tuple[KvCacheRequest, ...]
     id: str = ""
 

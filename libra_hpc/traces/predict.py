@@ -63,8 +63,6 @@ class Residual(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The result of `predict`."""
-
     prompt: list[Prompt]
     """Empty: no siblings."""
     signals: list[SignalStrength]
@@ -89,7 +87,6 @@ class _Point(msgspec.Struct):
 
 
 def predict(trajectories: Sequence[TrajectoryRecord]) -> Prediction:
-    """Analyse a trace."""
     residual = _residual(trajectories)
     return Prediction(
         _prompt(trajectories), _signals(list(_points(trajectories))), residual, _trend(residual, len(trajectories))

@@ -23,8 +23,6 @@ class Lognormal(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """One tool."""
-
     name: str
     weight: float
     """Share of the calls."""
@@ -40,8 +38,6 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """One preset."""
-
     name: str
     generated: float
     """Median of the tokens a trajectory generates."""

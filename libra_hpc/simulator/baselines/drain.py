@@ -34,9 +34,7 @@ class Load(NamedTuple):
     """Tokens to decode, >= 1."""
     name: str
     prefill_s: float
-    """Remaining seconds of prefill."""
     tool_s: float
-    """Remaining seconds of tools."""
     context: int
     """Mean context over the remaining tokens."""
 
@@ -96,7 +94,6 @@ class DrainPlan:
         return self._end
 
     def resize(self, slots: int) -> None:
-        """Set the most turns in flight."""
         if slots != self._slots:
             self._slots, self._end = slots, None
 
@@ -107,11 +104,9 @@ class DrainPlan:
         return drain_s(loads, self.steps, self._slots)
 
     def add(self, load: Load) -> None:
-        """Place a trajectory here."""
         insort(self._loads, load)
         self._end = None
 
     def remove(self, load: Load) -> None:
-        """Remove a trajectory that `add` placed."""
         self._loads.remove(load)
         self._end = None

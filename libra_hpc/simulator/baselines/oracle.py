@@ -42,7 +42,6 @@ class OracleWork(msgspec.Struct, frozen=True):
     new_tokens: int
     """Tokens the environment will add in later turns."""
     tool_s: float
-    """Seconds of the tools it will call."""
 
 
 class Foresight(NamedTuple):
@@ -51,7 +50,6 @@ class Foresight(NamedTuple):
     truth: Callable[[str, int], OracleWork]
     """(trajectory, turns done) -> remaining work."""
     steps: Mapping[int, StepTimes]
-    """Step times by TP degree."""
     max_num_seqs: int
     """Most sequences an engine runs at once; more may be in flight."""
 
@@ -63,8 +61,6 @@ class _Placed(NamedTuple):
 
 
 class Oracle(Baseline):
-    """The clairvoyant policy."""
-
     name = "oracle"
 
     def __init__(self, foresight: Foresight) -> None:
@@ -89,7 +85,6 @@ class Oracle(Baseline):
         )
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         priority = round(self.key(turn, now) * PRIORITIES_PER_S)
         name, ends = self._waits.get(turn.trajectory, ("", -1))
         if ends == self._ends and name in board.engines and _full(board.engines[name]):
@@ -148,12 +143,10 @@ class Oracle(Baseline):
         return Decision(engine=best.engine, priority=priority, level=best.level, template=reason, numbers=numbers)
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self._ends += 1
         super().finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._waits.pop(trajectory, None)
         placed = self._placed.pop(trajectory, None)
         if placed is not None and placed.engine in self._plans:

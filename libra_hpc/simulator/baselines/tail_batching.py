@@ -40,6 +40,5 @@ class TailBatching(Sticky):
         return aborted
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self._deferred.discard(record.trajectory)
         super().finished(record, now)
