@@ -225,9 +225,9 @@ def facts(victim: Victim) -> dict[str, Any]:
     assert newest is not None
     position = run.read_json(newest[1] / "state.json")
     last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
-    kept = victim.events("experience_kept")
+    recovered = victim.events("experience_kept")
     dropped: Counter[str] = Counter()
-    for event in kept:
+    for event in recovered:
         dropped.update(event["dropped"])
     return {
         "state": run.read_json(run.result).get("state"),
@@ -238,7 +238,7 @@ def facts(victim: Victim) -> dict[str, Any]:
         "restarts": len(victim.events("recovered")),
         "staleness_max": max(row["staleness_max"] for row in rows),
         "reward": sum(last) / len(last),
-        "kept": sum(event["trajectories"] for event in kept),
+        "kept": sum(event["trajectories"] for event in recovered),
         "dropped": dict(dropped),
     }
 

@@ -1,4 +1,4 @@
-"""From a run file to what the simulated processes are told; every mistake one sentence."""
+"""From a run file to the settings of the simulated processes; every mistake one sentence."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_each_component_has_its_device_and_no_model_folder_is_needed(tmp_path: P
     assert (pace(named, "train").device, pace(named, "train").model) == ("h200", "qwen3-8b")
 
 
-def test_only_command_lines_tell_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
+def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
     simulated, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
     path = Path("/p/r3.0.json")
     for make, module in ((engine_command, "rollout.engine"), (trainer_command, "train.worker")):
         command = make(real, "rollout", path)
         assert command[1:] == ["-m", f"libra_hpc.{module}", "--config", str(path)]
-    *_, told = engine_command(simulated, "rollout", path)
-    assert msgspec.json.decode(told, type=Pace) == pace(simulated, "rollout")
+    *_, settings = engine_command(simulated, "rollout", path)
+    assert msgspec.json.decode(settings, type=Pace) == pace(simulated, "rollout")
     assert trainer_command(simulated, "train", path)[2] == "libra_hpc.simulated.trainer_process"
     assert host_command(real, path)[1:] == ["-m", "libra_hpc.tasks.host", "--config", str(path)]
     assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
@@ -95,8 +95,8 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> 
     write_trace(
         tmp_path / "t.jsonl.gz", [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"]
     )
-    told = workload(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
-    assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(told)] == [
+    work = workload(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
+    assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(work)] == [
         [(name, n) for n in range(3)] for name in "ab"
     ]
 

@@ -51,7 +51,7 @@ def host_link(folder: Path, **fields: object) -> Link:
     )
 
 
-def test_an_engine_serves_turns_and_leaves_when_told(tmp_path: Path) -> None:
+def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
     with engine_link(tmp_path, pace(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
         ready = link.until(rollout.EngineReady)
         assert (ready.version, ready.tp, ready.max_model_len) == (3, 2, 8192)
@@ -70,7 +70,7 @@ def test_an_engine_serves_turns_and_leaves_when_told(tmp_path: Path) -> None:
         assert link.process.wait(60) == 0
 
 
-def test_an_engine_leaves_with_its_agent_and_names_what_it_does_not_know(tmp_path: Path) -> None:
+def test_an_engine_ends_with_its_agent_and_names_an_unknown_device(tmp_path: Path) -> None:
     with engine_link(tmp_path / "a", pace(start_s=1e9)) as link:
         assert link.close() == 0, "also while it starts"
     with engine_link(tmp_path / "b", pace(device="a801")) as link:
