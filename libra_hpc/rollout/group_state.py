@@ -53,29 +53,31 @@ RESERVED = (
     "rollout_tokens_per_s",
     "expected_s",
 )
-"""Columns of `metrics.jsonl`: a number of the task that has such a name gets `TASK_PREFIX` before it."""
+"""Columns of `metrics.jsonl`. A task's own number of such a name gets the prefix `TASK_PREFIX`."""
 TASK_PREFIX = "task_"
 
 
 class GroupState:
-    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has
-    finished or begun."""
+    """The trajectories of one prompt; complete when none is open.
+
+    ``recovered``: trajectories that an earlier start has finished or begun.
+    """
 
     __slots__ = ("begun", "done", "failed", "index", "missing", "open", "retried")
 
-    def __init__(self, index: int, samples: int, kept: Sequence[Trajectory] = ()) -> None:
+    def __init__(self, index: int, samples: int, recovered: Sequence[Trajectory] = ()) -> None:
         self.index = index
-        self.done = [trajectory for trajectory in kept if trajectory.place == "done"]
-        there = {trajectory.sample for trajectory in self.done}
-        self.begun = {trajectory.sample: trajectory for trajectory in kept if trajectory.sample not in there}
-        self.missing = tuple(sample for sample in range(samples) if sample not in there)
-        """Samples to be run, from the start or, where ``begun`` has them, from where they are."""
+        self.done = [trajectory for trajectory in recovered if trajectory.place == "done"]
+        finished = {trajectory.sample for trajectory in self.done}
+        self.begun = {trajectory.sample: trajectory for trajectory in recovered if trajectory.sample not in finished}
+        self.missing = tuple(sample for sample in range(samples) if sample not in finished)
+        """Samples to run, from the prompt or, those in ``begun``, from where they are."""
         self.open = len(self.missing)
         self.failed = self.retried = 0
-        """Trajectories given up, and failed attempts that were followed by another."""
+        """Trajectories given up, and attempts that were tried again."""
 
     def to_group(self) -> Group:
-        """The trainer's view, advantages normalised within the group."""
+        """The group for the trainer, advantages normalised within it."""
         self.done.sort(key=lambda t: t.sample)
         values = advantages([t.reward for t in self.done])
         return Group(self.index, tuple(t.sample_for_training(a) for t, a in zip(self.done, values, strict=True)))
@@ -88,10 +90,9 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:
-    """Columns of `metrics.jsonl` that describe a batch: reward, lengths, staleness (versions between first sampling and
-    training), the task's own numbers.
+    """Columns of `metrics.jsonl` for one batch; a number of the task that a trajectory lacks counts as 0.0.
 
-    Averages are over all trajectories: a number that one of them lacks counts as 0.0 there.
+    Staleness: weight versions between the first sampled token and the training step.
     """
     trajectories = [t for group in groups for t in group.done]
     if not trajectories:
