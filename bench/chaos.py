@@ -105,8 +105,6 @@ class Fault(NamedTuple):
 
 
 class Victim:
-    """A run in progress."""
-
     def __init__(self, folder: Path, model: Path, *, steps: int, seed: int, executor: str) -> None:
         changes = {
             **OVERRIDES,
@@ -244,7 +242,6 @@ def facts(victim: Victim) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

@@ -67,7 +67,6 @@ def measure(model: Path, *, device: str, name: str, out: Path, max_model_len: in
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="h200", help="name in the device table")
     parser.add_argument("--models", default="qwen3-4b,qwen3-8b", help="names in the model table")

@@ -45,7 +45,6 @@ STEPS = 4
 
 
 def trajectories(seed: int, vocab: int) -> list[Sample]:
-    """Random samples."""
     source = random.Random(seed)
     out = []
     for i in range(TRAJECTORIES):
@@ -74,7 +73,6 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="h200", help="name in the device table")
     parser.add_argument("--model", default="qwen3-4b", help="name in the model table")

@@ -54,7 +54,6 @@ class LocalMesh:
 
 
 def machine() -> dict[str, Any]:
-    """Description of this machine."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -92,7 +91,6 @@ def policy(seed: int, steps: int = 3000) -> Path:
 
 
 def engine_environment() -> dict[str, str]:
-    """Environment variables of engine processes."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -140,5 +138,4 @@ def by_work(
 
 
 def median(values: Sequence[float]) -> float:
-    """Median of a non-empty sequence."""
     return statistics.median(values)

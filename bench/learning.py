@@ -72,7 +72,6 @@ def train(folder: Path, model: Path, *, seed: int, steps: int, eta: int, executo
 
 
 def evaluate(folder: Path, config: Path) -> dict[str, Any]:
-    """Reward on the fixed episodes."""
     argv = [
         sys.executable,
         "-m",
@@ -92,7 +91,6 @@ def evaluate(folder: Path, config: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=200)

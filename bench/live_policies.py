@@ -74,7 +74,6 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def progress(text: str) -> None:
-    """Print a line of progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -128,7 +127,6 @@ def start(scheduler: str, *, seed: int, steps: int, env: dict[str, str], folder:
 
 
 def up(run: RunDir) -> bool:
-    """Whether all engines are up."""
     return ENGINES.keys() <= {event["engine"] for event in read_lines(run.events) if event["kind"] == "engine_ready"}
 
 
@@ -195,7 +193,6 @@ def order(policies: list[str], turn: int) -> list[str]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--policies",

@@ -214,7 +214,6 @@ def once(config: RunConfig, folder: Path, batches: int) -> tuple[float, float, f
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--repeat", type=int, default=3)

@@ -162,7 +162,6 @@ class Simulator(msgspec.Struct, frozen=True):
         return cls(measured_times(calibration, header.tp), hops, limits, setup.engines)
 
     def facts(self) -> dict[str, Any]:
-        """Result of the calibration."""
         fit = self.times.fit
         return {"fit": msgspec.to_builtins(fit), "hops": msgspec.to_builtins(self.hops)}
 
@@ -332,7 +331,6 @@ def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of groups")

@@ -197,7 +197,6 @@ class SimulatedEngine:
         self._engine.version = -1
 
     def stats(self, now: float) -> EngineStats:
-        """The present load and the totals since start."""
         return self._wall(self._engine.snapshot(now))
 
     def run_until(self, now: float) -> list[FromEngine]:

@@ -37,7 +37,6 @@ class ReplicaTime(msgspec.Struct, frozen=True):
         return self.fixed_s + flops / (self.devices * self.device.peak_flops * self.mfu)
 
     def reduce_s(self, replicas: int) -> float:
-        """Seconds of one gradient all-reduce."""
         sent = 2.0 * (replicas - 1) / replicas * GRADIENT_BYTES * self.shape.params / self.devices
         return sent / self.device.inter_bytes_s
 

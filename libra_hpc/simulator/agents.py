@@ -47,7 +47,6 @@ class Agents:
 
     @property
     def in_flight(self) -> int:
-        """Turns sent and not answered."""
         return len(self._requests)
 
     # --- engines come and go

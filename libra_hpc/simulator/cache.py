@@ -61,7 +61,7 @@ class BlockCache:
         return self.total - self.free - self.evictable
 
     def find(self, trajectory: str, prompt: str, prompt_blocks: int, most: int) -> tuple[int, int, int]:
-        """At most ``most`` cached blocks of a request: (of its prompt, after it, evictable ones among them)."""
+        """At most ``most`` reusable blocks: (of the prompt, after it, evictable ones that `bind` would take)."""
         shared = self._prompts.get(prompt)
         if shared is None:
             own = self._chains.get(trajectory) if not prompt_blocks else None
@@ -197,7 +197,6 @@ class BlockCache:
             self._enter(entry, now, now)
 
     def _compact(self) -> None:
-        """Drop outdated entries and names without blocks."""
         for order in (self._order, self._pins):
             order[:] = [item for item in order if item[1] == item[2].stamp]
             heapify(order)

@@ -34,8 +34,6 @@ def quantiles(values: Sequence[float]) -> Quantiles:
 
 
 class SampledDecision(msgspec.Struct, frozen=True):
-    """One routing decision with its reason."""
-
     at_s: float
     trajectory: str
     turn: int
@@ -45,8 +43,6 @@ class SampledDecision(msgspec.Struct, frozen=True):
 
 
 class EngineResult(msgspec.Struct, frozen=True):
-    """One engine over the run."""
-
     engine: str
     tp: int
     up_s: float

@@ -55,10 +55,6 @@ class Engine:
     def blocks(self) -> int:
         return self._cache.total
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._batch.running or self._batch.waiting)
-
     def submit(self, request: SimRequest, now: float) -> None:
         """Add a request; it takes part from the next step boundary on."""
         self._batch.add(request)
@@ -130,7 +126,6 @@ class Engine:
         return self.snapshot(now)
 
     def snapshot(self, now: float) -> EngineStats:
-        """The load and totals at any time."""
         cache, counters = self._cache, self.counters
         cache.expire(now)
         return EngineStats(

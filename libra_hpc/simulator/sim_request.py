@@ -67,8 +67,6 @@ class SimRequest:
 
 
 class Counters:
-    """Totals of one engine."""
-
     __slots__ = (
         "again",
         "busy_s",

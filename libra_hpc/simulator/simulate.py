@@ -139,7 +139,6 @@ class Simulation:
 
     @property
     def in_flight(self) -> int:
-        """Turns sent and not answered."""
         return self._agents.in_flight
 
     def open_trajectories(self) -> list[SimulatedTrajectory]:

@@ -115,7 +115,6 @@ class SimulatedTrajectory:
         return self.turn == len(self.spec.turns)
 
     def finished(self, task: str) -> Finished:
-        """The record that a policy gets at the end."""
         spec = self.spec
         return Finished(
             trajectory=self.name,

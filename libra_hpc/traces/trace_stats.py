@@ -9,8 +9,6 @@ import msgspec
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Quantiles and mean of a quantity."""
-
     p50: float
     p90: float
     p99: float

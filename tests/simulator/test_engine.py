@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from libra_hpc.simulator.sim_engine import IDLE
+
 from .toys import Linear, engine, play, request
 
 
@@ -218,7 +220,7 @@ def test_reports_come_twice_a_second_at_step_boundaries_and_once_when_idle() -> 
     e = engine(Linear(4000, base=0.1875))
     e.submit(request("a", 8, 9), 0.0)
     reports = []
-    while e.busy:
+    while e.next_at != IDLE:
         now = e.next_at
         e.advance(now)
         stats = e.report(now)
