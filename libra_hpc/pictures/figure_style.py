@@ -27,13 +27,13 @@ GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY = (
 TRAIN, ROLLOUT = PINK, BLUE
 """The stages have the same colours in every picture."""
 WIDTH = 10.0
+"""Inches, as all sizes here."""
 DPI = 130
 GRID = 0.25
 """Opacity of grid lines."""
 
 
 def figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty picture of so many inches."""
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 

@@ -10,8 +10,6 @@ import time
 
 
 class Clock:
-    """Simulated seconds since its construction."""
-
     def __init__(self, speedup: float) -> None:
         self.speedup = speedup
         self._begin = time.monotonic()

@@ -42,8 +42,6 @@ FLOAT_BYTES = 4
 
 
 class _Turn:
-    """A request in flight; simulated seconds."""
-
     __slots__ = ("admitted", "arrived", "first", "full", "request", "rid", "spans", "spanned")
 
     def __init__(self, rid: str, request: SimRequest, full: bool, now: float) -> None:
@@ -121,7 +119,6 @@ class SimulatedEngine:
         return start, self._wall(between), self._wall(end)
 
     def submit(self, message: Generate, now: float) -> list[FromEngine]:
-        """Accept a turn; returns the refusal if it cannot."""
         if message.rid in self._turns:
             return [EngineError(f"request {message.rid!r} is already in flight.", fatal=False)]
         room = self._config.max_model_len - len(message.prompt) // 4
@@ -155,13 +152,11 @@ class SimulatedEngine:
         return []
 
     def abort(self, message: Abort, now: float) -> None:
-        """End a turn at the next step boundary; its answer follows then."""
         turn = self._turns.get(message.rid)
         if turn is not None and not turn.request.aborted:
             self._engine.abort(turn.request, now)
 
     def update(self, message: UpdateWeights, now: float) -> list[FromEngine]:
-        """Check a weight file and apply it at the next step boundary."""
         if self._asleep:
             return [EngineError(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
         try:
@@ -180,7 +175,6 @@ class SimulatedEngine:
         return []
 
     def sleep(self, now: float) -> list[FromEngine]:
-        """Become a standby; running turns are answered as aborted."""
         for turn in self._turns.values():
             if not turn.request.aborted:
                 self._engine.abort(turn.request, now)

@@ -48,7 +48,6 @@ class _Replayed(Episode):
         self.stop_ids = (STOP,)
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer a turn after the tool's seconds."""
         turns, number = self._spec.turns, self._next
         turn = turns[number]
         self._next += 1

@@ -23,8 +23,6 @@ STATE_BYTES = 12
 
 
 class ReplicaTime(msgspec.Struct, frozen=True):
-    """One replica of ``devices`` devices."""
-
     shape: ModelShape
     device: Device
     devices: int

@@ -41,7 +41,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The workload an environment host replays."""
 
     trace: str
-    """A trace file; empty: generate trajectories."""
     presets: tuple[str, ...]
     """Presets of `libra_hpc.traces.profiles`, one after the other; this and the next three are for generation."""
     sibling: float

@@ -31,7 +31,6 @@ def groups(workload: Workload) -> list[Group]:
 
 
 def dials(workload: Workload) -> list[tuple[str, Dials]]:
-    """Preset and dials of each part of a generated run."""
     parts = len(workload.presets)
     out = []
     for number, preset in enumerate(workload.presets):

@@ -20,7 +20,6 @@ class OpenTrajectory(msgspec.Struct, frozen=True):
     attained_tokens: int
     """Generated so far; lost when the trajectory is aborted."""
     step: int
-    """Training step (round) it started for."""
 
 
 @runtime_checkable

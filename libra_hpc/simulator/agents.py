@@ -52,7 +52,6 @@ class Agents:
     # --- engines come and go
 
     def up(self, spec: EngineSpec, version: int) -> None:
-        """A new engine accepts turns, with weights ``version``."""
         self._count += 1
         engine = Engine(
             name=spec.name,
@@ -167,18 +166,15 @@ class Agents:
             self._act(engine, engine.ended, trajectory)
 
     def swap(self, version: int) -> None:
-        """Every engine applies new weights at its next boundary."""
         for engine in self.engines.values():
             self._act(engine, engine.swap, version, self._settings.sync_s)
 
     def _act(self, engine: Engine, act: Callable[..., None], *arguments: object) -> None:
-        """Call a method of an engine, which may change the time of its next boundary."""
         before = engine.next_at
         act(*arguments, self._events.now)
         self._wake(engine, before)
 
     def _wake(self, engine: Engine, before: float) -> None:
-        """Enter the engine's next boundary as an event, if it has changed."""
         at = engine.next_at
         if at != before and at != IDLE:
             self._at(at, self._step, engine, rank=STEP, number=engine.number)

@@ -19,7 +19,6 @@ from .simulate import simulate
 class Compared(msgspec.Struct, frozen=True):
     result: SimResult
     computed_s: float
-    """Seconds the simulation itself took."""
 
 
 def compare(

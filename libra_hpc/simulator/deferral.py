@@ -24,7 +24,6 @@ class Deferral:
         self._rounds.setdefault(number, [0, 0])[0] += 1
 
     def finished(self, number: int, open_trajectories: Sequence[SimulatedTrajectory], now: float) -> Sequence[str]:
-        """A group of a round ended; returns the trajectories to abort now."""
         if self._policy is None:
             return ()
         counts = self._rounds[number]

@@ -33,7 +33,6 @@ class SimulatedBatch:
 
     @property
     def open(self) -> bool:
-        """Whether another sequence may run."""
         return len(self.running) < self._limits.max_num_seqs
 
     def add(self, request: SimRequest) -> None:
@@ -136,7 +135,6 @@ class SimulatedBatch:
         request.own -= self._cache.publish(request.prompt, full)
 
     def release(self, request: SimRequest, now: float, keep_s: float = 0.0) -> None:
-        """Take a request's blocks back; the full ones stay cached."""
         request.high = max(request.high, request.computed)
         own = max(0, request.computed // self._block - request.prompt_blocks)
         self._cache.release(
@@ -165,7 +163,6 @@ class SimulatedBatch:
             self._waiting.sort()
 
     def put_all_back(self, now: float, cause: str) -> int:
-        """Preempt all running requests; returns their number."""
         running, self.running = self.running, []
         for request in running:
             self.put_back(request, now, cause)

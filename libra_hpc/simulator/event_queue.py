@@ -26,7 +26,7 @@ class Events:
         self._heap: list[tuple[float, int, int, int, Callable[[Any], None], Any]] = []
 
     def at(self, at: float, act: Callable[[Any], None], argument: Any, rank: int = ARRIVAL, number: int = 0) -> None:
-        """Call ``act(argument)`` at the time ``at``, not before `now`."""
+        """Call ``act(argument)`` at time ``at`` >= `now`."""
         self.count += 1
         heappush(self._heap, (at, rank, number, self.count, act, argument))
 

@@ -77,13 +77,10 @@ class SimResult(msgspec.Struct, frozen=True):
     reprefilled_by: dict[str, int]
     """``reprefilled_tokens`` by cause (`SimRequest.again`)."""
     tokens_per_s: float
-    """Generated tokens of complete trajectories over the makespan."""
     completion: Quantiles
-    """Seconds from the start of a trajectory to its end."""
     turn_latency: Quantiles
     """Seconds from a ready turn to its answer: queues, prefill, decoding, hops."""
     queue_wait: Quantiles
-    """Seconds from a ready turn to its routing."""
     moves: int
     """Turns, or rests of migrated ones, sent to another engine than the one before."""
     tp_moves: int
@@ -92,7 +89,6 @@ class SimResult(msgspec.Struct, frozen=True):
     """Of ``moves``: of a running turn."""
     preemptions: int
     recomputed: int
-    """Running requests preempted by weight updates."""
     abandoned: int
     redirected: int
     """Turns sent to another engine because the chosen one could not hold them."""
@@ -104,7 +100,6 @@ class SimResult(msgspec.Struct, frozen=True):
     by_level: list[int]
     """Turns routed to each TP class, ascending."""
     finish_s: list[float]
-    """When each trajectory ended, ascending."""
     steps: list[SimulatedStep]
     engines: list[EngineResult]
     sampled: list[SampledDecision]
@@ -140,7 +135,6 @@ class Recorder:
         self.wait_s.append(now - turn.ready_at)
 
     def gone(self, engine: Engine, now: float) -> None:
-        """An engine left, or the run has ended."""
         counters, present = engine.counters, now - engine.up_at
         for cause, tokens in counters.again.items():
             self._again[cause] = self._again.get(cause, 0) + tokens

@@ -25,11 +25,9 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and delays; the defaults are those of a run file."""
 
     max_inflight: int = 96
-    """Most turns in flight at one engine."""
     adaptive: bool = False
     """Whether caps below ``max_inflight`` follow the engines' reports."""
     max_num_seqs: int = 64
-    """Most sequences an engine runs at once."""
     max_num_batched_tokens: int = 8192
     """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs)."""
     block_size: int = 32
@@ -49,7 +47,6 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float = 0.0
     """Seconds of a training step, unless a training function is given."""
     train_nodes: int = 1
-    """Second argument of the training function."""
     sync_s: float = 0.0
     """Pause of an engine for a weight update, between two steps.
 

@@ -62,7 +62,6 @@ class Engine:
             self._interrupt(now)
 
     def abort(self, request: SimRequest, now: float) -> None:
-        """End a request at the next step boundary, where `advance` returns it."""
         request.aborted = True
         self._aborted.append(request)
         self._interrupt(now)
@@ -246,7 +245,6 @@ class Engine:
         self.next_at = stretch.end
 
     def _extend(self, steps: int, held: int) -> None:
-        """Extend the current step to a stretch of at most ``steps``."""
         decodes, stretch = len(self._batch.running), self._stretch
         # Steps only get longer, so at most this many end before the next report is due.
         steps = min(steps, max(1, math.ceil((self._report_at - stretch.start) / stretch.first)))

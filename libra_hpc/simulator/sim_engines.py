@@ -30,11 +30,9 @@ class SimulatedEngines(msgspec.Struct, frozen=True):
 
     engines: list[EngineSpec]
     gpus: int
-    """GPUs in use."""
     empty: int
     """GPUs that no whole pattern fills."""
     source: str
-    """Where the step times come from."""
 
 
 def parse_buckets(text: str) -> list[Bucket]:

@@ -93,7 +93,6 @@ class Counters:
         """The same two at the first admission of each request, which is what live engines report."""
         self.preemptions = 0
         self.recomputed = 0
-        """Running requests preempted by weight updates."""
         self.steps = 0
         self.busy_s = 0.0
         """Seconds in steps and weight updates."""

@@ -128,7 +128,6 @@ class Simulation:
         )
 
     def hold_training(self, held: bool) -> None:
-        """Start no training step while ``held``."""
         self.training.held = held
         if not held:
             self._train()

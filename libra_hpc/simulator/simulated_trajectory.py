@@ -67,18 +67,15 @@ class SimulatedTrajectory:
 
     @property
     def left(self) -> int:
-        """Tokens of the current turn still to generate."""
         return self.spec.turns[self.turn].gen_tokens - self.partial
 
     def interrupted(self, generated: int, high: int, version: int) -> None:
-        """Record a generated part of the turn."""
         self.partial += generated
         self.attained += generated
         self.context += generated
         self.high, self.version = high, version
 
     def view(self, settings: SimSettings) -> TurnView:
-        """The ready turn, as a policy sees it."""
         spec = self.spec
         return TurnView(
             trajectory=self.name,

@@ -28,7 +28,6 @@ class Stretch:
         self.steps, self.growth = steps, (last - self.first) / (steps - 1)
 
     def boundary(self, steps: int) -> float:
-        """Time at which the first ``steps`` steps end."""
         return self.start + (steps * self.first + self.growth * (steps * (steps - 1) * 0.5))
 
     @property

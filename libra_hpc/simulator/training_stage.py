@@ -27,7 +27,6 @@ class SimulatedStep(msgspec.Struct):
     staleness: int
     """Largest staleness of its groups, in versions."""
     batch_at: float
-    """Time at which the batch was complete."""
     start_at: float = 0.0
     end_at: float = 0.0
     generated: int = 0
@@ -44,7 +43,6 @@ class TrainingStage:
         self.nodes = settings.train_nodes
         """Training nodes: the second argument of the training function."""
         self.held = False
-        """Whether steps are held back."""
         self.steps: list[SimulatedStep] = []
         self._groups = groups
         self._order: Sequence[str] = list(groups)
@@ -65,7 +63,6 @@ class TrainingStage:
 
     @property
     def done(self) -> bool:
-        """Whether every group has ended and every whole batch is trained."""
         return not self._unfinished and not self._waiting and not self._busy
 
     @property
@@ -75,7 +72,6 @@ class TrainingStage:
 
     @property
     def finished(self) -> int:
-        """Groups whose trajectories have all ended."""
         return len(self._groups) - self._unfinished
 
     @property
@@ -135,13 +131,11 @@ class TrainingStage:
         return self._training(record.tokens, self.nodes)
 
     def end(self, now: float) -> int:
-        """End the current step; returns the new version."""
         self.steps[-1].end_at = now
         self._busy = False
         self.version += 1
         return self.version
 
     def applied(self, version: int) -> None:
-        """Every engine has ``version`` or a newer one."""
         while self._gate is not None and self._gate.version < version:
             self._gate.publish(self._gate.version + 1)

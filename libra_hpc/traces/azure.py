@@ -18,7 +18,6 @@ GENERATED = "GeneratedTokens"
 
 
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
-    """Read numbered lines; the first one is the header."""
     columns: dict[str, int] = {}
     for number, line in lines:
         try:

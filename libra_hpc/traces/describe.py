@@ -20,12 +20,9 @@ class ToolUse(msgspec.Struct, frozen=True):
     calls: int
     seconds: Spread
     outcomes: dict[str, int]
-    """Calls by outcome, calls without one left out."""
 
 
 class Description(msgspec.Struct, frozen=True):
-    """A trace in numbers; tokens and seconds."""
-
     trajectories: int
     prompts: int
     groups: int
@@ -37,9 +34,8 @@ class Description(msgspec.Struct, frozen=True):
     generated_per_turn: Spread
     prompt_tokens: Spread
     context: Spread
-    """At the end of the trajectory."""
+    """At the end of a trajectory."""
     payload: Spread | None
-    """Tokens a tool answer adds."""
     tool_s: Spread | None
     tail_share: float
     """Share of the generated tokens in the longest `TAIL` of the trajectories (at least one)."""
@@ -49,7 +45,6 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def describe(trajectories: Sequence[TrajectoryRecord]) -> Description:
-    """Describe at least one trajectory."""
     turns = [turn for one in trajectories for turn in one.turns]
     calls = [turn for turn in turns if turn.tool is not None]
     generated = sorted(one.generated for one in trajectories)

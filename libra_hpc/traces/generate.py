@@ -40,7 +40,6 @@ class Dials(msgspec.Struct, frozen=True):
 
     trajectories: int = 512
     group: int = 8
-    """Trajectories of a prompt."""
     seed: int = 0
     sibling: float = 0.69
     """Share of the variance of the log length that the prompt explains; measured on tau-bench."""
@@ -173,7 +172,6 @@ def _drafts(profile: Profile, dials: Dials, rng: random.Random) -> list[_Draft]:
 
 
 def _deal(drafts: Sequence[_Draft], mean_turns: float, profile: Profile, rng: random.Random) -> None:
-    """Divide the tokens of each draft among its turns."""
     shares = [draft.length**profile.turns_power * math.exp(TURNS_SIGMA * rng.gauss(0, 1)) for draft in drafts]
     scale = mean_turns * len(shares) / sum(shares)
     for draft, share in zip(drafts, shares, strict=True):

@@ -38,6 +38,5 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
 
 
 def encode(trajectories: Iterable[TrajectoryRecord]) -> bytes:
-    """The file's content, uncompressed."""
     lines = ({**msgspec.structs.asdict(one), "turns": [turn.line() for turn in one.turns]} for one in trajectories)
     return b"".join(_encoder.encode(line) + b"\n" for line in lines)

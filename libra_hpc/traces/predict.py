@@ -34,7 +34,6 @@ class Prompt(msgspec.Struct, frozen=True):
     n: int
     anova: OneWay
     r_siblings: float | None
-    """Correlation of a trajectory with the mean of its siblings."""
     r_probe: float | None
     """Correlation of the lowest sample of a group with each of the others."""
 

@@ -25,7 +25,6 @@ class Lognormal(msgspec.Struct, frozen=True):
 class Tool(msgspec.Struct, frozen=True):
     name: str
     weight: float
-    """Share of the calls."""
     seconds: Lognormal
     payload: Lognormal
     """Tokens it returns."""
@@ -40,7 +39,6 @@ class Tool(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True):
     name: str
     generated: float
-    """Median of the tokens a trajectory generates."""
     sigma: float
     """Of the log of the generated tokens.  The longest tenth of a lognormal has Phi(sigma - 1.2816) of the sum: 50 %
     at 1.28, 64 % at 1.65."""

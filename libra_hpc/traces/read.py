@@ -41,13 +41,10 @@ _MARKS = (
 
 
 class Trace(msgspec.Struct):
-    """The content of a trace file or folder."""
-
     path: Path
     format: str
     trajectories: list[TrajectoryRecord]
     bad: list[str]
-    """One sentence for each skipped line."""
 
 
 def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: int | None = None) -> Trace:

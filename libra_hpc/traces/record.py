@@ -52,7 +52,6 @@ def trajectory(
 
 
 def why(error: ValueError | RecursionError) -> str:
-    """The problem of a line, as a fragment of a sentence."""
     if isinstance(error, RecursionError):
         return "JSON is nested too deeply to be a trace"
     if not isinstance(error, msgspec.DecodeError):
@@ -67,7 +66,6 @@ def gap_s(seconds: float) -> float:
 
 
 def at_least(field: str, value: int, least: int) -> None:
-    """Raise `ValueError` when a count is below ``least``."""
     if value < least:
         problem = "negative" if value < 0 else "too small"
         raise ValueError(f"{field} = {value}: {problem}; valid: an integer >= {least}")

@@ -88,7 +88,6 @@ class DrainPlan:
 
     @property
     def end_s(self) -> float:
-        """Seconds until the last one ends."""
         if self._end is None:
             self._end = drain_s(self._loads, self.steps, self._slots)
         return self._end
@@ -98,7 +97,6 @@ class DrainPlan:
             self._slots, self._end = slots, None
 
     def end_with(self, load: Load) -> float:
-        """Seconds until the last one would end with ``load`` here too."""
         loads = self._loads.copy()
         insort(loads, load)
         return drain_s(loads, self.steps, self._slots)

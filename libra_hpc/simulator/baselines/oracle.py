@@ -71,7 +71,6 @@ class Oracle(Baseline):
         """Per waiting turn: the engine, and the value of ``_ends`` when it was chosen."""
         self._ends = 0
         self._siblings: dict[str, str] = {}
-        """Trajectory that started last, by prompt."""
 
     def key(self, turn: TurnView, now: float) -> float:
         """See `Policy.key`: longest remaining time first, at the speed of one sequence on the largest TP degree."""
