@@ -29,8 +29,8 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
+from libra_hpc.runtime.rollout_service import RolloutService
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
@@ -130,7 +130,7 @@ class Replayer:
         config = setup.config(folder / "none", groups=1, group_size=2, open_groups=1, policy="least_loaded")
         self._context = self._make_context(config, run)
         self._node = RolloutNode(self._context)
-        self._lead: RolloutLead | None = None
+        self._service: RolloutService | None = None
         self._up: dict[str, wire.EngineUp] = {}
         self._stats: dict[str, EngineStats] = {}
         self._seen: dict[str, int] = {}
@@ -171,10 +171,10 @@ class Replayer:
         self._asked, self._answers, self._done = {}, {}, asyncio.Event()
         before, load = dict(self._stats), os.getloadavg()[0]
         self._mark_steps()
-        self._lead = RolloutLead(self._make_context(config, run))
+        self._service = RolloutService(self._make_context(config, run))
         for up in self._up.values():
-            self._lead.on_message(up)
-        reports = asyncio.create_task(self._lead.run())
+            self._service.on_message(up)
+        reports = asyncio.create_task(self._service.run())
         try:
             await asyncio.wait_for(self._done.wait(), PATIENCE_S)
             await asyncio.sleep(SETTLE_S)
@@ -184,8 +184,8 @@ class Replayer:
             ) from error
         finally:
             reports.cancel()
-            await self._lead.stop()
-            self._lead = None
+            await self._service.stop()
+            self._service = None
         header, steps = self._new_steps()
         turns, makespan = self._match(run)
         idle = EngineStats(
@@ -230,8 +230,8 @@ class Replayer:
                 self._stats[engine] = stats
             case wire.EngineUp(engine=engine):
                 self._up[engine] = message
-        if self._lead is not None:
-            self._lead.on_message(message)
+        if self._service is not None:
+            self._service.on_message(message)
 
     def _imposed(self, request: Any) -> Any:
         episode = request.rid.partition(":")[0]
