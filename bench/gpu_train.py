@@ -22,7 +22,7 @@ import torch
 
 from bench.gpu_model import random_model
 from bench.harness import median, report
-from libra_hpc.cost_models.lengths import Observed, sketch
+from libra_hpc.cost_models.lengths import TrajectoryLengths, sketch
 from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost
 from libra_hpc.hardware.architecture import read_shape
@@ -99,7 +99,7 @@ def main() -> None:
                 lengths = [len(s.loss_mask) for s in samples]
                 loss_tokens = sum(sum(s.loss_mask) for s in samples)
                 done = trainer.step(TrainStep(engine.state.step + 1, 0, (tuple(samples),), (loss_tokens,)))
-                observed = [Observed(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
+                observed = [TrajectoryLengths(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
                 cost = TrainCost(
                     shape, device, 8, BatchWork(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1)
                 )

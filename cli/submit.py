@@ -17,7 +17,7 @@ from libra_hpc.config.load import apply_override, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.planning.initial import Initial, record
+from libra_hpc.planning.initial import InitialPlan, plan_record
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
@@ -142,14 +142,14 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial | None) -> str:
+def queue(launch: Launch, environment: Mapping[str, str] | None, made: InitialPlan | None) -> str:
     """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no
     run directory behind."""
     run = launch.run
     try:
         run.write_json(run.config, launch.config.model_dump())
         if made is not None:
-            run.write_json(run.plan, record(made))
+            run.write_json(run.plan, plan_record(made))
         return jobs.queue(launch, environment)
     except (UserError, OperationError):
         if launch.attempt == 1:

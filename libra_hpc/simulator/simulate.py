@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from libra_hpc.errors import OperationError
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
+from libra_hpc.sched.dispatch import REBALANCE_EVERY_S, Dispatcher
 from libra_hpc.sched.protocol import Policy
 from libra_hpc.sched.turn_migration import Running
 
@@ -269,7 +269,7 @@ class Simulation:
     def _watch(self) -> None:
         if self._queue.rebalances and not self._watching:
             self._watching = True
-            self._at(self.now + LOOK_S, self._migrate, None)
+            self._at(self.now + REBALANCE_EVERY_S, self._migrate, None)
 
     def _migrate(self, _: None) -> None:
         self._watching = False
