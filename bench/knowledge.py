@@ -35,7 +35,7 @@ from libra_hpc.sched.protocol import TurnView
 from libra_hpc.sched.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
-from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.simulator.simulate import simulate
 
 PROMPT = "its prompt"
@@ -128,7 +128,7 @@ class Informed(CausalMlfq):
 def play(job: tuple[str, int]) -> dict[str, float]:
     """Makespans over the oracle's."""
     name, seed = job
-    engines, settings = build_fleet(BUCKETS, GPUS, DEVICE, MODEL).engines, SimSettings(max_model_len=MAX_CONTEXT)
+    engines, settings = build_engines(BUCKETS, GPUS, DEVICE, MODEL).engines, SimSettings(max_model_len=MAX_CONTEXT)
     work = work_of(name, seed, 512)
     truth = dict(zip(trajectory_ids(work), work, strict=True))
     best = compare(work, engines, ["oracle"], settings)["oracle"].result.makespan_s

@@ -25,7 +25,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.policies import parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
 
@@ -72,13 +72,13 @@ def work_of(name: str, seed: int, trajectories: int) -> list[TrajectoryRecord]:
 def play(job: tuple[str, int, int, list[str]]) -> Row:
     """All policies on the work of one seed; the last epoch counts."""
     name, seed, trajectories, policies = job
-    fleet = build_fleet(BUCKETS, GPUS, DEVICE, MODEL)
+    built = build_engines(BUCKETS, GPUS, DEVICE, MODEL)
     work, settings = work_of(name, seed, trajectories), SimSettings()
     before: list[list[TrajectoryRecord]] = []
     if name in WORK:
         settings = SimSettings(max_model_len=MAX_CONTEXT)
         *before, work = [work[start : start + trajectories] for start in range(0, len(work), trajectories)]
-    done = compare(work, fleet.engines, policies, settings, before=before)
+    done = compare(work, built.engines, policies, settings, before=before)
     return {
         policy: {
             "makespan_s": one.result.makespan_s,

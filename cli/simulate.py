@@ -16,7 +16,7 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.simulator.compare import Compared, compare
 from libra_hpc.simulator.policies import ORACLE, parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.sim_engines import build_engines
 
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
@@ -83,7 +83,7 @@ def simulate(
     for option, seconds in (("--train-s", train_s), ("--sync-s", sync_s)):
         if not math.isfinite(seconds):
             raise invalid(option, seconds, "not a finite number", "a number >= 0")
-    fleet = build_fleet(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
+    fleet = build_engines(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
     work = load(file, format, skip_bad, limit).trajectories
     settings = SimSettings(
         max_num_seqs=max_num_seqs,
