@@ -12,7 +12,7 @@ from libra_hpc.config.load import load_run_file
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
-from libra_hpc.planning.initial import Initial
+from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python
@@ -46,7 +46,7 @@ class Checked(NamedTuple):
 
     config: RunConfig
     """With its split filled in."""
-    made: Initial | None
+    made: InitialPlan | None
     """The plan behind the split; None where the split is explicit."""
     environment: jobs.Environment | None
     """Environment of Slurm's commands; None for the local executor, or when no Slurm answers."""
