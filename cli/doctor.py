@@ -20,7 +20,7 @@ from libra_hpc.slurm.node_job import submit_probe
 from libra_hpc.slurm.site import slurm_environment
 
 from . import jobs
-from .output import busy, note, say, say_json, show
+from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 
 MARKS = {"good": "ok", "warning": "?", "bad": "no"}
@@ -47,7 +47,7 @@ def doctor(
     bad = any(finding.state == "bad" for finding in found)
     files = [str(path) for path in places() if path.exists()]
     if json:
-        say_json({"good": not bad, "site_files": files, "findings": [finding._asdict() for finding in found]})
+        print_json({"good": not bad, "site_files": files, "findings": [finding._asdict() for finding in found]})
     else:
         table = Table(box=None, pad_edge=False)
         for column in ("", "what", "found", "to do"):
@@ -55,7 +55,7 @@ def doctor(
         for finding in found:
             table.add_row(MARKS[finding.state], finding.subject, finding.found, finding.fix)
         show(table)
-        say(f"site profile: {', '.join(files) or 'none (libra-hpc init writes one)'}")
+        print_line(f"site profile: {', '.join(files) or 'none (libra-hpc init writes one)'}")
     if bad:
         raise typer.Exit(1)
 
@@ -66,7 +66,7 @@ def on_nodes(config: RunConfig, environment: jobs.Environment, nodes: int) -> li
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent))
     handle = submit_probe(probe, config, environment, folder, nodes)
-    note(f"job {handle.job_id} tries {nodes} nodes (logs in {folder})")
+    print_note(f"job {handle.job_id} tries {nodes} nodes (logs in {folder})")
     try:
         with busy("waiting for the nodes"):
             handle.wait()

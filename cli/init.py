@@ -15,7 +15,7 @@ from libra_hpc.slurm.profile import profile_text
 from libra_hpc.slurm.query import partitions
 from libra_hpc.slurm.site import slurm_environment
 
-from .output import say
+from .output import print_line
 
 
 def init(
@@ -31,11 +31,11 @@ def init(
     plugin = PYPI if PYPI in listed or not listed else listed[0]
     text = profile_text(partitions(environment), plugin, python, account)
     if show:
-        say(text.rstrip("\n"))
+        print_line(text.rstrip("\n"))
         return
     path = (out or OWN).expanduser().absolute()
     if path.exists() and not force:
         raise invalid("FILE", str(path), "there is a profile already", "another file, --force or --print")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.encode())
-    say(f"wrote {path}; libra-hpc doctor examines the site with it")
+    print_line(f"wrote {path}; libra-hpc doctor examines the site with it")

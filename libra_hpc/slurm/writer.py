@@ -1,12 +1,12 @@
-"""The batch script of a run: a pure function of the run file and a few paths.
+"""The batch script of a run: a pure function of a `Launch`.
 
-One heterogeneous job, one component per kind of node, one task per node; `srun` starts the node agents of all
-components as one MPI world.  The template is ``sbatch/run.sbatch.j2``; every value that reaches it is checked here (one
-line, no spaces) or quoted for the shell.
+The script is one heterogeneous job with one component per kind of node and one task per node.  `srun` starts all node
+agents as one MPI world.  Values for the template ``sbatch/run.sbatch.j2`` are checked (no spaces) or quoted here.
 
-What the script promises the agents: SIGUSR1 means that the time limit is `WARNING_S` away, SIGTERM that the job is
-being cancelled or preempted, each rank's output goes to ``agent-<rank>.log``, descriptor 3 is Slurm's own output, and
-what follows their end is `libra_hpc.slurm.outcome`'s decision.
+- The time limit is `WARNING_S` away -> the agents get SIGUSR1.
+- The job is cancelled or preempted -> the agents get SIGTERM.
+- A rank prints -> ``agent-<rank>.log``; it writes to descriptor `OUTPUT_FD` -> Slurm's own output.
+- All ranks have ended -> `libra_hpc.slurm.outcome` decides.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ RESERVED = {
 }
 """sbatch options that the script needs as they are, and the key that sets them where there is one."""
 RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
-"""What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
+"""Arguments that start a rank through the relay of its start-up messages."""
 
 
 def het_script(launch: Launch) -> str:
@@ -95,7 +95,7 @@ def het_script(launch: Launch) -> str:
         container=shlex.join(started.step),
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
         log_prefix=shlex.quote(str(logs / "agent-")),
-        command=shlex.join([*started.prefix, launch.python, *RANK_STARTER, *launch.interpreted]),
+        command=shlex.join([*started.prefix, launch.python, *RANK_STARTER, *launch.agent_arguments]),
         result=shlex.quote(str(run.result)),
         met=shlex.quote(str(run.met(launch.attempt))),
         again=shlex.quote(str(run.again(launch.attempt))),
@@ -195,7 +195,7 @@ def _extra(field: str, option: str) -> str:
 
 
 def _word(field: str, value: str) -> str:
-    """``value`` if it can stand unquoted in an sbatch option."""
+    """``value`` if an sbatch option can contain it unquoted; else raises `UserError`."""
     if any(character.isspace() or character in "\"'\\#" or not character.isprintable() for character in value):
         raise invalid(field, value, "not usable in an sbatch option", "a name without spaces or quotes")
     return value
