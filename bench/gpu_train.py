@@ -23,6 +23,7 @@ import torch
 
 from bench.gpu_model import random_model
 from bench.harness import median, report
+from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.lengths import Observed, sketch
 from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost
@@ -35,7 +36,7 @@ from libra_hpc.train import checkpoint
 from libra_hpc.train.device import choose, local_store
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
-from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings
+from libra_hpc.train.settings import algorithm_settings, optimizer_settings
 from libra_hpc.train.train_engine import TrainEngine, init_world
 
 TRAJECTORIES = 48
@@ -86,13 +87,13 @@ def main() -> None:
     with random_model(shape) as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         cuda = choose("cuda", 0, 4)
         split = init_world(cuda, 1, 1, 0, local_store(), 600.0)
-        engine = TrainEngine(read_shape(folder), cuda, torch.bfloat16, split, OptimizerSettings())
+        engine = TrainEngine(read_shape(folder), cuda, torch.bfloat16, split, optimizer_settings(RunConfig()))
         checkpoint.start(engine, folder, "")
         state_bytes = torch.cuda.memory_allocated()
         replicas = Replicas(engine, 600.0, 60.0)
         replicas.join(Join(0, 0, 1, ""))
         for micro_tokens in map(int, arguments.micro_tokens.split(",")):
-            trainer = GrpoTrainer(engine, replicas, AlgorithmSettings(), micro_tokens)
+            trainer = GrpoTrainer(engine, replicas, algorithm_settings(RunConfig()), micro_tokens)
             torch.cuda.reset_peak_memory_stats()
             got, expected = [], []
             for number in range(STEPS):

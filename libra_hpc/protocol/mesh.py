@@ -12,6 +12,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .metrics import BatchStats, StepMetrics
 from .rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from .trainer import FromWorker, Sample, ToWorker
 
@@ -178,10 +179,10 @@ class TrainingFinished(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator: one committed step; ``metrics`` are the columns of `metrics.jsonl`."""
+    """Train leader -> coordinator: one committed step."""
 
     step: int
-    metrics: dict[str, float]
+    metrics: StepMetrics
     t: float = 0.0
     """Epoch seconds of the commit."""
 
@@ -202,7 +203,7 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     groups: tuple[Group, ...]
-    stats: dict[str, float]
+    stats: BatchStats
     given_up: tuple[int, ...] = ()
     """Prompts whose samples all failed: they count as trained with this batch, so that no start samples them again."""
 

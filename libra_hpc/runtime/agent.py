@@ -162,7 +162,9 @@ class Agent:
         self.run_dir.checkpoints.mkdir(exist_ok=True)
 
         async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
-            records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
+            records = tuple(
+                folders.StepRecord(report.step, report.t, dict(report.metrics.columns())) for report in reports
+            )
             position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
             # A shared file system may take a minute for any of this, and this loop has heartbeats to send.
             await asyncio.to_thread(complete_checkpoint, self.run_dir.checkpoint(step), position)

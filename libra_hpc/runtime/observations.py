@@ -50,19 +50,16 @@ class Observations:
 
     def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
         """One committed step, and the planner's estimate of its seconds."""
-        metrics = report.metrics
-        self.rewards.append(metrics.get("reward", 0.0))
-        self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
-        self.trained += int(metrics.get("trajectories", 0))
-        self.walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
-        self.expected.append((expected_s, metrics.get("step_s", 0.0)))
-        if metrics.get("train_s", 0.0) > 0.0:
-            tokens, loss_tokens, replicas = (
-                int(metrics["trained_tokens"]),
-                int(metrics["loss_tokens"]),
-                int(metrics["replicas"]),
+        metrics, batch, train = report.metrics, report.metrics.batch, report.metrics.train
+        self.rewards.append(batch.reward)
+        self.staleness.append((batch.staleness_mean, batch.staleness_max))
+        self.trained += batch.trajectories
+        self.walls.append((metrics.step_s, metrics.wait_s))
+        self.expected.append((expected_s, metrics.step_s))
+        if train is not None and train.train_s > 0.0:
+            self.steps.append(
+                TrainStepFact(now, train.trained_tokens, train.loss_tokens, metrics.replicas, train.train_s)
             )
-            self.steps.append(TrainStepFact(now, tokens, loss_tokens, replicas, metrics["train_s"]))
 
     def on_rollout(self, report: RolloutReport, nodes: tuple[int, ...], now: float) -> None:
         """A second of rollout; a window counts only when the same nodes served all through it."""

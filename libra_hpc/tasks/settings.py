@@ -16,26 +16,26 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 
 
-class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One environment host; the ``tool_*`` fields are those of the run file's ``[task]`` table."""
 
     task: str
     """A built-in task, or ``path/to/file.py:ClassName``."""
     model: str
     """Hugging Face folder whose ``tokenizer.json`` the task uses."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any]
     """Passed to the task's constructor."""
-    seed: int = 0
+    seed: int
     """Seed of the data order, unless ``options`` has its own ``seed``."""
-    tool_timeout_s: float = 10.0
+    tool_timeout_s: float
     """Wall-clock limit of one tool call, not counting the wait for a free tool process."""
-    tool_memory_mb: int = 512
+    tool_memory_mb: int
     """Address-space limit of a tool process (MiB)."""
-    tool_output_bytes: int = 65536
+    tool_output_bytes: int
     """A tool's textual output beyond this is cut off."""
-    step_limit_s: float = 0.0
+    step_limit_s: float
     """Most seconds of a step outside its tool calls, unless the task declares more; 0: no limit."""
-    tool_processes: int = 1
+    tool_processes: int
     """Sandboxed tool processes, and as many again for model-written code once a task uses it."""
 
 

@@ -69,6 +69,7 @@ def warm_start(
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
+        eps=1e-8,
         weight_decay=weight_decay,
         grad_clip=grad_clip,
         warmup_steps=warmup,

@@ -31,6 +31,7 @@ from libra_hpc.protocol.mesh import (
     ToReplica,
     TrainingFinished,
 )
+from libra_hpc.protocol.metrics import StepMetrics
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -47,11 +48,11 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
 )
 
-from .columns import train_columns
 from .data_order import DataOrder as DataOrder
 from .members import Members
 from .retry import Exports, Retry
 from .shards import loss_tokens_of, shard, tokens_of
+from .step_metrics import train_metrics
 
 SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
 """Pauses in seconds after a checkpoint that failed; each attempt costs the time of a checkpoint."""
@@ -288,17 +289,17 @@ class TrainLeader(Members):
         self._send(self._rollout_leader, Committed(self.step, indices))
         now = self._clock()
         tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
-        metrics = dict(batch.stats)
-        metrics.update(
+        metrics = StepMetrics(
+            batch=batch.stats,
             generation=self.generation,
             replicas=len(self.members),
             wait_s=waited_s,
             tokens=tokens,
             step_s=now - self._last_commit,
             version=self.step,
+            train=train_metrics(replies, tokens, wall_s, self._exports.seconds) if replies else None,
         )
         if replies:
-            metrics.update(train_columns(replies, tokens, wall_s, self._exports.seconds))
             self._note_skipped(batch.step, replies[0])
         self._last_commit = now
         self._reports.append(StepReport(self.step, metrics, time.time()))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32
 from libra_hpc.protocol.env import (
     EpisodeFailed,
@@ -25,12 +26,18 @@ from libra_hpc.protocol.env import (
     from_host,
     to_host,
 )
-from libra_hpc.tasks.settings import HostConfig, host_command, write_private
+from libra_hpc.tasks.settings import HostConfig, host_command, host_config, write_private
 
 ANSWER_S = 60.0
 """A host that says nothing for so long is broken."""
 
 T = TypeVar("T")
+
+
+def host_settings(**changes: Any) -> HostConfig:
+    """Settings of a host: those of an empty run file without a limit of a step, but for ``changes``."""
+    default = host_config(RunConfig())
+    return msgspec.structs.replace(default, **{"step_limit_s": 0.0, **changes})
 
 
 class Leader:

@@ -8,9 +8,8 @@ import pytest
 
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode
 from libra_hpc.tasks import answers
-from libra_hpc.tasks.settings import HostConfig
 
-from .leader import Leader
+from .leader import Leader, host_settings
 from .user_tasks import ODD
 
 TASK = f"{Path(__file__).with_name('user_tasks.py')}:Odd"
@@ -41,7 +40,7 @@ EXPECTED = {
 
 def test_every_odd_answer_fails_its_episode_with_kind_and_value(keychain_folder: Path) -> None:
     assert EXPECTED.keys() == ODD.keys()
-    with Leader(HostConfig(task=TASK, model=str(keychain_folder))) as leader:
+    with Leader(host_settings(task=TASK, model=str(keychain_folder))) as leader:
         for index, (name, (kind, error)) in enumerate(EXPECTED.items()):
             leader.send(OpenEpisode(name, index, 0, 0.0))
             message = leader.receive()

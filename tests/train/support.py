@@ -33,15 +33,17 @@ from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
-from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
+from libra_hpc.train.settings import OptimizerSettings, write_config
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
+from .settings import algorithm, optimizer, worker_config
+
 VOCAB = 64
-OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
+OPTIMIZER = optimizer(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
 """A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients, which the comparisons
 below would otherwise measure."""
-ALGORITHM = AlgorithmSettings(kl_coef=0.1, temperature=0.8)
+ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
 MICRO_TOKENS = 96
 WAIT_S = 120.0
 
@@ -169,7 +171,7 @@ class Replica:
             listener.listen(1)
             listener.settimeout(WAIT_S)
             listeners.append(listener)
-            config = WorkerConfig(
+            config = worker_config(
                 model_dir=str(model_dir),
                 world_rendezvous=str(self.folder / "world"),
                 tp=tp,

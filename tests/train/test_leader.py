@@ -42,6 +42,7 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train import members
 from libra_hpc.train import train_leader as leader
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
+from tests.protocol.step_reports import batch_stats
 
 
 def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
@@ -52,7 +53,7 @@ def batch(step: int) -> Batch:
     return Batch(
         step,
         tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)),
-        {"reward": 0.5},
+        batch_stats(reward=0.5),
     )
 
 
@@ -121,7 +122,7 @@ class World:
         )
 
         async def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
-            self.carried.append([(report.step, report.metrics["reward"]) for report in reports])
+            self.carried.append([(report.step, report.metrics.batch.reward) for report in reports])
             if self.hangs:
                 await asyncio.sleep(60.0)
             if self.no_position:
@@ -200,7 +201,7 @@ def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
     assert [c.indices for c in world.of(Committed)] == [(0, 1), (2, 3), (4, 5)]
     assert [p.version for p in world.of(Publish)] == [0, 1, 2, 3]
     assert world.saved == [(2, 4, []), (3, 6, [])]
-    assert [r.metrics["reward"] for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
+    assert [r.metrics.batch.reward for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
 
 
 def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -> None:
@@ -674,7 +675,7 @@ def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:
         await until(lambda: world.of(Fatal))
 
     play(world, script)
-    assert [r.metrics["skipped"] for r in world.of(StepReport)] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [r.metrics.train.skipped for r in world.of(StepReport)] == [1, 1, 0, 1, 1, 1]
     assert [log.fields["step"] for log in world.of(Log) if log.kind == "update_skipped"] == [1, 2, 4, 5, 6]
     assert [fatal.reason for fatal in world.of(Fatal)] == ["gradients were not finite in 3 steps in a row"]
 
@@ -686,7 +687,7 @@ def test_a_batch_without_loss_tokens_is_never_trained() -> None:
 
     async def script() -> None:
         world.leader.on_generation(1, (1,))
-        world.leader.on_batch(Batch(1, (Group(0, (silent,)),), {}))
+        world.leader.on_batch(Batch(1, (Group(0, (silent,)),), batch_stats()))
         await until(lambda: world.of(Fatal))
 
     play(world, script)

@@ -1,0 +1,113 @@
+"""What one train step reports: the columns of a line of ``metrics.jsonl``.
+
+- `BatchStats` travels with the batch, from the rollout leader to the train leader.
+- `StepMetrics` travels with the step's report, from the train leader to rank 0.
+- Rank 0 adds `COORDINATOR_COLUMNS` and writes the line.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class BatchStats(msgspec.Struct, frozen=True):
+    """What the rollout leader measured of a global batch; means and quantiles are over its trajectories."""
+
+    reward: float
+    """Mean."""
+    reward_std: float
+    trajectories: int
+    staleness_mean: float
+    """Weight versions between the first sampled token and the training."""
+    staleness_max: int
+    gen_tokens: int
+    """Generated tokens of the whole batch."""
+    gen_tokens_p50: float
+    """Generated tokens of one trajectory: the median, and below it the 95th percentile."""
+    gen_tokens_p95: float
+    turns_p50: float
+    turns_p95: float
+    context_p50: float
+    """Tokens of the final context."""
+    failed: int
+    """Trajectories left out after repeated failures."""
+    retried: int
+    """Failed attempts that another attempt followed."""
+    rollout_s: float
+    """Seconds in which the present engines generate such a batch."""
+    extra: dict[str, float] = {}
+    """Numbers that the task reports (its ``info``), as means; a trajectory without one counts as 0.0."""
+
+
+class TrainMetrics(msgspec.Struct, frozen=True):
+    """What the replicas answered to one step; means are over the loss tokens of all replicas."""
+
+    loss: float
+    """Mean."""
+    grad_norm: float
+    """Before clipping."""
+    entropy: float
+    """Mean, nats."""
+    ratio_mean: float
+    """Mean of pi_theta / pi_behaviour."""
+    ratio_truncated: float
+    """Share of tokens whose importance weight was truncated, 0..1."""
+    logprob_gap: float
+    """Mean |log pi_theta_old - log pi_behaviour| of the first minibatch."""
+    skipped: int
+    """Minibatches whose update was left out because it was not finite."""
+    loss_tokens: int
+    trained_tokens: int
+    """All tokens that went through the model."""
+    train_s: float
+    """Own work of the training stage in seconds: compute, reduce and export, without waits for a slower replica."""
+    train_wall_s: float
+    """Seconds from the batch's dispatch to its commit."""
+    reduce_s: float
+    """Seconds in the sum over replicas."""
+    export_s: float
+    """Seconds of the last weight export."""
+    train_tokens_per_s: float
+
+
+class StepMetrics(msgspec.Struct, frozen=True):
+    """One committed step, as the train leader reports it."""
+
+    batch: BatchStats
+    generation: int
+    """Membership generation that trained the step."""
+    replicas: int
+    wait_s: float
+    """Seconds the trainer waited for the batch."""
+    tokens: int
+    """All tokens of the batch."""
+    step_s: float
+    """Seconds since the commit before."""
+    version: int
+    """Weight version that the step produced."""
+    train: TrainMetrics | None = None
+    """None: no replica of the present generation answered, the step was found committed in one that joined."""
+
+    def columns(self) -> dict[str, float]:
+        """The columns of ``metrics.jsonl``."""
+        flat = {**_plain(self.batch), **self.batch.extra, **_plain(self)}
+        return flat | (_plain(self.train) if self.train is not None else {})
+
+
+def _plain(part: msgspec.Struct) -> dict[str, float]:
+    return {
+        name: float(value) for name, value in msgspec.structs.asdict(part).items() if isinstance(value, int | float)
+    }
+
+
+COORDINATOR_COLUMNS = ("t", "step", "rollout_nodes", "rollout_tokens_per_s", "expected_s")
+COLUMNS = frozenset(
+    {
+        *BatchStats.__struct_fields__,
+        *StepMetrics.__struct_fields__,
+        *TrainMetrics.__struct_fields__,
+        *COORDINATOR_COLUMNS,
+    }
+    - {"batch", "train", "extra"}
+)
+"""Every column but those of tasks, whose numbers must not take such a name."""
