@@ -1,9 +1,10 @@
 """Frames: how messages and arrays become bytes on a socket.
 
-A frame on a stream socket is a 4-byte little-endian length followed by one msgpack value, decoded against a closed
-union of structs: bytes from a peer can only become one of the listed messages, never code.  Arrays travel as raw
-little-endian bytes inside a message (int32 token ids, float32 log-probabilities, uint8 masks): a 32k-token context then
-encodes in microseconds instead of milliseconds.
+A frame is a 4-byte little-endian length and one msgpack value, decoded against a closed union of structs. Bytes of a
+peer can become one of the listed messages, never code.
+
+Arrays travel as little-endian bytes inside a message: int32 token ids, float32 log-probabilities, uint8 masks. A
+context of 32k tokens then encodes in microseconds, not milliseconds.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def unpack_f32(data: bytes) -> list[float]:
 
 
 def _little_endian(items: array[A]) -> array[A]:
-    """Between the order of the machine and that of frames, either way."""
+    """Convert between the machine's byte order and little-endian, either way."""
     if sys.byteorder == "big":
         items.byteswap()
     return items
@@ -110,8 +111,7 @@ class FrameBuffer:
 
 
 class EngineSocket(Generic[T]):
-    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls between two engine
-    steps."""
+    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls."""
 
     def __init__(self, path: str, inbound: Codec[Any], outbound: Codec[T]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,9 +136,9 @@ class EngineSocket(Generic[T]):
             self._socket.sendall(b"".join(self._outbound.frame(m) for m in messages))
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """Return the next message, or None when ``timeout`` seconds passed (None: wait for ever).
+        """Return the next message, or None after ``timeout`` seconds (None: no limit).
 
-        Raises `EOFError` when the agent closed the socket: the engine's cue to exit, so that no orphan survives its
+        Raises `EOFError` when the agent closed the socket: the engine then exits, so that no orphan survives its
         agent.
         """
         while not self._pending:

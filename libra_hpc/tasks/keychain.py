@@ -1,26 +1,15 @@
 """``keychain``: follow a chain of keyed look-ups with flaky, dead and missing keys, one token per word.
 
-```
-<bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (the next key is k39, its alternative k4)
-get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
-```
+    <bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (next key k39, alternative k4)
+    get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
 
-* A chain has 1 hop, and one more with probability ``p_more`` up to ``max_hops``: trajectory lengths are long-tailed.
-* A key is *flaky* with probability ``flaky`` (its first call only), else *dead* with probability ``dead`` (never the
-  first key; a dead key is never flaky: its alternative would then be too far back for a small policy to copy).  An
-  alternative works only when its main key is dead, else ``miss``, which is also the answer for unknown keys; old keys
-  may be asked again.  A malformed call is answered ``err``.
-* ``need`` = hops + flaky + dead + 1 turns finish the episode; the budget is ``2 * need + 4`` turns, after which it
-  ends, wrong.
-* Reward: 1 for the right value, else ``0.3 * hops resolved / hops``; minus ``min(0.2, 0.02 * waste)``, where waste
-  counts well-formed calls that are not the next right call, malformed calls, and running over the budget.  The perfect
-  policy gets 1.0.
-* ``notes`` lines ``note k7 k39`` before the question are noise: they lengthen the context, not the episode.
-* Drift: from ``progress`` >= ``drift_at`` on, the mix is that of the options overridden by ``after``, before it by
-  ``before``.
+docs/tasks.md has the rules, options and reward. In short:
 
-Longest context: ``4 + 4 notes + 8 (2 (2 max_hops + 1) + 4)`` tokens (436 at the default 12 hops): see
-`KeyChain.max_context`.
+- The number of hops is geometric (``p_more``, at most ``max_hops``): trajectory lengths are long-tailed.
+- A key is *flaky* at its first call, or *dead* (never the first key, never also flaky: its alternative would be too
+  far back for a small policy to copy). An alternative works only when its main key is dead.
+- ``need`` = hops + flaky + dead + 1 turns finish an episode; the budget is ``2 * need + 4`` turns.
+- From ``progress`` >= ``drift_at`` on, ``after`` overrides the options, before it ``before``.
 """
 
 from __future__ import annotations
@@ -36,25 +25,27 @@ from .base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
 from .tool_outcome import signal_of
 
 KEYS, VALUES = 64, 32
-"""Size of the two alphabets; a chain of 12 hops uses 24 keys."""
+"""Sizes of the two alphabets; 12 hops use 24 keys."""
 
 WORDS = ("<pad>", "<bos>", "<unk>", "\n", "find", "get", "ans", "=", "|", "flaky", "dead", "miss", "err", "val", "note")
-"""All other words of the vocabulary, in id order."""
+"""All other words, in id order."""
 
 TURN_TOKENS = 4
-"""``get k0 \\n`` and one to spare."""
+"""``get k0 \\n`` and one spare token."""
 
 WASTE_COST, WASTE_CAP, PROGRESS_REWARD = 0.02, 0.2, 0.3
-"""Reward taken per wasted turn, at most in all, and given for the hops that a failed episode resolved: small against
-1.0, so that solving dominates.  Without credit for progress a policy that lacks the skill to go on after ``dead``
-learns to give up there, and never sees what going on would have brought."""
+"""Reward lost per wasted turn, its maximum, and the reward for the resolved hops of a failed episode.
+
+Small against 1.0, so that solving dominates. Without reward for progress, a policy that cannot go on after ``dead``
+learns to give up there.
+"""
 
 Hop = tuple[int, int, bool, bool]
 """(main key, alternative key, flaky, dead)"""
 
 
 def vocabulary() -> list[str]:
-    """Every token, in id order."""
+    """All tokens, in id order."""
     return [*WORDS, *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES))]
 
 
@@ -81,14 +72,15 @@ class Mix:
 
     @property
     def max_context(self) -> int:
-        """Longest context in tokens: all of the largest budget spent on calls answered with a pair of keys (3 + 5
-        tokens)."""
+        """Longest context in tokens: the largest budget, all spent on calls answered with a pair of keys (3 + 5
+        tokens).
+        """
         return 4 + 4 * self.notes + 8 * (2 * (2 * self.max_hops + 1) + 4)
 
 
 @dataclass(frozen=True)
 class HiddenChain:
-    """One prompt's hidden chain; keys and values are numbers."""
+    """One prompt's chain; keys and values are numbers."""
 
     hops: tuple[Hop, ...]
     value: int
@@ -101,7 +93,7 @@ class HiddenChain:
 
 
 def draw(rng: random.Random, mix: Mix) -> HiddenChain:
-    """Draw a chain."""
+    """Draw a random chain."""
     length = 1
     while length < mix.max_hops and rng.random() < mix.p_more:
         length += 1
@@ -115,8 +107,10 @@ def draw(rng: random.Random, mix: Mix) -> HiddenChain:
 
 
 def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -> list[Any]:
-    """The tool ``get``: answer a key that was asked ``earlier`` times before.  Returns [outcome] or ["=", key,
-    alternative] or ["val", value]."""
+    """The tool ``get``: answer a key that was asked ``earlier`` times before.
+
+    Returns [outcome], ["=", key, alternative] or ["val", value].
+    """
     for i, (main, alternative, flaky, dead) in enumerate(hops):
         if key == main and dead:
             return ["dead"]
@@ -128,7 +122,7 @@ def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -
 
 
 class Guide:
-    """Follows an episode and knows its next right call."""
+    """Follows an episode and finds its next right call."""
 
     def __init__(self, world: HiddenChain) -> None:
         self._hops = world.hops
@@ -137,18 +131,18 @@ class Guide:
 
     @property
     def resolved(self) -> int:
-        """Hops behind us."""
+        """Hops resolved so far."""
         return self._at
 
     @property
     def key(self) -> int | None:
-        """Key to ask next; None when the value is known and should be answered."""
+        """Key to ask next; None when the value is found."""
         if self._at == len(self._hops):
             return None
         return self._hops[self._at][1 if self._dead else 0]
 
     def saw(self, key: int, outcome: str) -> None:
-        """Take note of an answer."""
+        """Record an answer."""
         hop = next((i for i, (main, alternative, _, _) in enumerate(self._hops) if key in (main, alternative)), -1)
         if outcome in ("=", "val") and hop >= self._at:
             self._at, self._dead = hop + 1, False
@@ -157,7 +151,7 @@ class Guide:
 
 
 class Words:
-    """The task's words as token ids of one tokenizer."""
+    """The task's words as token ids."""
 
     def __init__(self, tokenizer: TaskTokenizer) -> None:
         self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (
@@ -175,7 +169,7 @@ class Words:
         return [self.bos, *lines, self.find, self.keys[world.hops[0][0]], self.newline]
 
     def answer(self, found: Sequence[Any]) -> list[int]:
-        """Token ids of a `look_up` answer."""
+        """Token ids of an answer of `look_up`."""
         if found[0] == "=":
             return [self.word["="], self.keys[found[1]], self.word["|"], self.keys[found[2]], self.newline]
         if found[0] == "val":
@@ -184,7 +178,7 @@ class Words:
 
 
 class KeyChainEpisode(Episode):
-    """One walk along a chain."""
+    """One episode."""
 
     def __init__(self, words: Words, world: HiddenChain, prompt_id: str, after_drift: bool) -> None:
         self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = (
@@ -199,7 +193,7 @@ class KeyChainEpisode(Episode):
         self._turns = self._waste = 0
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """One line of the policy: ``get KEY``, ``ans VALUE``, or something malformed."""
+        """Answer a line of the policy: ``get KEY``, ``ans VALUE``, or a malformed one."""
         words = self._words
         self._turns += 1
         if len(tokens) == 3 and tokens[0] == words.ans and tokens[1] in words.value_of and tokens[2] == words.newline:
@@ -215,9 +209,11 @@ class KeyChainEpisode(Episode):
         return answer
 
     async def _get(self, key: int, tools: Tools) -> Turn:
+
         right = key == self._guide.key
-        result = await tools.call("get", self._world.hops, self._world.value, key, self._asked.get(key, 0))
-        if result.outcome != "ok":  # the sandbox's failure, not the policy's: it costs a turn and nothing else
+        question = self._world.hops, self._world.value, key, self._asked.get(key, 0)
+        result = await tools.call("get", *question)
+        if result.outcome != "ok":  # the sandbox failed, not the policy: only the turn is lost
             return Turn(self._words.answer(["err"]), signal_of("get", result, 2))
         self._asked[key] = self._asked.get(key, 0) + 1
         self._waste += not right
@@ -239,7 +235,7 @@ class KeyChainEpisode(Episode):
 
 
 class KeyChain(Task):
-    """See the module docstring.  ``before`` and ``after`` override the mix on their side of ``drift_at``."""
+    """See the module docstring."""
 
     tools = {"get": look_up}
 
@@ -260,14 +256,14 @@ class KeyChain(Task):
         super().__init__(tokenizer, seed=seed)
         if not isinstance(drift_at, (int, float)) or not 0 <= drift_at <= 1:
             raise invalid("task.options.drift_at", drift_at, "out of range", "a number from 0 to 1")
-        base = Mix(p_more, max_hops, flaky, dead, notes)
+        base = Mix(p_more=p_more, max_hops=max_hops, flaky=flaky, dead=dead, notes=notes)
         base.check("task.options.")
         self._drift_at = drift_at
         self.mixes = (
             _override(base, "before", {} if before is None else before),
             _override(base, "after", {} if after is None else after),
         )
-        """The mix before and after the drift."""
+        """Before and after the drift."""
         self._words = Words(tokenizer)
 
     def open(self, index: int, sample: int, progress: float) -> KeyChainEpisode:

@@ -1,10 +1,11 @@
-"""The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio
-loop.
+"""The sandbox of an environment host: pools of tool processes, one call each at a time, on one asyncio loop.
 
-A call waits for a free process of its pool, then has its limit of wall-clock time.  A process that overstays, dies or
-answers nonsense is killed with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared
-tools and model-written code have separate pools, so slow code never holds up a look-up.  What confines the processes is
-in `libra_hpc.tasks.contain`.
+- A call waits for a free process of its pool, then has its time limit.
+- A process overruns, dies or sends an invalid answer -> it is killed with all it has started and replaced; the call
+  ends as a `ToolResult`.
+- Declared tools and model-written code have separate pools, so that slow code delays no tool.
+
+`libra_hpc.tasks.contain` confines the processes.
 """
 
 from __future__ import annotations
@@ -36,18 +37,17 @@ from .settings import HostConfig
 from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0
-"""Most seconds from spawning a tool process to its `Ready`: starting Python and importing the tools from a busy
-shared file system."""
+"""Most seconds from the start of a tool process to `Ready`: Python and the tools' imports, from a busy file system."""
 
 CODE_GRACE_S = 2.0
-"""Model-written code is timed by its tool process; the host steps in this much later, when that process itself
-hangs."""
+"""Seconds beyond the limit of model-written code, which its tool process enforces, until the host kills that process.
+"""
 
 REAP_S = 0.02
-"""Interval at which killed processes are reaped."""
+"""Seconds between two attempts to reap killed processes."""
 
 STRANGER_ROUNDS = 100
-"""Most rounds of `REAP_S` at the end of a sandbox until what its tools left behind is gone."""
+"""Most attempts at the end of a sandbox to kill what its tools left behind."""
 
 NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code offline"
 
@@ -55,12 +55,12 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra
 
 
 def _draw() -> int:
-    """The id of a call (see `Call.call`), never 0."""
+    """Random id of a call (see `Call.call`), never 0."""
     return secrets.randbits(62) + 1
 
 
 class _Job:
-    """A call on its way: its id, the frame, its limit, and the future of its answer."""
+    """A call in flight: id, frame, limit, and the future of its answer."""
 
     __slots__ = ("call", "frame", "future", "limit_s")
 
@@ -69,7 +69,7 @@ class _Job:
 
 
 class _Process:
-    """One tool process: spawned, ready, then busy with one job or idle."""
+    """One tool process: starting, then idle or busy with one job."""
 
     def __init__(self, pool: _Pool, folder: str) -> None:
         self.pool, self.folder = pool, folder
@@ -97,7 +97,7 @@ class _Process:
         self._send(to_tool.frame(pool.setup(folder)))
 
     def start(self, job: _Job) -> None:
-        """Give an idle process a job."""
+        """Run a job on an idle process."""
         self.job = job
         self._timer = self._loop.call_later(job.limit_s, self._overdue)
         self._send(job.frame)
@@ -131,10 +131,10 @@ class _Process:
             return
         frames = self._buffer.feed(chunk)
         if all(self._take(frame) for frame in frames) and frames:
-            self.pool.free(self)  # after all of them: what follows an answer would meet the next call
+            self.pool.free(self)  # after all frames: one after an answer must not reach the next call
 
     def _take(self, frame: bytes) -> bool:
-        """Handle one frame; False when it ended this process."""
+        """Handle one frame; False when the process was ended."""
         try:
             message = from_tool.decode(frame)
         except (FrameError, RecursionError) as error:
@@ -176,7 +176,7 @@ class _Process:
         self.pool.lost(self, "" if self.ready else str(done.value))
 
     def kill(self) -> None:
-        """End the process and its group; `reaped` tells when it is gone."""
+        """End the process and its group; see `reaped`."""
         self._timer.cancel()
         self._loop.remove_reader(self._link.fileno())
         self._loop.remove_writer(self._link.fileno())
@@ -186,7 +186,7 @@ class _Process:
                 os.killpg(self.child.pid, signal.SIGKILL)
 
     def reaped(self) -> bool:
-        """Collect the ended process and its folder; False while the kernel is still at it."""
+        """Collect the ended process and its folder; False while it has not ended."""
         if self.child.poll() is None:
             return False
         rmtree(self.folder, ignore_errors=True)
@@ -194,7 +194,7 @@ class _Process:
 
 
 class _Pool:
-    """Up to ``size`` processes of one purpose, and the calls that wait for them."""
+    """Up to ``tool_processes`` processes of one purpose, and the waiting calls."""
 
     def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...]) -> None:
         self.owner, self.refs = owner, refs
@@ -208,11 +208,16 @@ class _Pool:
         """First frame of a new process."""
         config = self.owner.config
         return Setup(
-            self.refs, os.getpid(), folder, config.tool_timeout_s, config.tool_memory_mb << 20, config.tool_output_bytes
+            tools=self.refs,
+            parent=os.getpid(),
+            folder=folder,
+            timeout_s=config.tool_timeout_s,
+            memory_bytes=config.tool_memory_mb << 20,
+            output_bytes=config.tool_output_bytes,
         )
 
     def grow(self) -> None:
-        """Spawn up to the configured number of processes."""
+        """Start processes up to the configured number."""
         if self.started is None:
             self.started = asyncio.get_running_loop().create_future()
         while len(self.processes) < self.owner.config.tool_processes:
@@ -241,8 +246,7 @@ class _Pool:
         self._dispatch()
 
     def lost(self, process: _Process, start_error: str) -> None:
-        """A process ended; replace it, unless it could not even start: then every waiting call fails (the next one
-        tries again)."""
+        """A process ended: replace it, or fail all waiting calls when it could not start (the next call tries again)."""
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
@@ -262,11 +266,11 @@ class _Pool:
 
 
 class Sandbox:
-    """`Tools` for every episode of a host.  Create it on a running loop; `close` it before the loop ends.
+    """`Tools` of all episodes of a host; create it on a running loop, `close` it before the loop ends.
 
-    ``limits``: seconds of a call by the tool's name, where it is not ``tool_timeout_s``.
-    ``spared``: given by a subreaper, the children that are not the sandbox's.  Then what a killed tool process leaves
-    behind, which becomes this process's child, is killed as well (`libra_hpc.process.reaper.end_strangers`).
+    ``limits``: seconds per call by tool name, where they differ from ``tool_timeout_s``. ``spared``: children that
+    are not the sandbox's, when this process is a subreaper. Then orphans of killed tool processes are killed too
+    (`libra_hpc.process.reaper.end_strangers`).
     """
 
     def __init__(
@@ -286,7 +290,7 @@ class Sandbox:
         self._made = 0
 
     async def start(self) -> None:
-        """Spawn the declared tools' processes and wait for one; raises `OperationError` when none can start."""
+        """Start the declared tools' processes and wait for one; raises `OperationError` when none can start."""
         if self._limits:
             self._tools.grow()
             assert self._tools.started is not None
@@ -312,8 +316,9 @@ class Sandbox:
 
     @property
     def network_off(self) -> bool:
-        """Whether model-written code sits in an empty network namespace (known once it ran; the system-call filter
-        denies sockets in any case)."""
+        """Whether model-written code has an empty network namespace, once it ran; the filter denies sockets in any
+        case.
+        """
         return self._code.network_off
 
     @property
@@ -344,7 +349,7 @@ class Sandbox:
         return end_strangers({*self._spared, *self.pids, *(process.child.pid for process in self._dying)})
 
     def close(self) -> None:
-        """Kill every tool process and what it has started, wait for their end, and remove their folders."""
+        """Kill every tool process and what it started, wait for their end, remove their folders."""
         processes = [p for pool in (self._tools, self._code) for p in pool.processes]
         for process in processes:
             process.kill()

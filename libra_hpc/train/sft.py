@@ -1,9 +1,8 @@
-"""Supervised warm start: teach a policy on demonstrations, in one process, through the same model, optimizer and
-schedule as reinforcement learning.
+"""Supervised warm start: train a policy on demonstrations, in one process, with the model and optimizer of RL.
 
-Loss is the mean negative log-likelihood of the masked tokens of a batch.  The learning rate rises linearly over
-``warmup`` steps, stays until half of the steps, and falls linearly to zero (a warmup-stable-decay schedule), bounded by
-steps and not by seconds so that a run can be repeated exactly.
+- Loss: mean negative log-likelihood of a batch's masked tokens.
+- Learning rate: rises linearly over ``warmup`` steps, stays until half of the steps, falls linearly to 0.
+- The run is bounded by steps, not seconds, so that it can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .settings import OptimizerSettings
 from .train_engine import TrainEngine, close_world, init_world
 
 REPORT_EVERY = 100
-"""Steps between two lines of progress on stderr, and steps averaged in each."""
+"""Steps between two lines of progress on stderr, averaged in each."""
 WORLD_TIMEOUT_S = 600.0
-"""Unused by a world of one process, but torch asks."""
+"""Required by torch, unused by a world of one process."""
 
 Demonstration = tuple[list[int], list[int]]
-"""Token ids and loss mask (1: learn this token) of one sequence, equally long; the first token cannot be learnt."""
+"""Token ids and loss mask (1: learn this token), equally long; the first token cannot be learnt."""
 
 
 def warm_start(
@@ -49,14 +48,16 @@ def warm_start(
     device: str = "cpu",
     threads: int = 1,
 ) -> dict[str, float]:
-    """Train the Hugging Face model in ``model_dir`` for ``steps`` batches and write it, with its tokenizer, as
-    ``out_dir`` (may be the same).
+    """Train the model in ``model_dir`` for ``steps`` batches; write it and its tokenizer to ``out_dir`` (may be the
+    same).
 
-    ``batches`` yields at least ``steps`` lists of demonstrations.  Returns ``first_loss`` and ``last_loss`` (means over
-    up to 100 steps, nats per token), ``steps`` and ``tokens``.  Must be the process's only user of torch.distributed
-    while it runs.  Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be
-    trained; `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the
-    batches run out.
+    ``batches`` yields at least ``steps`` lists of demonstrations. Must be the process's only user of
+    torch.distributed.
+
+    Returns ``first_loss`` and ``last_loss`` (means over up to 100 steps, nats per token), ``steps`` and ``tokens``.
+    Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be trained;
+    `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the batches run
+    out.
     """
     if not 0 <= warmup < steps:
         raise invalid(
@@ -76,9 +77,9 @@ def warm_start(
         decay_steps=steps,
         anneal_steps=min(steps // 2, steps - warmup),
     )
-    split = init_world(chosen, 1, 1, 0, local_store(), WORLD_TIMEOUT_S)
+    split = init_world(chosen, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
     try:
-        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings)
+        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings=settings)
         load_policy(engine, model_dir)
         result = _train(engine, batches, steps, micro_tokens)
         write_policy(weights(engine), model_dir, out_dir, getattr(torch, dtype))
@@ -128,5 +129,9 @@ def _train(
 
 def _example(tokens: list[int], mask: list[int]) -> Example:
     return example(
-        "demonstration", torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool), torch.zeros(len(tokens)), 0.0
+        "demonstration",
+        tokens=torch.tensor(tokens),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        logprobs=torch.zeros(len(tokens)),
+        advantage=0.0,
     )

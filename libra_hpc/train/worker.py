@@ -1,14 +1,13 @@
-"""The Megatron worker process: obeys the messages of `libra_hpc.protocol.trainer` over its agent's socket until the
-socket closes.
+"""The Megatron worker process: obeys `libra_hpc.protocol.trainer` messages until its agent's socket closes.
 
     python -m libra_hpc.train.worker --socket PATH --config JSON
 
-One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone
-writes files.  Failures come in two sizes:
+One process per device. The ``tp * pp`` processes of a replica get every message and all answer; local rank 0 writes
+files.
 
-- A step, a join or a file did not come about -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or
-  ``WorkerError(fatal=False)``; the process stays usable.
-- Anything unforeseen -> ``WorkerError(fatal=True)`` and exit code 1; the closed sockets tell every peer.
+- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or ``WorkerError(fatal=False)``;
+  the process stays usable.
+- Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
 from .train_engine import TrainEngine, init_world
 
-SNAPSHOTS_KEPT = 1
-"""Complete snapshots that stay: the newest.  The one being written is the second buffer."""
+SNAPSHOTS = 1
+"""Complete snapshots that stay; the one being written is the second buffer."""
 
 
 class Worker:
@@ -68,9 +67,11 @@ class Worker:
         shape = read_shape(self._model_dir)
         device = choose(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp)
-        split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
+        split = init_world(
+            device, tp=config.tp, pp=config.pp, rank=config.local_rank, store=store, timeout_s=config.step_timeout_s
+        )
         self._engine = TrainEngine(
-            shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute
+            shape, device, getattr(torch, config.dtype), split, settings=config.optimizer, recompute=config.recompute
         )
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
@@ -151,7 +152,7 @@ class Worker:
                 self._socket.send(Warned(str(error)))
             return
         if self._config.local_rank == 0:
-            folders.keep_newest(parent, SNAPSHOTS_KEPT)
+            folders.keep_newest(parent, SNAPSHOTS)
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()
@@ -165,7 +166,7 @@ class Worker:
             return
         try:
             with self._pulse.phase(CHECKPOINT):
-                # A process killed between the renames of a replacement would leave the step without a checkpoint.
+                # A kill between the two renames of a replacement would leave the step without a checkpoint.
                 saved = self._config.local_rank == 0 and folders.is_saved(Path(message.folder), message.step)
                 if self._engine.agree(not saved):
                     checkpoint.save(self._engine, self._model_dir, Path(message.folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.process import reaper
@@ -228,22 +231,25 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("changes", "message"),
     [
-        (b'{"task": "keychainz", "model": "MODEL"}', "did you mean 'keychain'?"),
-        (b'{"task": "keychain", "model": "MODEL", "options": {"hops": 3}}', "KeyChain has no such option"),
-        (b'{"task": "keychain", "model": "/nowhere"}', "has no tokenizer.json"),
-        (b'{"task": "arithmetic", "model": "MODEL", "options": {"max_turns": 0}}', "task.options.max_turns = 0"),
-        (b'{"task": "keychain", "model": "MODEL", "tool": 3}', "unknown field `tool`"),
-        (b'{"task": "keychain", "mo', "Input data was truncated"),
-        (f'{{"task": "{FRAGILE.replace("Fragile", "NoTool")}", "model": "MODEL"}}'.encode(), "tools['nested']"),
-        (f'{{"task": "{FRAGILE.replace("Fragile", "NoSuchTool")}", "model": "MODEL"}}'.encode(), "did you mean 'nap'?"),
-        (f'{{"task": "{FRAGILE.replace("Fragile", "NoTime")}", "model": "MODEL"}}'.encode(), "step_limit_s = nan"),
+        ({"task": "keychainz"}, "did you mean 'keychain'?"),
+        ({"options": {"hops": 3}}, "KeyChain has no such option"),
+        ({"model": "/nowhere"}, "has no tokenizer.json"),
+        ({"task": "arithmetic", "options": {"max_turns": 0}}, "task.options.max_turns = 0"),
+        ({"tool": 3}, "unknown field `tool`"),
+        (None, "Input data was truncated"),
+        ({"task": FRAGILE.replace("Fragile", "NoTool")}, "tools['nested']"),
+        ({"task": FRAGILE.replace("Fragile", "NoSuchTool")}, "did you mean 'nap'?"),
+        ({"task": FRAGILE.replace("Fragile", "NoTime")}, "step_limit_s = nan"),
     ],
 )
-def test_users_mistakes_exit_with_two(keychain_folder: Path, config: bytes, message: str, tmp_path: Path) -> None:
+def test_users_mistakes_exit_with_two(
+    keychain_folder: Path, changes: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
     settings = tmp_path / "host.json"
-    settings.write_text(config.decode().replace("MODEL", str(keychain_folder)))
+    valid = msgspec.to_builtins(host_settings(task="keychain", model=str(keychain_folder)))
+    settings.write_text(json.dumps(valid)[:30] if changes is None else json.dumps({**valid, **changes}))
     command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
