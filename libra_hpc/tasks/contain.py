@@ -5,9 +5,9 @@ Declared tools are bounded, not distrusted: they are the task author's code. Mod
 - Both: time limit (SIGKILL to the group), RLIMIT_AS, no core files, empty environment, own session, no inherited
   descriptors, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG; children end with the call (subreaper).
 - Declared tools: files up to the memory limit.
-- Model-written code: RLIMIT_FSIZE 0, RLIMIT_CPU time limit + 1 s, RLIMIT_NPROC 0, user `NOBODY` when started as root,
-  an empty network namespace where permitted, and only the system calls of `COMPUTE`: no file, process, signal or
-  socket. Without the filter it is not run.
+- Model-written code: no files, no processes, CPU time limit + 1 s; user `NOBODY` when started as root; an empty
+  network namespace where permitted.
+- Model-written code makes only the system calls of `COMPUTE`; where that filter cannot be installed, it is not run.
 
 There is no cgroup: a job step rarely may divide one. A tool that forks faster than it is killed ends its process
 after 2 s, and the host kills the rest.

@@ -3,12 +3,11 @@
     <bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (next key k39, alternative k4)
     get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
 
-docs/tasks.md has the rules, options and reward. In short:
-
-- The number of hops is geometric (``p_more``, at most ``max_hops``): trajectory lengths are long-tailed.
-- A key is *flaky* at its first call, or *dead* (never the first key, never also flaky: its alternative would be too
-  far back for a small policy to copy). An alternative works only when its main key is dead.
-- ``need`` = hops + flaky + dead + 1 turns finish an episode; the budget is ``2 * need + 4`` turns.
+- A chain has 1 hop, and one more with probability ``p_more`` up to ``max_hops``: lengths are long-tailed.
+- A key is *flaky* at its first call, or *dead*: never the first key, and never also flaky, because its alternative
+  would be too far back for a small policy to copy.
+- An alternative works only when its main key is dead. Any other key is answered ``miss``, a malformed call ``err``.
+- ``notes`` lines ``note k7 k39`` before the question lengthen the context, not the episode.
 - From ``progress`` >= ``drift_at`` on, ``after`` overrides the options, before it ``before``.
 """
 
@@ -122,7 +121,7 @@ def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -
 
 
 class Guide:
-    """Follows an episode and finds its next right call."""
+    """Tracks an episode and its next right call."""
 
     def __init__(self, world: HiddenChain) -> None:
         self._hops = world.hops
@@ -178,7 +177,12 @@ class Words:
 
 
 class KeyChainEpisode(Episode):
-    """One episode."""
+    """One episode, finished by ``need`` = hops + flaky + dead + 1 right turns; after ``2 * need + 4`` turns it ends,
+    wrong.
+
+    Reward: 1 for the right value, else ``PROGRESS_REWARD`` times the share of resolved hops. Minus ``WASTE_COST`` per
+    wasted call (malformed, or not the next right one) and for exceeding the budget, at most ``WASTE_CAP``.
+    """
 
     def __init__(self, words: Words, world: HiddenChain, prompt_id: str, after_drift: bool) -> None:
         self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = (

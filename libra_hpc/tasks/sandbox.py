@@ -246,7 +246,7 @@ class _Pool:
         self._dispatch()
 
     def lost(self, process: _Process, start_error: str) -> None:
-        """A process ended: replace it, or fail all waiting calls when it could not start (the next call tries again)."""
+        """A process ended: replace it. It could not start: fail all waiting calls; the next call tries again."""
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
