@@ -122,7 +122,9 @@ def save(calibration: Calibration, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Calibration:
-    """Read a calibration file; raises `UserError` when it is unreadable, of another format, or has an impossible step."""
+    """Read a calibration file; raises `UserError` for one that is unreadable, of another format, or with an
+    impossible step.
+    """
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -87,7 +87,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.params * self.dtype_bytes
 
     def kv_bytes_per_device(self, tp: int) -> int:
-        """Bytes of one token's keys and values on each of ``tp`` devices; heads are replicated when ``tp > kv_heads``."""
+        """Bytes of one token's keys and values on each of ``tp`` devices; heads are replicated if ``tp > kv_heads``."""
         return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * self.dtype_bytes
 
     @property

@@ -208,7 +208,7 @@ def _demonstration_problems(seed: int) -> Any:
 def demonstration_batch(
     tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """Batch ``step`` of the warm start: (token ids, mask with 1 on the policy's tokens), a function of its arguments."""
+    """Batch ``step`` of the warm start: (token ids, mask with 1 on the policy's tokens) of each demonstration."""
     rng = random.Random(f"arithmetic-demonstrations-{seed}-{step}")
     data = _demonstration_problems(seed)
     batch = []

@@ -1,4 +1,4 @@
-"""The device table, a user's own file, and what is said about a wrong one."""
+"""The device table, a user's own file, and the errors of a wrong one."""
 
 from __future__ import annotations
 

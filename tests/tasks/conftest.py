@@ -33,8 +33,7 @@ def arithmetic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_sandbox(tmp_path: Path) -> InSandbox:
-    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a loop of its own and closes the
-    sandbox."""
+    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a new loop and closes the sandbox."""
 
     def run(
         body: Callable[[Sandbox], Awaitable[Any]], tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any

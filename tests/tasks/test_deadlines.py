@@ -1,4 +1,4 @@
-"""Steps and tools that take too long: what is ended, what is not, and what the leader hears."""
+"""Steps and tools that take too long: what is ended, what is not, and what the leader receives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_fold
         assert leader.process.poll() is None
 
 
-def test_a_host_that_opens_many_episodes_slowly_shows_that_it_gets_on(keychain_folder: Path) -> None:
+def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder: Path) -> None:
     with Leader(host_settings(task=PATIENT.replace("Patient", "Heavy"), model=str(keychain_folder))) as leader:
         leader.send(*(OpenEpisode(f"{number}", number, 0, 0.0) for number in range(4)))
         kinds: list[type] = []

@@ -32,7 +32,7 @@ EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
 
 @pytest.fixture
 def subreaper() -> Iterator[None]:
-    """This process is one, as an agent is."""
+    """This process is a subreaper, like an agent."""
     reaper.become_subreaper()
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)

@@ -27,7 +27,7 @@ from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 
-class Here:
+class InProcessTools:
     """The tool without a process, failing on request."""
 
     def __init__(self, *failures: str) -> None:
@@ -46,8 +46,15 @@ class Here:
 class Player:
     """Speaks the task's words."""
 
-    def __init__(self, task: KeyChain, episode: KeyChainEpisode, world: HiddenChain, tools: Here | None = None) -> None:
-        self.words, self.episode, self.world, self.tools = Words(task.tokenizer), episode, world, tools or Here()
+    def __init__(
+        self, task: KeyChain, episode: KeyChainEpisode, world: HiddenChain, tools: InProcessTools | None = None
+    ) -> None:
+        self.words, self.episode, self.world, self.tools = (
+            Words(task.tokenizer),
+            episode,
+            world,
+            tools or InProcessTools(),
+        )
         self.guide = Guide(world)
         self.context = list(episode.prompt)
 
@@ -80,8 +87,8 @@ def task(keychain_folder: Path) -> KeyChain:
     return KeyChain(TaskTokenizer(keychain_folder), seed=3)
 
 
-def start(task: KeyChain, want: Any = lambda world: True, tools: Here | None = None) -> Player:
-    """The first episode whose hidden chain is as wanted."""
+def start(task: KeyChain, want: Any = lambda world: True, tools: InProcessTools | None = None) -> Player:
+    """The first episode whose hidden chain fits."""
     for index in range(10_000):
         episode = task.open(index, 0, 0.0)
         if want(world_of(episode)):
@@ -156,7 +163,7 @@ def test_every_outcome_of_the_tool(task: KeyChain) -> None:
 
 @pytest.mark.parametrize("outcome", ["error", "timeout"])
 def test_failing_sandbox_costs_a_turn_and_nothing_else(task: KeyChain, outcome: str) -> None:
-    player = start(task, lambda w: len(w.hops) == 3, Here("ok", outcome))
+    player = start(task, lambda w: len(w.hops) == 3, InProcessTools("ok", outcome))
     seen = []
     while (key := player.guide.key) is not None:
         seen.append(player.get(key))

@@ -1,4 +1,4 @@
-"""Settings of a worker for tests: those of an empty run file but for what a test names."""
+"""Settings of a worker for tests: those of an empty run file, but for what a test names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The two engines agree: log-probabilities that vLLM sampled under equal those Megatron recomputes from the same
-weights, before and after a swap.
+"""The two engines agree: vLLM's sampled log-probabilities equal Megatron's, before and after a weight update.
 
-The importance ratio between rollout and training is only as good as this.
+The importance ratio between rollout and training depends on this.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     assert first.close() + second.abandon() == [0, 0]
 
 
-def test_a_replica_that_cannot_join_or_train_says_so_and_stays_usable(tmp_path: Path) -> None:
+def test_a_replica_that_cannot_join_or_train_reports_it_and_stays_usable(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     replica = Replica(tmp_path, "split", model_dir, tp=2, join_timeout_s=2.0)

@@ -1,5 +1,4 @@
-"""Samples that are not finite: the update is skipped, the step commits, and nothing of it reaches weights or
-moments."""
+"""Samples that are not finite: the update is skipped, the step commits, weights and moments stay unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def bad_logprobs(sample: Sample) -> Sample:
 
 
 def spoiled(message: TrainStep, minibatch: int, spoil: Any = bad_advantage) -> TrainStep:
-    """The same step with its first sample spoiled."""
+    """The same step, its first sample not finite."""
     minibatches = list(message.minibatches)
     minibatches[minibatch] = (spoil(minibatches[minibatch][0]), *minibatches[minibatch][1:])
     return TrainStep(message.step, message.generation, tuple(minibatches), message.total_tokens)

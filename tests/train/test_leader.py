@@ -1,4 +1,4 @@
-"""The train leader against replicas that only keep count: membership, commits, deaths, replay, stop."""
+"""The train leader against replicas that only count: membership, commits, deaths, replay, stop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def batch(step: int) -> Batch:
 
 
 class Replica:
-    """A replica whose state is the list of steps it trained; it answers at once unless told otherwise."""
+    """A replica whose state is the list of its steps; by default it answers at once."""
 
     def __init__(self, world: World, rank: int, step: int = 0) -> None:
         self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
@@ -168,7 +168,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def pair_with_a_silent_second(world: World) -> None:
-    """Replicas 1 and 2 are members of generation 1, and 2 will never answer again."""
+    """Replicas 1 and 2 are members of generation 1; 2 never answers again."""
     for rank in (1, 2):
         world.add(rank)
     world.leader.on_generation(1, (1, 2))
@@ -260,7 +260,7 @@ def test_a_step_that_one_survivor_committed_is_not_trained_again() -> None:
     assert world.replicas[1].history == ["step1"]
 
 
-def test_a_rebuilt_replica_that_is_behind_replays_the_kept_batches() -> None:
+def test_a_rebuilt_replica_that_is_behind_replays_the_retained_batches() -> None:
     world = World(steps=4)
     world.add(1)
 
@@ -429,9 +429,7 @@ def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> None:
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(
-    monkeypatch: pytest.MonkeyPatch, freed: bool
-) -> None:
+def test_a_stopped_run_tries_its_last_checkpoint_four_times(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
     monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.001)
     world = World(steps=9, storage_s=1e9)
     world.add(1).full = True

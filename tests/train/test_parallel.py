@@ -1,5 +1,4 @@
-"""Tensor and pipeline parallelism against one process: losses, gradients (Adam's first moments), weights,
-checkpoints across splits."""
+"""Tensor and pipeline parallelism against one process: losses, first moments, weights, checkpoints across splits."""
 
 from __future__ import annotations
 
