@@ -14,8 +14,6 @@ from .supported import check_trained, rope_settings
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """Architecture of one dense decoder."""
-
     family: str
     """One of `libra_hpc.hardware.supported.TRAINED`."""
     layers: int
@@ -31,7 +29,6 @@ class Architecture(msgspec.Struct, frozen=True):
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    """Llama 3's frequency scaling, if any."""
     max_positions: int
 
     @property
@@ -41,7 +38,6 @@ class Architecture(msgspec.Struct, frozen=True):
 
     @property
     def qk_norm(self) -> bool:
-        """Qwen3 normalises every q and k head."""
         return self.family == "qwen3"
 
 

@@ -36,6 +36,5 @@ class Curve:
         self.slopes.append(self.slopes[-1])
 
     def __call__(self, x: float) -> float:
-        """The curve's value at ``x``."""
         at = bisect_right(self.xs, x) - 1
         return self.ys[at] + (x - self.xs[at]) * self.slopes[at] if at >= 0 else self.ys[0]

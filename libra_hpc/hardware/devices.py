@@ -83,7 +83,6 @@ def device(name: str, path: str | Path | None = None) -> Device:
 
 @cache
 def devices() -> dict[str, Device]:
-    """The built-in devices by name."""
     return _read(BUILTIN)
 
 

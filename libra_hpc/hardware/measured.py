@@ -91,7 +91,6 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Fitted over measured total of all steps, outliers in full."""
 
     def seconds(self, points: Sequence[StepPoint]) -> list[float]:
-        """Fitted seconds of each step."""
         step_s = MeasuredTimes(self, 1, 0, "").step_s
         return [step_s(point.decodes, point.kv_tokens, point.prefill, point.context) for point in points]
 
@@ -109,7 +108,6 @@ class MeasuredTimes:
         self._table = _curve(fit.batches)
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step; see `StepTimes.step_s`."""
         base = self._base + self._sequence * decodes if self._table is None else self._table(decodes)
         if prefill:
             base += prefill * (self._prefill + self._pair * (context + 0.5 * prefill))
@@ -117,7 +115,6 @@ class MeasuredTimes:
 
 
 def save(calibration: Calibration, path: str | Path) -> None:
-    """Write a calibration file by rename."""
     write_atomic(Path(path), msgspec.json.format(msgspec.json.encode(calibration), indent=1))
 
 

@@ -38,7 +38,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normalised per head."""
     experts: int = 0
     """Routed experts per layer; 0: dense."""
     experts_per_token: int = 0
@@ -77,13 +76,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def params(self) -> int:
-        """All weights."""
         embeddings = self.head_params * (1 if self.tied_embeddings else 2)
         return self.layers * (self.shared_params + self.experts * self.expert_params) + embeddings + self.hidden
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.params * self.dtype_bytes
 
     def kv_bytes_per_device(self, tp: int) -> int:
@@ -110,7 +107,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tp > 0 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def check_tp(self, tp: int) -> None:
-        """Raise `UserError` unless ``tp`` shards this model."""
         if not self.divides(tp):
             valid = [str(n) for n in range(1, self.heads + 1) if self.divides(n)]
             raise invalid(
@@ -154,7 +150,6 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 
 @cache
 def shapes() -> dict[str, ModelShape]:
-    """The built-in shapes by short name."""
     raw = tomllib.loads(BUILTIN.read_text())
     rest = {name: {"name": name, "untrained": MIXTURE if fields.get("experts") else ""} for name, fields in raw.items()}
     return {name: msgspec.convert({**fields, **rest[name]}, ModelShape) for name, fields in raw.items()}

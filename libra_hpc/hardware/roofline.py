@@ -58,7 +58,6 @@ class Roofline:
         self._reduce_token = reduces * 2 * (tp - 1) / tp * shape.hidden * shape.dtype_bytes / link
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step; see `StepTimes.step_s`."""
         tokens = decodes + prefill
         # Each decode and the end of the prompt chunk needs one row of logits.
         compute = tokens * self._token + (decodes + 1 if prefill else decodes) * self._row

@@ -14,7 +14,6 @@ class StepTimes(Protocol):
 
     tp: int
     kv_capacity: int
-    """Tokens of KV cache of the replica."""
     source: str
     """Source of the figures in words: measured, operator tables, or roofline."""
 

@@ -35,11 +35,9 @@ class Refusal(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """The reason, for messages that name no file."""
         return self.why if self.key == "model_type" else f"{self.key} = {self.value!r}: {self.why}"
 
     def error(self, field: str) -> UserError:
-        """The error for a model that ``field`` names."""
         valid: Iterable[str] | str = self.valid
         return invalid(f"{field}: {self.key}", self.value, self.why, valid)
 
@@ -76,7 +74,6 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Keys that change what a layer computes."""
     act = config.get("hidden_act") or "silu"
     if act != "silu":
         yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))

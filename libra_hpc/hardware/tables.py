@@ -36,8 +36,6 @@ CACHE = 1 << 16
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """Origin of a table's numbers."""
-
     tool: str
     version: str
     system: str
@@ -96,7 +94,6 @@ def available() -> dict[tuple[str, str], Path]:
 
 @cache
 def load_table(path: Path) -> OperatorTable:
-    """Read one file; raises `UserError` when it is not an operator table."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorTable)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -170,7 +167,6 @@ class TableTimes:
         return Curve(self._cached, [curve(prefill) for curve in self._prefill_curves])
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step; see `StepTimes.step_s`."""
         base, slope, own = self._decode_terms(decodes)
         if prefill:
             row = self._prefill_row(prefill)

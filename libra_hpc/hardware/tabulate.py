@@ -74,7 +74,6 @@ HF_KINDS = {(False, False): "llama", (False, True): "qwen3", (True, True): "qwen
 
 
 def hf_config(shape: ModelShape) -> dict[str, object]:
-    """The Hugging Face config for the tool."""
     kind = "qwen2" if shape.qkv_bias else HF_KINDS[bool(shape.experts), shape.qk_norm]
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
     config: dict[str, object] = {
@@ -204,7 +203,6 @@ def write(table: OperatorTable, path: Path) -> None:
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Command line: tabulate every given model on every given system."""
     parser = argparse.ArgumentParser(
         prog="python -m libra_hpc.hardware.tabulate", description="Tabulate operator times for the step-time tables."
     )

@@ -30,31 +30,26 @@ class FrameError(ValueError):
 
 
 def pack_i32(values: Sequence[int]) -> bytes:
-    """Encode integers as little-endian int32 bytes."""
     return _little_endian(array("i", values)).tobytes()
 
 
 def unpack_i32(data: bytes) -> list[int]:
-    """Decode little-endian int32 bytes."""
     items = array("i")
     items.frombytes(data)
     return _little_endian(items).tolist()
 
 
 def pack_f32(values: Sequence[float]) -> bytes:
-    """Encode floats as little-endian float32 bytes."""
     return _little_endian(array("f", values)).tobytes()
 
 
 def unpack_f32(data: bytes) -> list[float]:
-    """Decode little-endian float32 bytes."""
     items = array("f")
     items.frombytes(data)
     return _little_endian(items).tolist()
 
 
 def _little_endian(items: array[A]) -> array[A]:
-    """Convert between the machine's byte order and little-endian, either way."""
     if sys.byteorder == "big":
         items.byteswap()
     return items
@@ -68,11 +63,9 @@ class Codec(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: T) -> bytes:
-        """Encode one message without the length prefix."""
         return self._encoder.encode(message)
 
     def frame(self, message: T) -> bytes:
-        """Encode one message with the length prefix of a stream frame."""
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME:
             raise FrameError(f"a message of {len(body)} bytes exceeds the frame limit of {MAX_FRAME}")
@@ -94,7 +87,6 @@ class FrameBuffer:
         self._data = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Add received bytes and return every complete frame body."""
         self._data += chunk
         out: list[bytes] = []
         start = 0
@@ -121,7 +113,6 @@ class EngineSocket(Generic[T]):
         self._pending: list[bytes] = []
 
     def fileno(self) -> int:
-        """The socket's descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, message: T) -> None:
@@ -130,7 +121,6 @@ class EngineSocket(Generic[T]):
         self._socket.sendall(self._outbound.frame(message))
 
     def send_many(self, messages: Sequence[T]) -> None:
-        """Send messages in one system call."""
         if messages:
             self._socket.setblocking(True)
             self._socket.sendall(b"".join(self._outbound.frame(m) for m in messages))

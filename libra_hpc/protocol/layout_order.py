@@ -34,12 +34,10 @@ _decoder = msgspec.json.Decoder(LayoutOrder)
 
 
 def new_order(attempt: int, t: float, values: dict[str, Value]) -> LayoutOrder:
-    """An order with a unique id."""
     return LayoutOrder(secrets.token_hex(6), attempt, t, values)
 
 
 def encode_order(order: LayoutOrder) -> bytes:
-    """JSON bytes."""
     return msgspec.json.encode(order) + b"\n"
 
 

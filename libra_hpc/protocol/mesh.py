@@ -52,31 +52,27 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: start or wake the node's engine of this kind (``train`` | ``rollout``).
-
-    Answered by `EngineIsReady`.
-    """
+    """Coordinator -> agent: start or wake the engine of kind ``train`` | ``rollout``; answered by `EngineIsReady`."""
 
     kind: str
 
 
 class StandbyEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: put the node's engine of this kind into warm standby."""
+    """Coordinator -> agent: put that engine into warm standby."""
 
     kind: str
 
 
 class EngineIsReady(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: the node's engine of this kind is ready; a rollout engine has the newest weights."""
+    """Agent -> coordinator: that engine is ready; a rollout engine has the newest weights."""
 
     rank: int
     kind: str
     seconds: float
-    """Since the order."""
 
 
 class EngineDied(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: a process of the node's engine of this kind ended without an order."""
+    """Agent -> coordinator: a process of that engine ended without an order."""
 
     rank: int
     kind: str
@@ -205,7 +201,7 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     groups: tuple[Group, ...]
     stats: BatchStats
     given_up: tuple[int, ...] = ()
-    """Prompts whose samples all failed: they count as trained with this batch, so that no start samples them again."""
+    """Prompts whose samples all failed: they count as trained with this batch."""
 
 
 class Committed(msgspec.Struct, tag=True, frozen=True):
@@ -313,13 +309,11 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     buckets: tuple[tuple[int, int, int, int, float], ...]
     """(tp, engines, in flight, trajectories, KV use)"""
     lengths: tuple[Length, ...]
-    """Trajectories that finished since the last report."""
     open_groups: tuple[OpenGroup, ...] = ()
-    """In order of ``index``."""
     failures: tuple[tuple[str, int, str], ...] = ()
     """(kind, failed attempts since the start, last error), most frequent first."""
     paused: str = ""
-    """Why no prompt is admitted now, as a sentence (failures, no host, no engine); else empty."""
+    """Why no prompt is admitted now, as a sentence; else empty."""
 
 
 # --- weights ---
@@ -349,10 +343,9 @@ class WeightsCurrent(msgspec.Struct, tag=True, frozen=True):
 class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
     """One piece of a weight file; its bytes follow as the message's blob.
 
-    The receiver forwards each chunk to the heads of the two halves of ``relay``: a binomial tree. The sender's link
-    carries two copies for any number of nodes, and a dead node affects only its subtree.
-
-    A chunk without bytes announces a version: a receiver asks for it (`WeightsWanted`) when no chunk arrives.
+    The receiver forwards it to the heads of the two halves of ``relay``: a binomial tree, in which a dead node
+    affects only its subtree. A chunk without bytes announces a version; a receiver without chunks asks for it
+    (`WeightsWanted`).
     """
 
     version: int

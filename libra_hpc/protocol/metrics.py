@@ -14,7 +14,6 @@ class BatchStats(msgspec.Struct, frozen=True):
     """What the rollout leader measured of a global batch; means and quantiles are over its trajectories."""
 
     reward: float
-    """Mean."""
     reward_std: float
     trajectories: int
     staleness_mean: float
@@ -64,7 +63,6 @@ class TrainMetrics(msgspec.Struct, frozen=True):
     train_wall_s: float
     """Seconds from the batch's dispatch to its commit."""
     reduce_s: float
-    """Seconds in the sum over replicas."""
     export_s: float
     """Seconds of the last weight export."""
     train_tokens_per_s: float
@@ -80,7 +78,6 @@ class StepMetrics(msgspec.Struct, frozen=True):
     wait_s: float
     """Seconds the trainer waited for the batch."""
     tokens: int
-    """All tokens of the batch."""
     step_s: float
     """Seconds since the commit before."""
     version: int
@@ -89,7 +86,6 @@ class StepMetrics(msgspec.Struct, frozen=True):
     """None: no replica of the present generation answered, the step was found committed in one that joined."""
 
     def columns(self) -> dict[str, float]:
-        """The columns of ``metrics.jsonl``."""
         flat = {**_plain(self.batch), **self.batch.extra, **_plain(self)}
         return flat | (_plain(self.train) if self.train is not None else {})
 

@@ -10,22 +10,16 @@ Action = Literal["hold", "to_train", "to_rollout", "repartition"]
 
 
 class NodeFact(msgspec.Struct, frozen=True):
-    """One node of the runtime."""
-
     rank: int
     component: str
     """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes move."""
     role: str
     """Value of `libra_hpc.runtime.states.NodeState`."""
     since: float
-    """Start of this role."""
 
 
 class TrainStepFact(msgspec.Struct, frozen=True):
-    """One committed training step."""
-
     at: float
-    """Commit time."""
     tokens: int
     """Tokens that went through the model, summed over replicas."""
     loss_tokens: int
@@ -39,7 +33,6 @@ class RolloutWindowFact(msgspec.Struct, frozen=True):
     """Work of the rollout nodes in a window of time in which the set of nodes did not change."""
 
     at: float
-    """End of the window."""
     seconds: float
     nodes: int
     """Rollout nodes that accepted turns during the whole window."""
@@ -54,8 +47,6 @@ class RolloutWindowFact(msgspec.Struct, frozen=True):
 
 
 class TrajectoryFact(msgspec.Struct, frozen=True):
-    """One finished trajectory."""
-
     index: int
     """Ordinal of finishing over the run, from 0."""
     at: float
@@ -72,12 +63,9 @@ class TrajectoryFact(msgspec.Struct, frozen=True):
 
 
 class GroupFact(msgspec.Struct, frozen=True):
-    """One admitted group that is not finished."""
-
     index: int
     """Place in the order of admission, as `TrajectoryFact.group`."""
     prompt: int
-    """Tokens of the prompt."""
     waiting: int
     """Trajectories that no engine has received yet."""
     running: int
@@ -87,8 +75,6 @@ class GroupFact(msgspec.Struct, frozen=True):
 
 
 class SwitchFact(msgspec.Struct, frozen=True):
-    """One completed move of a node."""
-
     at: float
     direction: Literal["to_train", "to_rollout"]
     seconds: float
@@ -134,7 +120,6 @@ class Candidate(msgspec.Struct, frozen=True):
     """A split that was evaluated; seconds are per global batch unless a field differs."""
 
     train: int
-    """Nodes that train."""
     rollout: int
     train_s: float
     rollout_s: float

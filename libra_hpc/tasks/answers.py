@@ -26,7 +26,6 @@ class BadAnswer(ValueError):
 
 
 def opened(name: str, episode: Episode) -> bytes:
-    """The frame of `EpisodeOpened`; raises `BadAnswer`."""
     prompt = _ids("prompt", episode.prompt)
     stop_ids = episode.stop_ids
     _ids("stop_ids", stop_ids)
@@ -45,7 +44,6 @@ def opened(name: str, episode: Episode) -> bytes:
 
 
 def stepped(name: str, turn: Turn) -> bytes:
-    """The frame of `EpisodeStepped`; raises `BadReward` or `BadAnswer`."""
     if not isinstance(turn, Turn):
         raise BadAnswer(f"step returned {shown(turn)}, not a Turn")
     seconds = getattr(turn.signal, "seconds", 0.0)

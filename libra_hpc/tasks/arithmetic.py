@@ -107,8 +107,6 @@ def problems(seed: int, min_terms: int, max_terms: int, min_digits: int, max_dig
 
 
 class ArithmeticEpisode(Episode):
-    """One problem."""
-
     def __init__(self, task: Arithmetic, entry: dict[str, Any], prompt_id: str) -> None:
         self.prompt_id = prompt_id
         self.prompt = task.tokenizer.encode(f"{task.preamble}{entry['question']}\n")
@@ -117,7 +115,6 @@ class ArithmeticEpisode(Episode):
         self._turns = self._calls = self._failed = 0
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer a turn: text up to a closing tag."""
         self._turns += 1
         found = _ACTION.search(self._task.tokenizer.decode(tokens))
         if found is not None and found[1] == "answer":

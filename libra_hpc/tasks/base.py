@@ -1,12 +1,11 @@
 """The task interface: a user adds an environment as ONE class (`examples/my_task.py`).
 
 - A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`.
-- `Episode.step` answers each turn with token ids. They are appended to the context as they are, never re-tokenised.
-- Tools are module-level functions in `Task.tools`. They run in sandboxed processes and are called through `Tools`;
-  every failure is a value (`ToolResult`), never an exception.
-- An episode that answers the same turns with the same tokens survives the loss of its process and of the job: it is
-  opened again and its turns are replayed (`libra_hpc.rollout.replay`). So seed random numbers by the arguments of
-  `Task.open`. Other episodes are sampled again from the prompt.
+- `Episode.step` answers each turn with token ids, which are appended to the context without re-tokenisation.
+- Tools are module-level functions in `Task.tools`, run in sandboxed processes. Every failure is a value
+  (`ToolResult`).
+- An episode that repeats its answers token for token survives the loss of its process and job: its turns are replayed
+  (`libra_hpc.rollout.replay`). So seed random numbers by the arguments of `Task.open`. Others are sampled again.
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ class Episode(ABC):
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
         """Answer one turn; ``tokens`` ends with a stop id unless ``max_tokens`` cut it.
 
-        These drop the trajectory and are reported: an exception, a step beyond its limit, a reward that is not
-        finite, invalid token ids. The host's other episodes go on. Put long computations into a tool: code in
-        ``step`` blocks all other episodes of the host.
+        An exception, a step beyond its limit, a reward that is not finite or invalid token ids drop this trajectory.
+        Put long computations into a tool: here they block all other episodes.
         """
 
 

@@ -65,7 +65,6 @@ ALIVE_S = 1.0
 """Seconds between two `HostAlive`."""
 
 KINDS = {StepTimeout: "timeout", answers.BadReward: "reward", answers.BadAnswer: "answer"}
-"""See `EpisodeFailed.kind`."""
 
 
 class Host(asyncio.Protocol):

@@ -44,14 +44,11 @@ Hop = tuple[int, int, bool, bool]
 
 
 def vocabulary() -> list[str]:
-    """All tokens, in id order."""
     return [*WORDS, *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES))]
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Distribution of episodes."""
-
     p_more: float = 0.72
     max_hops: int = 12
     flaky: float = 0.25
@@ -59,7 +56,6 @@ class Mix:
     notes: int = 0
 
     def check(self, where: str) -> None:
-        """Raise `UserError` for a value out of range."""
         for name in ("p_more", "flaky", "dead"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -87,12 +83,10 @@ class HiddenChain:
 
     @property
     def need(self) -> int:
-        """Turns of the perfect policy."""
         return len(self.hops) + sum(flaky + dead for _, _, flaky, dead in self.hops) + 1
 
 
 def draw(rng: random.Random, mix: Mix) -> HiddenChain:
-    """Draw a random chain."""
     length = 1
     while length < mix.max_hops and rng.random() < mix.p_more:
         length += 1
@@ -130,7 +124,6 @@ class Guide:
 
     @property
     def resolved(self) -> int:
-        """Hops resolved so far."""
         return self._at
 
     @property
@@ -141,7 +134,6 @@ class Guide:
         return self._hops[self._at][1 if self._dead else 0]
 
     def saw(self, key: int, outcome: str) -> None:
-        """Record an answer."""
         hop = next((i for i, (main, alternative, _, _) in enumerate(self._hops) if key in (main, alternative)), -1)
         if outcome in ("=", "val") and hop >= self._at:
             self._at, self._dead = hop + 1, False
@@ -150,8 +142,6 @@ class Guide:
 
 
 class Words:
-    """The task's words as token ids."""
-
     def __init__(self, tokenizer: TaskTokenizer) -> None:
         self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (
             tokenizer.need(word) for word in WORDS
@@ -163,12 +153,10 @@ class Words:
         self.value_of = {token: i for i, token in enumerate(self.values)}
 
     def prompt(self, world: HiddenChain) -> list[int]:
-        """Token ids of the question."""
         lines = [token for a, b in world.notes for token in (self.note, self.keys[a], self.keys[b], self.newline)]
         return [self.bos, *lines, self.find, self.keys[world.hops[0][0]], self.newline]
 
     def answer(self, found: Sequence[Any]) -> list[int]:
-        """Token ids of an answer of `look_up`."""
         if found[0] == "=":
             return [self.word["="], self.keys[found[1]], self.word["|"], self.keys[found[2]], self.newline]
         if found[0] == "val":
@@ -197,7 +185,6 @@ class KeyChainEpisode(Episode):
         self._turns = self._waste = 0
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer a line of the policy: ``get KEY``, ``ans VALUE``, or a malformed one."""
         words = self._words
         self._turns += 1
         if len(tokens) == 3 and tokens[0] == words.ans and tokens[1] in words.value_of and tokens[2] == words.newline:
@@ -271,14 +258,12 @@ class KeyChain(Task):
         self._words = Words(tokenizer)
 
     def open(self, index: int, sample: int, progress: float) -> KeyChainEpisode:
-        """See `Task.open`."""
         after = progress >= self._drift_at and self.mixes[0] != self.mixes[1]
         prompt_id = f"keychain-{self.seed}-{int(after)}-{index}"
         return KeyChainEpisode(self._words, draw(random.Random(prompt_id), self.mixes[after]), prompt_id, after)
 
     @property
     def max_context(self) -> int:
-        """See `Task.max_context`."""
         return max(mix.max_context for mix in self.mixes)
 
 

@@ -34,8 +34,6 @@ Batch = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a task's tiny policy is made."""
-
     tokenizer: Callable[[], Tokenizer]
     special: dict[str, str]
     """Special tokens of ``tokenizer_config.json``; ``eos_token`` ends a turn."""
@@ -95,7 +93,6 @@ RECIPES = {
         batch=_arithmetic_batch,
     ),
 }
-"""By task."""
 
 
 def write_tokenizer(out: str | Path, task: str = "keychain") -> Tokenizer:
@@ -146,7 +143,6 @@ def write_folder(out: str | Path, task: str = "keychain", seed: int = 0) -> int:
 
 
 def batches(folder: str | Path, task: str, seed: int, steps: int) -> Iterator[Batch]:
-    """Demonstrations of a warm start."""
     recipe, tokenizer = _recipe(task), TaskTokenizer(folder)
     for step in range(steps):
         yield recipe.batch(tokenizer, seed, step, BATCH, step >= PERFECT_SHARE * steps)

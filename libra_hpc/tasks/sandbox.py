@@ -1,11 +1,9 @@
 """The sandbox of an environment host: pools of tool processes, one call each at a time, on one asyncio loop.
 
 - A call waits for a free process of its pool, then has its time limit.
-- A process overruns, dies or sends an invalid answer -> it is killed with all it has started and replaced; the call
-  ends as a `ToolResult`.
+- A process overruns, dies or answers nonsense -> it and all it started are killed, and the call ends as a
+  `ToolResult`.
 - Declared tools and model-written code have separate pools, so that slow code delays no tool.
-
-`libra_hpc.tasks.contain` confines the processes.
 """
 
 from __future__ import annotations
@@ -97,7 +95,6 @@ class _Process:
         self._send(to_tool.frame(pool.setup(folder)))
 
     def start(self, job: _Job) -> None:
-        """Run a job on an idle process."""
         self.job = job
         self._timer = self._loop.call_later(job.limit_s, self._overdue)
         self._send(job.frame)
@@ -205,7 +202,6 @@ class _Pool:
         self.started: asyncio.Future[None] | None = None
 
     def setup(self, folder: str) -> Setup:
-        """First frame of a new process."""
         config = self.owner.config
         return Setup(
             tools=self.refs,
@@ -217,14 +213,12 @@ class _Pool:
         )
 
     def grow(self) -> None:
-        """Start processes up to the configured number."""
         if self.started is None:
             self.started = asyncio.get_running_loop().create_future()
         while len(self.processes) < self.owner.config.tool_processes:
             self.processes.append(_Process(self, self.owner.new_folder()))
 
     def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
-        """Queue a call."""
         job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if self.started is None:
@@ -239,7 +233,6 @@ class _Pool:
                 self._idle.popleft().start(job)
 
     def free(self, process: _Process) -> None:
-        """A process is ready for the next call."""
         if self.started is not None and not self.started.done():
             self.started.set_result(None)
         self._idle.append(process)
@@ -297,14 +290,12 @@ class Sandbox:
             await self._tools.started
 
     async def call(self, name: str, *args: Any) -> ToolResult:
-        """See `libra_hpc.tasks.base.Tools.call`."""
         if name not in self._limits:
             raise KeyError(f"the task declares no tool {name!r}")
         call = _draw()
         return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)), self._limits[name])
 
     async def python(self, code: str) -> ToolResult:
-        """See `libra_hpc.tasks.base.Tools.python`."""
         call = _draw()
         limit_s = self.config.tool_timeout_s + CODE_GRACE_S
         return await self._result(self._code, call, to_tool.frame(RunCode(call, code)), limit_s)
@@ -323,11 +314,9 @@ class Sandbox:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the tool processes."""
         return [p.child.pid for pool in (self._tools, self._code) for p in pool.processes]
 
     def new_folder(self) -> str:
-        """A private working folder for one process."""
         self._made += 1
         path = Path(self._folder) / str(self._made)
         path.mkdir(mode=0o700)

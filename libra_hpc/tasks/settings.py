@@ -20,11 +20,9 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One environment host; ``tool_*`` are those of the run file's ``[task]`` table, where the defaults stand."""
 
     task: str
-    """A built-in task, or ``path/to/file.py:ClassName``."""
     model: str
     """Hugging Face folder whose ``tokenizer.json`` the task uses."""
     options: dict[str, Any]
-    """Passed to the task's constructor."""
     seed: int
     """Of the data order, unless ``options`` has a ``seed``."""
     tool_timeout_s: float
@@ -56,7 +54,6 @@ def host_config(config: RunConfig) -> HostConfig:
 
 
 def host_settings(config: RunConfig) -> bytes:
-    """Content of a host's settings file."""
     return msgspec.json.encode(host_config(config))
 
 

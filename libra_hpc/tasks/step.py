@@ -42,7 +42,6 @@ class Step:
         self._resume()
 
     def cancel(self) -> None:
-        """Stop without an answer."""
         self._over = None
         self._pause()
         self._task.cancel()

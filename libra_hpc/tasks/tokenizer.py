@@ -50,7 +50,6 @@ class TaskTokenizer:
         return self.id_of(token) if isinstance(token, str) else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -76,5 +75,4 @@ class TaskTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of tokens, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))

@@ -1,7 +1,7 @@
 """Outcome of a tool call, from the structure of its answer, never from its words.
 
-Schedulers learn from outcomes: "0 errors" is no error, ``{"exit_code": 1, "output": "..."}`` is one. A task may set
-its own outcome (``miss``, ``dead``); `classify` is the default. The first rule that applies to a mapping decides:
+"0 errors" is no error, ``{"exit_code": 1, "output": "..."}`` is one. A task may set its own outcome (``miss``,
+``dead``); `classify` is the default. The first rule that applies to a mapping decides:
 
 1. timeout: a status or error in `TIMEOUT_WORDS`, ``timed_out: true``, a `TimeoutError`, exit code 124 (timeout(1))
 2. an exit code (`EXIT_CODES`): 0 is ok, others are errors
@@ -78,8 +78,6 @@ _UNITTEST_FAILED = re.compile(r"(?:failures|errors)=(\d+)")
 
 
 class Outcome(NamedTuple):
-    """Result of `classify`."""
-
     outcome: str
     """``ok`` | ``error`` | ``timeout``"""
     exit_code: int | None = None

@@ -1,11 +1,10 @@
 """A tool process: runs declared tools, or model-written code in a forked child, for the host that started it.
 
 - First frame: `Setup`, answered by `Ready`, or by `ToolDone` with the reason of a failure.
-- Then one call at a time: `Call` (declared tool) or `RunCode`. Frames are msgpack against closed unions.
-- What a call starts ends before its answer is sent. Processes from before the call go on: a browser driver or worker
-  pool that the tool's module started at import serves all calls.
-- Model-written code runs in a fork for one call, whose only output is a pipe of bytes. It cannot forge an answer, and
-  finds neither task nor episode nor reward in the memory it inherits.
+- Then one call at a time, `Call` (declared tool) or `RunCode`. Frames are msgpack against closed unions.
+- What a call starts ends before its answer. What the tool's module started at import serves all calls.
+- Model-written code runs in a fork whose only output is a pipe of bytes. It can forge no answer, and its memory has
+  neither task nor episode nor reward.
 """
 
 from __future__ import annotations
@@ -78,15 +77,12 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     tools: tuple[ToolRef, ...]
     parent: int
     folder: str
-    """Private working folder, owned by the host."""
     timeout_s: float
     memory_bytes: int
     output_bytes: int
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Run a declared tool."""
-
     call: int
     """Random, so that other writers to the link cannot forge an answer."""
     name: str
@@ -94,8 +90,6 @@ class Call(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunCode(msgspec.Struct, tag=True, frozen=True):
-    """Run model-written code."""
-
     call: int
     code: str
 
@@ -107,8 +101,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class ToolDone(msgspec.Struct, tag=True, frozen=True):
-    """The answer of a call."""
-
     outcome: str
     value: Any
     exit_code: int | None = None
@@ -129,7 +121,6 @@ def cut(text: str, most: int) -> str:
 
 
 def find(tool: ToolRef) -> Callable[..., Any]:
-    """Import a declared tool."""
     found: Any = load_file(tool.file) if tool.file else importlib.import_module(tool.module)
     for part in tool.qualname.split("."):
         found = getattr(found, part)
@@ -138,7 +129,6 @@ def find(tool: ToolRef) -> Callable[..., Any]:
 
 
 def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
-    """Call a declared tool and return the framed answer."""
     call = request.call
     try:
         value = function(*request.args)
@@ -193,7 +183,6 @@ def run_code(code: str, setup: Setup) -> ToolDone:
 
 
 def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
-    """Life of the forked child."""
     status = 1
     try:
         os.setsid()

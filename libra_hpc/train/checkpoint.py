@@ -1,7 +1,7 @@
-"""Save and load a replica's state under Hugging Face names, readable at any tensor- and pipeline-parallel split.
+"""Save and load a replica's state under Hugging Face names, for any tensor- and pipeline-parallel split.
 
-`libra_hpc.train.state_folders` has the layout. Saving is collective: rank 0 of the replica gathers the tensors and
-writes. Loading is not: every rank reads what it needs.
+Saving is collective: rank 0 of the replica gathers and writes. Loading is not. Layout:
+`libra_hpc.train.state_folders`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,6 @@ class TensorFiles:
     """Lazy reader of the tensors in a safetensors file or a Hugging Face folder; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``; raises `FileNotFoundError` when it has no safetensors weights."""
         self._stack = ExitStack()
         self._where: dict[str, Callable[[str], torch.Tensor]] = {}
         index = path / f"{WEIGHTS_FILE}.index.json"

@@ -12,7 +12,6 @@ class DataOrder:
         self.low, self.extra = low, set(extra)
 
     def trained(self, indices: Iterable[int]) -> None:
-        """Mark indices as trained; raises `ValueError` when one already is."""
         for index in indices:
             if index < self.low or index in self.extra:
                 raise ValueError(f"prompt {index} is trained already")

@@ -63,7 +63,6 @@ def _choose_interface() -> None:
 
 
 def backend(device: torch.device) -> str:
-    """torch.distributed backend of the replica's world."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -1,16 +1,13 @@
 """Elastic data parallelism: replicas of a membership generation, joined by groups outside torch's global state.
 
-Every replica has its own torch world for life. Ranks with the same (tensor, pipeline) coordinate hold the same part
-of the model. Per generation, each coordinate gets one *bare* process group, with a rendezvous file on the shared file
-system. Rules:
+Every replica has its own torch world for life. Per generation, ranks with the same (tensor, pipeline) coordinate get
+one *bare* process group, with a rendezvous file on the shared file system.
 
-1. At a join, all take the state of the member with the highest step. They commit it once every process of the replica
-   has received all of its part: a source that dies leaves the receiver unchanged.
-2. Gradients are summed before any change. All processes of a replica agree on success, else the step is not
-   committed.
+1. At a join, all take the state of the member with the highest step. A replica commits it once all its processes have
+   received theirs: a source that dies leaves it unchanged.
+2. Gradients are summed before any change. All processes of a replica agree on success, else nothing is committed.
 3. A process that fails leaves the group at once: its closed sockets wake waiting peers.
-4. Members announce themselves first; this wait can be interrupted. They connect, which cannot, only when all are
-   there.
+4. Members announce themselves first, which can be interrupted. They connect, which cannot, when all are there.
 """
 
 from __future__ import annotations
@@ -160,13 +157,11 @@ class Replicas:
             self.waited_s += time.monotonic() - begin
 
     def leave(self) -> None:
-        """Leave the generation: close the connections to the other replicas."""
         group, self._group, self.generation = self._group, None, -1
         if group is not None:
             group.abort()
 
 
 def _within(options: Any, seconds: float) -> Any:
-    """Set the timeout of one collective; the default is that of the connect."""
     options.timeout = datetime.timedelta(seconds=seconds)
     return options

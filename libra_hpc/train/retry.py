@@ -10,8 +10,6 @@ from __future__ import annotations
 
 
 class Retry:
-    """Pauses between attempts."""
-
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s, self._longest_s = first_s, longest_s
         self._not_before = float("-inf")
@@ -27,11 +25,9 @@ class Retry:
         self._not_before, self.failures = float("-inf"), 0
 
     def due(self, now: float) -> bool:
-        """Whether an attempt may be made now."""
         return now >= self._not_before
 
     def wait_s(self, now: float) -> float:
-        """Seconds until an attempt may be made."""
         return max(0.0, self._not_before - now)
 
 
@@ -69,7 +65,6 @@ class Exports:
         self._asked = self._written = min(self._written, version - 1)
 
     def written(self, version: int, seconds: float) -> None:
-        """An export is in place."""
         self._written, self.seconds = max(self._written, version), seconds
         self._retry.succeeded()
 
@@ -80,5 +75,4 @@ class Exports:
         return self._retry.failures >= self.FAILURES
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a failed export may be requested again."""
         return self._retry.wait_s(now)

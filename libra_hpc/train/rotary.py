@@ -20,8 +20,6 @@ Table = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rotary:
-    """The embedding of one model."""
-
     def __init__(self, shape: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
         frequencies = 1.0 / shape.rope_theta ** (steps / shape.head_dim)

@@ -1,7 +1,6 @@
 """Settings of a Megatron worker process: one JSON file, decoded into `WorkerConfig`.
 
-Plain data: importable on a login node and by an agent, neither of which has torch.  Defaults of what a run file may
-set stand in `libra_hpc.config` alone.
+Needs no torch. Defaults of what a run file may set stand in `libra_hpc.config` alone.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     eps: float
     weight_decay: float
     grad_clip: float
-    """Largest global gradient norm."""
     warmup_steps: int
     """Updates over which the learning rate rises linearly: update ``k`` (from 1) uses ``lr * k / warmup_steps``."""
     decay_steps: int = 0
@@ -52,7 +50,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Checkpoint, snapshot, or folder of snapshots to start from; empty: the weights in ``model_dir`` at step 0."""
     device: Literal["cpu", "cuda"]
     device_index: int
-    """CUDA device of this process."""
     dtype: Literal["float32", "bfloat16"]
     tp: int
     pp: int
@@ -76,12 +73,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """The optimizer of a run."""
     return OptimizerSettings(**config.optimizer.model_dump())
 
 
 def algorithm_settings(config: RunConfig) -> AlgorithmSettings:
-    """The objective of a run."""
     algorithm = config.algorithm
     return AlgorithmSettings(
         clip=algorithm.clip,

@@ -17,12 +17,10 @@ TOKEN_BYTES = 4
 
 
 def tokens_of(sample: Sample) -> int:
-    """Tokens of a sample."""
     return len(sample.tokens) // TOKEN_BYTES
 
 
 def loss_tokens_of(sample: Sample) -> int:
-    """Generated tokens of a sample."""
     return sample.loss_mask.count(1)
 
 

@@ -44,7 +44,6 @@ class TrainerState(msgspec.Struct, frozen=True):
     """``trainer.json``: the counters of a saved state."""
 
     step: int
-    """Global batches trained."""
     updates: int
     """Optimizer updates (``step`` times minibatches, less the skipped ones): Adam's counter."""
     format: int = FORMAT
@@ -95,7 +94,6 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def is_state(folder: Path) -> bool:
-    """Whether ``folder`` is a complete checkpoint or snapshot."""
     return (folder / STATE_FILE).is_file() and not folder.name.endswith(TEMPORARY)
 
 
@@ -201,13 +199,11 @@ def resolve(folder: Path) -> Path:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush ``folder`` and everything under it to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Flush one file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

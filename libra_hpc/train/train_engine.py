@@ -1,7 +1,7 @@
 """One rank of a Megatron-Core replica: model, gradient buffers, optimizer, schedule, and their state.
 
-The replica's torch world (``tp * pp`` processes) exists for the life of the process. Changes of the data-parallel
-side (`libra_hpc.train.replicas`) leave its groups alone; they enter through the ``reduce`` callback.
+The replica's torch world (``tp * pp`` processes) exists for the life of the process. Data parallelism
+(`libra_hpc.train.replicas`) enters only through the ``reduce`` callback.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, 
 
 
 def close_world() -> None:
-    """Undo `init_world`."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -134,7 +133,6 @@ class TrainEngine:
         return {name: found.pop(name) for name in stage_entries(self.shape, self.split.pp, self.split.pp_rank)}
 
     def adam_state(self) -> Any:
-        """torch's optimizer state by (master) weight."""
         return self._optimizer.optimizer.state
 
     def gradients(self) -> list[torch.Tensor]:
@@ -161,7 +159,6 @@ class TrainEngine:
             self.reduce(self.gradients())
 
     def layout(self, pack: Pack) -> PackedLayout:
-        """The model's ``packed_seq_params``."""
         return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
 
     @torch.no_grad()
@@ -264,7 +261,6 @@ class EngineState:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.step = 0
-        """Global batches trained."""
         self.updates = 0
         """Optimizer updates, without skipped ones: Adam's counter."""
         self.parameters = engine.named_parameters()
@@ -290,7 +286,6 @@ class EngineState:
         return [t for name in self.master for t in (self.master[name], self.exp_avg[name], self.exp_avg_sq[name])]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The same, detached."""
         return [t.data for t in self.tensors_in_place()]
 
     @torch.no_grad()
@@ -306,12 +301,10 @@ class EngineState:
                 p.copy_(self.master[name])
 
     def capture(self) -> tuple[int, int, list[torch.Tensor]]:
-        """A copy for `restore`."""
         return self.step, self.updates, [t.clone() for t in self.tensors()]
 
     @torch.no_grad()
     def restore(self, saved: tuple[int, int, list[torch.Tensor]]) -> None:
-        """Return to a captured state."""
         step, updates, tensors = saved
         for tensor, old in zip(self.tensors(), tensors, strict=True):
             tensor.copy_(old)

@@ -107,7 +107,6 @@ class TrainLeader(Members):
     # --- inputs ---
 
     def on_batch(self, batch: Batch) -> None:
-        """The global batch of a step arrived."""
         if batch.step > self.step and batch.step not in self._batches:
             self._batches[batch.step] = batch
         self._wake.set()

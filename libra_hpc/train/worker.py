@@ -58,8 +58,6 @@ SNAPSHOTS = 1
 
 
 class Worker:
-    """State of one worker process."""
-
     def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse, begin: float) -> None:
         self._config, self._socket, self._pulse = config, socket, pulse
         self._model_dir = Path(config.model_dir)
@@ -187,7 +185,6 @@ class Worker:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a worker process; returns its exit code."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="libra_hpc.train.worker", description="One process of a Megatron-Core replica."

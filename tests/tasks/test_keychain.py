@@ -44,33 +44,29 @@ class InProcessTools:
 
 
 class Player:
-    """Speaks the task's words."""
+    """A policy that writes the task's words."""
 
     def __init__(
         self, task: KeyChain, episode: KeyChainEpisode, world: HiddenChain, tools: InProcessTools | None = None
     ) -> None:
-        self.words, self.episode, self.world, self.tools = (
-            Words(task.tokenizer),
-            episode,
-            world,
-            tools or InProcessTools(),
-        )
+        self.words, self.episode, self.world = Words(task.tokenizer), episode, world
+        self.tools = tools or InProcessTools()
         self.guide = Guide(world)
         self.context = list(episode.prompt)
 
-    def say(self, *tokens: int) -> Turn:
+    def turn(self, *tokens: int) -> Turn:
         turn = asyncio.run(self.episode.step(list(tokens), self.tools))
         self.context += [*tokens, *turn.tokens]
         return turn
 
     def get(self, key: int) -> Turn:
-        turn = self.say(self.words.get, self.words.keys[key], self.words.newline)
+        turn = self.turn(self.words.get, self.words.keys[key], self.words.newline)
         if turn.signal is not None:
             self.guide.saw(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
         return turn
 
     def answer(self, value: int) -> Turn:
-        return self.say(self.words.ans, self.words.values[value], self.words.newline)
+        return self.turn(self.words.ans, self.words.values[value], self.words.newline)
 
     def perfect(self) -> Turn:
         while (key := self.guide.key) is not None:
@@ -152,7 +148,7 @@ def test_every_outcome_of_the_tool(task: KeyChain) -> None:
     text = [task.tokenizer.decode(t.tokens) for t in seen]
     assert text[1] == f"= k{dead} | k{alternative} \n"
     assert text[7] == f"val v{player.world.value} \n"
-    malformed = player.say(player.words.get, player.words.get, player.words.get, player.words.get)
+    malformed = player.turn(player.words.get, player.words.get, player.words.get, player.words.get)
     assert malformed.signal is not None
     assert (task.tokenizer.decode(malformed.tokens), malformed.signal.outcome) == ("err \n", "error")
     # Waste: asking hop 0 again, the spare of a living key, an unknown key, the dead key twice, and the malformed line.
@@ -191,9 +187,9 @@ def test_hacks_pay_little(task: KeyChain) -> None:
     assert turn.info["turns"] == 2 * spammer.world.need + 4
 
     babbler = start(task, lambda w: len(w.hops) == 3)
-    turn = babbler.say(babbler.words.newline)
+    turn = babbler.turn(babbler.words.newline)
     while not turn.done:
-        turn = babbler.say(babbler.words.newline)
+        turn = babbler.turn(babbler.words.newline)
     assert turn.reward == pytest.approx(-0.2)
 
 
@@ -207,7 +203,7 @@ def test_wrong_lines_are_calls_not_answers(task: KeyChain) -> None:
         [],
         [w.get, w.keys[0], w.newline, w.newline],
     ):
-        assert task.tokenizer.decode(player.say(*line).tokens) == "err \n"
+        assert task.tokenizer.decode(player.turn(*line).tokens) == "err \n"
 
 
 def test_context_never_exceeds_its_bound(keychain_folder: Path) -> None:
@@ -262,8 +258,8 @@ def outcomes(task: KeyChain, batch: list[tuple[list[int], list[int]]]) -> Counte
     lines: Counter[str] = Counter()
     for tokens, mask in batch:
         assert len(tokens) == len(mask)
-        said = task.tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]).split("\n")
-        lines.update(line.split()[0] for line in said if line.strip())
+        written = task.tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]).split("\n")
+        lines.update(line.split()[0] for line in written if line.strip())
     return lines
 
 

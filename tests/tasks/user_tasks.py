@@ -134,31 +134,31 @@ class Given(Episode):
         return self.answer  # type: ignore[return-value]
 
 
-def told(answer: object, prompt: object = (1, 2), max_tokens: object = 4) -> Episode:
+def answering(answer: object, prompt: object = (1, 2), max_tokens: object = 4) -> Episode:
     return Given(answer, prompt, max_tokens)
 
 
 ODD: dict[str, Callable[[], Episode]] = {
-    "nan": lambda: told(Turn(done=True, reward=float("nan"))),
-    "infinite": lambda: told(Turn(done=True, reward=-float("inf"))),
-    "beyond float": lambda: told(Turn(done=True, reward=10**400)),
-    "beyond float32": lambda: told(Turn(done=True, reward=1e39)),
-    "text reward": lambda: told(Turn(done=True, reward="much")),  # type: ignore[arg-type]
-    "no reward": lambda: told(Turn(done=True, reward=None)),  # type: ignore[arg-type]
-    "nan info": lambda: told(Turn(done=True, info={"solved": 1.0, "speed": float("nan")})),
-    "no info": lambda: told(Turn(done=True, info=None)),  # type: ignore[arg-type]
-    "key of info": lambda: told(Turn(done=True, info={3: 1.0})),  # type: ignore[dict-item]
-    "no turn": lambda: told(None),
-    "text": lambda: told(Turn("words")),  # type: ignore[arg-type]
-    "bytes": lambda: told(Turn(b"abcd")),  # type: ignore[arg-type]
-    "fractions": lambda: told(Turn([1.5])),  # type: ignore[list-item]
-    "beyond int32": lambda: told(Turn([1, 2**31])),
-    "negative": lambda: told(Turn([5, -1])),
-    "signal": lambda: told(Turn([1], Signal(3, "ok", 1, 0.1))),  # type: ignore[arg-type]
-    "seconds": lambda: told(Turn([1], Signal("t", "ok", 1, float("inf")))),
-    "text prompt": lambda: told(Turn([1]), "words"),
-    "empty prompt": lambda: told(Turn([1]), []),
-    "no room": lambda: told(Turn([1]), [1], 0),
+    "nan": lambda: answering(Turn(done=True, reward=float("nan"))),
+    "infinite": lambda: answering(Turn(done=True, reward=-float("inf"))),
+    "beyond float": lambda: answering(Turn(done=True, reward=10**400)),
+    "beyond float32": lambda: answering(Turn(done=True, reward=1e39)),
+    "text reward": lambda: answering(Turn(done=True, reward="much")),  # type: ignore[arg-type]
+    "no reward": lambda: answering(Turn(done=True, reward=None)),  # type: ignore[arg-type]
+    "nan info": lambda: answering(Turn(done=True, info={"solved": 1.0, "speed": float("nan")})),
+    "no info": lambda: answering(Turn(done=True, info=None)),  # type: ignore[arg-type]
+    "key of info": lambda: answering(Turn(done=True, info={3: 1.0})),  # type: ignore[dict-item]
+    "no turn": lambda: answering(None),
+    "text": lambda: answering(Turn("words")),  # type: ignore[arg-type]
+    "bytes": lambda: answering(Turn(b"abcd")),  # type: ignore[arg-type]
+    "fractions": lambda: answering(Turn([1.5])),  # type: ignore[list-item]
+    "beyond int32": lambda: answering(Turn([1, 2**31])),
+    "negative": lambda: answering(Turn([5, -1])),
+    "signal": lambda: answering(Turn([1], Signal(3, "ok", 1, 0.1))),  # type: ignore[arg-type]
+    "seconds": lambda: answering(Turn([1], Signal("t", "ok", 1, float("inf")))),
+    "text prompt": lambda: answering(Turn([1]), "words"),
+    "empty prompt": lambda: answering(Turn([1]), []),
+    "no room": lambda: answering(Turn([1]), [1], 0),
 }
 """Invalid answers, by their mistake."""
 
@@ -168,7 +168,7 @@ class Odd(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         made = list(ODD.values())
-        return made[index]() if index < len(made) else told(Turn([5], Signal("t", "ok", 1, 0.1)))
+        return made[index]() if index < len(made) else answering(Turn([5], Signal("t", "ok", 1, 0.1)))
 
 
 class NoTool(Task):

@@ -366,7 +366,7 @@ def test_a_generation_that_forms_gives_way_to_a_newer_order_at_once() -> None:
         await until(lambda: len(world.of(ToReplica)) == 2)
         world.leader.on_generation(2, (1,))
         await until(lambda: len(world.of(ToReplica)) >= 3)
-        # The answer to the order that was given up says nothing about the newer one.
+        # The answer to the order that was given up is not one to the newer order.
         world.reply(1, WorkerError("generation 1 did not form", False, 1))
         world.leader.on_batch(batch(1))
         await until(lambda: world.of(TrainingFinished))
@@ -513,7 +513,7 @@ def test_another_exporter_is_asked_for_the_present_version_again() -> None:
         world.leader.on_replica_down(1, "node lost")
         world.leader.on_generation(2, (2,))
         await until(lambda: len(world.of(Publish)) == 2)
-        # Answers of before that come now say nothing about what the new one has.
+        # Late answers of the old exporter do not count for the new one.
         world.leader.on_reply(1, Exported(0, 77, 100, 0.0))
         for _ in range(leader.Exports.FAILURES):
             world.leader.on_reply(1, ExportFailed(0, "no room"))
