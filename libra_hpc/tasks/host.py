@@ -77,7 +77,7 @@ class Host(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
-        self._signed = self._loop.time()
+        self._alive_at = self._loop.time()
         """Time of the last `HostAlive`."""
         self.closed: asyncio.Future[int] = self._loop.create_future()
         self._transport: asyncio.WriteTransport
@@ -118,21 +118,21 @@ class Host(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
-        if self._loop.time() - self._signed > ALIVE_S:
-            self._sign()  # each of many slow openings or steps in one loop iteration is progress
+        if self._loop.time() - self._alive_at > ALIVE_S:
+            self._send_alive()  # each of many slow openings or steps in one loop iteration is progress
 
     def _flush(self) -> None:
         data, self._out = b"".join(self._out), []
         self._transport.write(data)
 
-    def _sign(self) -> None:
-        self._signed = self._loop.time()
+    def _send_alive(self) -> None:
+        self._alive_at = self._loop.time()
         self._out.append(from_host.frame(HostAlive()))
         self._flush()
 
     def _alive(self) -> None:
         if not self.closed.done():
-            self._sign()
+            self._send_alive()
             self._loop.call_later(ALIVE_S, self._alive)
 
     def _fail(self, episode: str, error: str, kind: str = "raised") -> None:

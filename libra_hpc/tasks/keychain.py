@@ -133,7 +133,7 @@ class Guide:
             return None
         return self._hops[self._at][1 if self._dead else 0]
 
-    def saw(self, key: int, outcome: str) -> None:
+    def record(self, key: int, outcome: str) -> None:
         hop = next((i for i, (main, alternative, _, _) in enumerate(self._hops) if key in (main, alternative)), -1)
         if outcome in ("=", "val") and hop >= self._at:
             self._at, self._dead = hop + 1, False
@@ -209,7 +209,7 @@ class KeyChainEpisode(Episode):
         self._asked[key] = self._asked.get(key, 0) + 1
         self._waste += not right
         outcome = str(result.value[0])
-        self._guide.saw(key, outcome)
+        self._guide.record(key, outcome)
         answer = self._words.answer(result.value)
         return Turn(answer, Signal("get", "ok" if outcome == "=" else outcome, len(answer), result.seconds))
 

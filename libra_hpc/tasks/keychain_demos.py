@@ -53,7 +53,7 @@ def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bo
         found = look_up(world.hops, world.value, key, asked.get(key, 0))
         asked[key] = asked.get(key, 0) + 1
         last = str(found[0])
-        guide.saw(key, last)
+        guide.record(key, last)
         if last == "=":
             pair = (found[1], found[2])
         add(words.answer(found), 0)

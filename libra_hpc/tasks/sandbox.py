@@ -243,7 +243,7 @@ class _Pool:
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
-        self.owner.bury(process)
+        self.owner.reap(process)
         if not start_error:
             self.grow()
             return
@@ -322,7 +322,7 @@ class Sandbox:
         path.mkdir(mode=0o700)
         return str(path)
 
-    def bury(self, process: _Process) -> None:
+    def reap(self, process: _Process) -> None:
         """Reap a killed process without blocking the loop."""
         self._dying.append(process)
         self._reap()

@@ -117,18 +117,18 @@ class Replicas:
         everyone = [torch.empty_like(mine) for _ in range(message.size)]
         wait(self._group.allgather([everyone], [mine]), connect_s)
         counters = [(int(each[0]), int(each[1])) for each in everyone]
-        truth = max(range(message.size), key=lambda rank: counters[rank][0])
-        if all(each == counters[truth] for each in counters):
-            return counters[truth], []
+        source = max(range(message.size), key=lambda rank: counters[rank][0])
+        if all(each == counters[source] for each in counters):
+            return counters[source], []
         options = _within(dist.BroadcastOptions(), self._step_timeout_s)
-        options.rootRank = truth
+        options.rootRank = source
         received: list[torch.Tensor] = []
         for part in self._parts():
             # The source's parts are copies too: all members pass the same kind of buffer.
             wait(self._group.broadcast([part], options), self._step_timeout_s)
-            if counters[message.rank] != counters[truth]:
+            if counters[message.rank] != counters[source]:
                 received.append(part)
-        return counters[truth], received
+        return counters[source], received
 
     def _parts(self) -> Any:
         pieces: list[torch.Tensor] = []

@@ -99,7 +99,7 @@ class TrainLeader(Members):
         self._save_due = False
         self._reports: list[StepReport] = []
         """Committed steps whose records are not known to be durable; a checkpoint carries them."""
-        self._hopeless = ""
+        self._export_failure = ""
         self._skipped_in_row = 0
         self._totals: list[int] = []
         """Loss tokens of the last step's minibatches that have any."""
@@ -138,7 +138,7 @@ class TrainLeader(Members):
                 now = self._clock()
                 if self._exports.failed(now):
                     what = f"the weights of step {version} could not be written for the rollout engines"
-                    self._hopeless = f"{what}: {reason}"
+                    self._export_failure = f"{what}: {reason}"
                 else:
                     asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
             case Exported(version=version, crc32=crc32, seconds=seconds):
@@ -182,8 +182,8 @@ class TrainLeader(Members):
             self._export()
             waiting = self._clock()
             await self._until(self._batch_or_change)
-            if self._hopeless:
-                self._fail(self._hopeless)
+            if self._export_failure:
+                self._fail(self._export_failure)
                 return
             if self._membership_due() or self.step + 1 not in self._batches:
                 continue
@@ -194,7 +194,7 @@ class TrainLeader(Members):
             self._send(0, TrainingFinished(self.step))
 
     def _batch_or_change(self) -> bool:
-        changed = self._membership_due() or bool(self._stop_reason or self._hopeless)
+        changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
         return self.step + 1 in self._batches or changed or self._export_due()
 
     async def _membership(self) -> bool:

@@ -62,7 +62,7 @@ class Player:
     def get(self, key: int) -> Turn:
         turn = self.turn(self.words.get, self.words.keys[key], self.words.newline)
         if turn.signal is not None:
-            self.guide.saw(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
+            self.guide.record(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
         return turn
 
     def answer(self, value: int) -> Turn:
