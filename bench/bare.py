@@ -74,14 +74,14 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.protocol.mesh import Batch
     from libra_hpc.train import compat
     from libra_hpc.train.checkpoint import start
-    from libra_hpc.train.device import choose, local_store
+    from libra_hpc.train.device import choose_device, local_store
     from libra_hpc.train.grpo import token_logprobs
     from libra_hpc.train.mcore import get_forward_backward_func
     from libra_hpc.train.packing import Pack, decode, pack
     from libra_hpc.train.settings import optimizer_settings
     from libra_hpc.train.train_engine import TrainEngine, init_world
 
-    device = choose("cpu", 0, config.train.threads)
+    device = choose_device("cpu", 0, config.train.threads)
     split = init_world(device, 1, 1, 0, local_store(), 60.0)
     engine = TrainEngine(read_shape(Path(config.model.path)), device, torch.float32, split, optimizer_settings(config))
     start(engine, Path(config.model.path), "")

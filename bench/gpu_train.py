@@ -33,7 +33,7 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
-from libra_hpc.train.device import choose, local_store
+from libra_hpc.train.device import choose_device, local_store
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import algorithm_settings, optimizer_settings
@@ -85,7 +85,7 @@ def main() -> None:
     shape, device = model_shape(arguments.model), device_named(arguments.device)
     rows, raw = [], []
     with random_model(shape) as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
-        cuda = choose("cuda", 0, 4)
+        cuda = choose_device("cuda", 0, 4)
         split = init_world(cuda, 1, 1, 0, local_store(), 600.0)
         engine = TrainEngine(read_shape(folder), cuda, torch.bfloat16, split, optimizer_settings(RunConfig()))
         checkpoint.start(engine, folder, "")

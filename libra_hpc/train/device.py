@@ -33,7 +33,7 @@ def local_store() -> Store:
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
-def choose(device: str, index: int, threads: int) -> torch.device:
+def choose_device(device: str, index: int, threads: int) -> torch.device:
     """Select this process's device and thread count; raises `UserError` when CUDA is wanted and missing."""
     torch.set_num_threads(threads)
     if device == "cuda":

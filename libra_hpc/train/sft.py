@@ -17,7 +17,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.hardware.architecture import read_shape
 
 from .checkpoint import load_policy, weights, write_policy
-from .device import choose, local_store
+from .device import choose_device, local_store
 from .grpo import token_logprobs
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
@@ -63,7 +63,7 @@ def warm_start(
         raise invalid(
             "warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}"
         )
-    chosen = choose(device, 0, threads)
+    chosen = choose_device(device, 0, threads)
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     shape = read_shape(model_dir)
     settings = OptimizerSettings(

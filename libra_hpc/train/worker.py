@@ -46,7 +46,7 @@ from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import hf_shapes
 
-from .device import choose, file_store
+from .device import choose_device, file_store
 from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .replicas import PeerLost, Replicas
@@ -63,7 +63,7 @@ class Worker:
         self._model_dir = Path(config.model_dir)
         torch.manual_seed(config.seed)
         shape = read_shape(self._model_dir)
-        device = choose(config.device, config.device_index, config.threads)
+        device = choose_device(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp)
         split = init_world(
             device, tp=config.tp, pp=config.pp, rank=config.local_rank, store=store, timeout_s=config.step_timeout_s

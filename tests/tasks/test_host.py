@@ -59,7 +59,7 @@ def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
     def policy(name: str, context: list[int]) -> list[int]:
         if name in asked:
             line = tokenizer.decode(context[:-1]).rpartition("\n")[2].split()
-            guides[name].saw(asked[name], line[0])
+            guides[name].record(asked[name], line[0])
         key = guides[name].key
         if key is None:
             return [words.ans, words.values[worlds[name].value], words.newline]
