@@ -35,6 +35,7 @@ def vllm(config: RunConfig, payload: bytes) -> float:
         kv_cache_mb=rollout.kv_cache_mb,
         block_size=rollout.block_size,
         threads=rollout.threads,
+        device="cpu",
     )
     prepare_process(engine_config)
     from vllm import SamplingParams

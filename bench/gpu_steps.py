@@ -42,7 +42,13 @@ def kind(point: StepPoint) -> str:
 def measure(model: Path, device: str, name: str, out: Path, max_model_len: int, max_num_seqs: int) -> None:
     """Run the calibration in a process of its own, which gives the GPU back at its end."""
     config = EngineConfig(
-        model=str(model), dtype="bfloat16", device="cuda", max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_cache_mb=0,
+        threads=1,
+        device="cuda",
     )
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(msgspec.json.encode(config))

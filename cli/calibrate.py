@@ -20,9 +20,9 @@ from rich.table import Table
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.measure_engines import measure_engines
 from libra_hpc.rollout.measure_steps import earlier, merged
 from libra_hpc.rollout.recorded import recorded
-from libra_hpc.rollout.together import together
 
 from .output import say, say_json, show
 from .runs import JsonOption, RunsOption, find_run
@@ -128,7 +128,7 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("starting", total=engines)
-        return together(
+        return measure_engines(
             config,
             engines,
             device,

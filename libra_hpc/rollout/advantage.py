@@ -1,5 +1,4 @@
-"""Group-normalised advantages (GRPO, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + `ADVANTAGE_EPS`) over the
-samples of one prompt."""
+"""Group-normalised advantages (GRPO, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + `ADVANTAGE_EPS`)."""
 
 from __future__ import annotations
 
@@ -7,11 +6,11 @@ from collections.abc import Sequence
 from math import sqrt
 
 ADVANTAGE_EPS = 1e-4
-"""Keeps a group of nearly equal rewards from being blown up; rewards are of order one."""
+"""Bounds the advantages of a group of nearly equal rewards; rewards are of order one."""
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Advantage of every sample of one group; exactly zero when all rewards are equal."""
+    """Advantage of every sample of one group (one prompt); exactly zero when all rewards are equal."""
     if not rewards or max(rewards) == min(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)

@@ -1,8 +1,6 @@
-"""The engines that accept turns, as the rollout leader knows them: who runs which turn, and what they have done.
+"""The engines that accept turns: their nodes, their turns in flight, and the totals of their counters.
 
-Load lives on the `libra_hpc.sched.board.Board`, which policies read; this is what policies have no use for: nodes,
-requests in flight, and the counters behind the report to the coordinator.  Every change that matters to a policy is
-passed on to the board here, and nowhere else.
+Policies read load from the `libra_hpc.sched.board.Board`; this module passes every change on to it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from .trajectory import Trajectory
 from .turn_watch import TurnWatch
 
 SPEED_WINDOW_S = 10.0
-"""Window of the busy-seconds-per-token figure behind ``rollout_s``: a few global batches."""
+"""Seconds of the window behind ``rollout_s`` (busy seconds per token): a few global batches."""
 
 
 class Held(NamedTuple):
@@ -33,7 +31,7 @@ class Held(NamedTuple):
     tokens: int
     """Of its context, when it was sent."""
     steps: int
-    """That its engine had reported then."""
+    """Of its engine, as reported when it was sent."""
 
 
 class EngineEntry:
@@ -49,37 +47,40 @@ class EngineEntry:
 
 
 class EngineRegistry:
-    """All engines that accept turns, by name."""
-
     def __init__(self, board: Board, deadlines: DeadlineLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._board, self._clock = board, clock
         self.turns = TurnWatch(deadlines)
         self.engines: dict[str, EngineEntry] = {}
         self.generated = self.prefilled = 0
-        """Tokens since start, all engines, also those that are gone."""
+        """Tokens since the start, of all engines including lost ones."""
         self.busy_s = 0.0
         self._window: deque[tuple[float, int, float]] = deque()
 
     def up(self, up: EngineUp) -> None:
-        """An engine accepts turns."""
         self.engines[up.engine] = EngineEntry(up.rank)
-        self._board.up(up.engine, up.ready.tp, up.ready.kv_tokens, up.ready.version, up.ready.warm_up)
+        self._board.up(
+            up.engine,
+            tp=up.ready.tp,
+            kv_capacity=up.ready.kv_tokens,
+            version=up.ready.version,
+            warm_up=up.ready.warm_up,
+        )
 
     def down(self, name: str) -> EngineEntry | None:
-        """An engine is gone; what it still ran is in the returned object."""
+        """Remove a lost engine; the returned entry has the turns that it still ran."""
         self._board.down(name)
-        gone = self.engines.pop(name, None)
-        for rid in gone.inflight if gone is not None else ():
+        lost = self.engines.pop(name, None)
+        for rid in lost.inflight if lost is not None else ():
             self.turns.forget((name, rid))
-        return gone
+        return lost
 
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
-        """A turn that the dispatcher has put on the board is on its way."""
+        """Record a turn that the dispatcher has put on the board as in flight."""
         self.engines[name].inflight[rid] = Held(trajectory, len(trajectory.context), self._board.engines[name].steps)
         self.turns.sent((name, rid), self._clock())
 
     def take(self, name: str, rid: str, counts: bool = True) -> Trajectory | None:
-        """A turn is answered, and its duration counts; None when it is not (or no longer) ours."""
+        """Remove an answered turn; None when it is not in flight. ``counts``: the deadlines learn from its duration."""
         engine = self.engines.get(name)
         held = engine.inflight.pop(rid, None) if engine else None
         if held is None:
@@ -91,8 +92,7 @@ class EngineRegistry:
         return held.trajectory
 
     def drop(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        """Forget the turns of a trajectory that starts anew; returns (engine, request) of each: their answers will
-        find nothing."""
+        """Forget the turns of an attempt that is over; returns (engine, request) of each."""
         found = [
             (name, rid)
             for name, engine in self.engines.items()
@@ -104,55 +104,44 @@ class EngineRegistry:
         return found
 
     def running(self, view: Callable[[Trajectory], TurnView]) -> Iterator[Running]:
-        """Every turn in flight, and how far it is: engines do not say so before its end, but their steps do."""
+        """Every turn in flight with its tokens so far, estimated by the steps of its engine."""
         for name, engine in self.engines.items():
             steps = self._board.engines[name].steps
             for held in engine.inflight.values():
                 yield Running(view(held.trajectory), steps - held.steps)
 
     def request(self, name: str, episode: str) -> str:
-        """Id of the request that runs a trajectory's turn at an engine."""
         return next(rid for rid, held in self.engines[name].inflight.items() if held.trajectory.episode == episode)
 
     def applied(self, name: str, version: int) -> None:
-        """An engine samples under new weights."""
         self._board.applied(name, version)
 
     def admit(self, oldest: int) -> None:
-        """Let the engines have turns that may have some.
-
-        One behind ``oldest``, the version that admission counts from, would sample tokens older than the staleness
-        bound allows; it is left out until it caught up.
-        """
+        """Give no turns to engines behind ``oldest``: their tokens would be beyond the staleness bound."""
         for name, engine in self.engines.items():
             self._board.set_open(name, not engine.draining and self._board.engines[name].version >= oldest)
 
     def of(self, rank: int) -> list[str]:
-        """Engines of one node."""
         return [name for name, engine in self.engines.items() if engine.rank == rank]
 
     def drain(self, rank: int) -> None:
-        """Send no more turns to a node."""
         for name in self.of(rank):
             self.engines[name].draining = True
             self._board.set_open(name, False)
 
     def empty(self, rank: int) -> bool:
-        """Whether nothing is in flight at a node."""
         return not any(self.engines[name].inflight for name in self.of(rank))
 
     @property
     def inflight(self) -> int:
-        """Turns in flight, all engines."""
         return sum(view.inflight for view in self._board.engines.values())
 
     @property
     def oldest(self) -> int | None:
-        """The lowest version any engine samples under; None without engines."""
+        """The lowest weight version any engine samples under; None without engines."""
         return min((view.version for view in self._board.engines.values()), default=None)
 
     def load(self, name: str, stats: EngineStats) -> None:
-        """Take in an engine's counters."""
         engine = self.engines.get(name)
         if engine is None:
             return
@@ -169,7 +158,7 @@ class EngineRegistry:
             self._window.popleft()
 
     def busy_per_token(self) -> float:
-        """Busy engine seconds per generated token over the last `SPEED_WINDOW_S`; 0.0 while unknown."""
+        """Busy engine seconds per generated token in the last `SPEED_WINDOW_S`; 0.0 while unknown."""
         if len(self._window) < 2:
             return 0.0
         (_, tokens0, busy0), (_, tokens1, busy1) = self._window[0], self._window[-1]
@@ -181,8 +170,7 @@ class EngineRegistry:
         return sum(speeds) / len(speeds) if speeds else 0.0
 
     def buckets(self, trajectories: Iterable[Trajectory]) -> tuple[tuple[int, int, int, int, float], ...]:
-        """(tp, engines, turns in flight, trajectories, largest KV use) per TP degree, ascending; a trajectory
-        belongs to the engine of its last turn."""
+        """(tp, engines, turns in flight, trajectories by last engine, largest KV use) per TP degree, ascending."""
         open_at: dict[int, int] = {}
         for trajectory in trajectories:
             view = self._board.engines.get(trajectory.engine)

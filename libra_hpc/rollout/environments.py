@@ -1,11 +1,9 @@
-"""The episodes of all trajectories in play, at their environment hosts.
+"""The episodes of all open trajectories, at their environment hosts.
 
-An episode is opened, gets the policy's turns, and answers each.  When a host dies its episodes are brought back in the
-one that follows it, and so are those of trajectories that a new start of all ranks took over in mid-course: their turns
-are played again (`replay`), and a turn that runs at an engine goes on meanwhile.
-
-No context grows beyond the longest one that engines take.  An answer is clipped to the room that is left; when no token
-fits behind it the trajectory ends as ``truncated``, with reward 0.
+- Host lost, or unfinished trajectory recovered -> replay its turns in a new episode (`replay`); a turn that runs at an
+  engine goes on meanwhile.
+- Answer longer than the rest of the context (``max_model_len``) -> clip it to the rest.
+- No room for a token behind the answer -> the trajectory ends as ``truncated``, with reward 0.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from .replay import TurnReplay
 from .trajectory import Trajectory, unusable_reward
 
 TOKEN_BYTES = 4
-"""int32 token ids."""
+"""Of an int32 token id."""
 GRACE_S = 10.0
-"""The host ends a step at its limit and says so; only a host that cannot is found here."""
+"""Added to the limit of a step, at which the host itself reports the step unless it hangs."""
 
 
 class Environments:
     """Messages go out through ``send(host, message)``.
 
-    ``ready(trajectory)``: it needs a turn.  ``finish(trajectory)``: it is over.  ``restart(trajectory, reason)``: its
-    episode is lost and it is to be sampled anew.  ``failed(trajectory, kind, error)``: this attempt failed.
-    ``progress(index)``: where its prompt stands in the run.
+    ``ready(trajectory)``: it needs a turn. ``finish(trajectory)``: it is over. ``restart(trajectory, reason)``: its
+    episode is lost; sample it again. ``failed(trajectory, kind, error)``: this attempt failed. ``progress(index)``:
+    position of its prompt in the run, 0..1.
     """
 
     def __init__(
@@ -60,40 +58,44 @@ class Environments:
         step_limit_s: float,
     ) -> None:
         self.episodes: dict[str, Trajectory] = {}
-        """Of every trajectory in play."""
+        """Every open trajectory, by episode."""
         self._replays: dict[str, TurnReplay] = {}
-        """Episodes that are being brought back."""
+        """Replays in progress, by episode."""
         self._up = [False] * hosts
         self._group_size, self._max_model_len = group_size, max_model_len
         self._send, self._progress, self._ready, self._finish, self._restart = send, progress, ready, finish, restart
         self._failed, self._clock = failed, clock
         self._limits = [step_limit_s] * hosts
         self._pending: dict[str, tuple[float, float]] = {}
-        """Episodes whose host owes an answer: since when, and how long it may take."""
+        """(asked at, limit in seconds) of every episode whose host owes an answer."""
 
     @property
     def up(self) -> bool:
-        """Whether every host is."""
         return all(self._up)
 
     @property
     def missing(self) -> str:
-        """Which host is not up, as a sentence; empty when all are."""
+        """Names a host that is not ready, as a sentence; empty when all are."""
         return "" if self.up else f"Environment host {self._up.index(False)} is not ready."
 
     def open(self, trajectory: Trajectory) -> None:
-        """Start its episode; one that has come further is brought back."""
+        """Open its episode; a trajectory beyond its prompt gets a replay."""
         self.episodes[trajectory.episode] = trajectory
         trajectory.host = (trajectory.index * self._group_size + trajectory.sample) % len(self._up)
         if trajectory.prompt_tokens:
             self._replays[trajectory.episode] = TurnReplay(trajectory)
         self._ask(
             trajectory,
-            OpenEpisode(trajectory.episode, trajectory.index, trajectory.sample, self._progress(trajectory.index)),
+            OpenEpisode(
+                episode=trajectory.episode,
+                index=trajectory.index,
+                sample=trajectory.sample,
+                progress=self._progress(trajectory.index),
+            ),
         )
 
     def answer(self, trajectory: Trajectory) -> None:
-        """Its turn is complete: the environment's move, as soon as it is where the trajectory is."""
+        """Send its complete turn to the environment, once a replay in progress has ended."""
         trajectory.place, trajectory.stepped_at = "tool", self._clock()
         if trajectory.episode not in self._replays:
             self._ask(trajectory, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
@@ -111,7 +113,7 @@ class Environments:
             if now - since > limit
         ]
         for trajectory, waited_s, limit in late:
-            # A host that is not up has no time to answer in; its start has a deadline of its own.
+            # The start of a host has a deadline of its own.
             if not self._up[trajectory.host]:
                 continue
             self._failed(
@@ -119,21 +121,19 @@ class Environments:
             )
 
     def discount(self, seconds: float) -> None:
-        """Nobody could read answers for so long."""
+        """Extend all limits by a time in which nobody could read answers."""
         self._pending = {episode: (since + seconds, limit) for episode, (since, limit) in self._pending.items()}
 
     def close(self, trajectory: Trajectory) -> None:
-        """Have its host forget it."""
         self._send(trajectory.host, CloseEpisode(trajectory.episode))
 
     def forget(self, trajectory: Trajectory) -> None:
-        """It is not in play any more."""
+        """Remove a trajectory that is no longer open."""
         self.episodes.pop(trajectory.episode, None)
         self._replays.pop(trajectory.episode, None)
         self._pending.pop(trajectory.episode, None)
 
     def on_message(self, host: int, message: Any) -> None:
-        """What a host says."""
         if isinstance(message, HostReady):
             self._up[host] = True
             self._limits[host] = message.step_limit_s or self._limits[host]
@@ -154,7 +154,7 @@ class Environments:
             case EpisodeOpened():
                 trajectory.max_tokens, trajectory.stop_ids = message.max_tokens, message.stop_ids
                 if replay is not None:
-                    self._play(trajectory, replay, replay.opened(message))
+                    self._continue_replay(trajectory, replay, replay.opened(message))
                     return
                 trajectory.prompt_id = message.prompt_id
                 trajectory.add_environment(message.tokens)
@@ -165,17 +165,17 @@ class Environments:
                     self._failed(trajectory, "answer", self._no_room(trajectory))
             case EpisodeStepped():
                 if replay is not None:
-                    self._play(trajectory, replay, replay.answered(message))
+                    self._continue_replay(trajectory, replay, replay.answered(message))
                 else:
                     self._stepped(trajectory, message)
             case EpisodeFailed(error=error, kind=kind):
                 self._failed(trajectory, kind, error)
 
     def on_down(self, host: int, reason: str) -> None:
-        """A host died, and another follows it.
+        """Replay the episodes of a lost host in the one that follows it.
 
-        One of its episodes may have broken it, with a turn that it would be told again: of those it was working on,
-        each is brought back once, then sampled anew.
+        Any turn that waited for an answer may have ended the host. Such an episode, or one in a replay, is replayed
+        once; at the second loss its trajectory is sampled again.
         """
         self._up[host] = False
         for trajectory in [t for t in self.episodes.values() if t.host == host]:
@@ -186,11 +186,11 @@ class Environments:
                 trajectory.replays += suspect
                 self.open(trajectory)
 
-    def _play(self, trajectory: Trajectory, replay: TurnReplay, same: bool) -> None:
-        """The next turn of a replay, if the environment answered as before."""
+    def _continue_replay(self, trajectory: Trajectory, replay: TurnReplay, same: bool) -> None:
+        """Send the next turn of a replay, if the environment answered as before (``same``)."""
         if not same:
             self.close(trajectory)
-            self._restart(trajectory, "its environment did not answer as it had when its turns were played again")
+            self._restart(trajectory, "its environment did not answer as it had when its turns were replayed")
         elif (tokens := replay.next()) is not None:
             self._ask(trajectory, StepEpisode(trajectory.episode, tokens))
         else:

@@ -1,9 +1,7 @@
-"""Evaluation: sample a policy on a fixed set of episodes and average their rewards, with the task, sandbox and engine
-of the real run.
+"""Evaluates a policy: mean reward over a fixed set of episodes, with the task, sandbox and engine of the run.
 
-The set is the task's own data order from `FIRST_INDEX` on, one sample per prompt, far beyond what training reaches;
-with a given task seed it is the same set for every policy.  The sampling temperature is 1 unless told otherwise,
-because that is the policy that was trained.
+The set is the task's own data order from `FIRST_INDEX` on, one sample per prompt, beyond what training reaches. One
+task seed gives every policy the same set. The default sampling temperature is 1, as in training.
 
 ``python -m libra_hpc.rollout.evaluate --policy FOLDER --config CONFIG.json [--episodes 512] [--progress 0.0]`` prints
 one JSON object.
@@ -36,7 +34,7 @@ from libra_hpc.protocol.env import (
 )
 from libra_hpc.protocol.rollout import Generate, Generated
 from libra_hpc.rollout.engine.offline import OfflineEngine
-from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.settings import config_for_run
 from libra_hpc.tasks.settings import host_command, host_settings, write_private
 from libra_hpc.telemetry.run_config import load_resolved
 
@@ -59,20 +57,7 @@ class Evaluation:
         self, policy: str, config: RunConfig, episodes: int, progress: float, temperature: float, seed: int
     ) -> None:
         self._config, self._episodes, self._progress, self._temperature = config, episodes, progress, temperature
-        rollout = config.rollout
-        self._engine = OfflineEngine(
-            EngineConfig(
-                model=policy,
-                dtype=config.model.dtype,
-                max_model_len=rollout.max_model_len,
-                max_num_seqs=rollout.max_num_seqs,
-                kv_cache_mb=rollout.kv_cache_mb,
-                block_size=rollout.block_size,
-                threads=rollout.threads,
-                seed=seed,
-                device=config.slurm.device,
-            )
-        )
+        self._engine = OfflineEngine(config_for_run(config, model=policy, seed=seed))
         self._open: dict[str, _Open] = {}
         self._results: list[dict[str, float]] = []
         self._host: Child | None = None
@@ -82,7 +67,14 @@ class Evaluation:
     async def run(self) -> dict[str, Any]:
         """Sample every episode to its end; raises `RuntimeError` when the environment host dies."""
         folder = Path(tempfile.mkdtemp(prefix="libra-eval-"))
-        host = Child("host", folder / "host.sock", to_host, from_host, self._message, self._exited)
+        host = Child(
+            name="host",
+            socket_path=folder / "host.sock",
+            outbound=to_host,
+            inbound=from_host,
+            on_message=self._message,
+            on_exit=self._exited,
+        )
         self._host = host
         try:
             settings = folder / "host.json"
@@ -103,7 +95,6 @@ class Evaluation:
         return self._summary()
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
 
     def _message(self, child: Child, message: Any) -> None:
@@ -134,7 +125,15 @@ class Evaluation:
                 {"reward": 0.0, "truncated": 1.0, "turns": float(state.turns), "generated": float(state.generated)}
             )
             return
-        self._engine.submit(Generate(episode, state.context.tobytes(), room, self._temperature, state.stop_ids))
+        self._engine.submit(
+            Generate(
+                rid=episode,
+                prompt=state.context.tobytes(),
+                max_tokens=room,
+                temperature=self._temperature,
+                stop_ids=state.stop_ids,
+            )
+        )
 
     def _generated(self, done: Generated) -> None:
         assert self._host is not None
@@ -162,7 +161,6 @@ class Evaluation:
 
 
 def main() -> None:
-    """Entry point of ``python -m libra_hpc.rollout.evaluate``."""
     parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.evaluate")
     parser.add_argument("--policy", required=True, help="Hugging Face folder")
     parser.add_argument("--config", required=True, help="a run's config.json: task, tokenizer folder, engine settings")
@@ -173,7 +171,12 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_resolved(Path(arguments.config))
     evaluation = Evaluation(
-        arguments.policy, config, arguments.episodes, arguments.progress, arguments.temperature, arguments.seed
+        policy=arguments.policy,
+        config=config,
+        episodes=arguments.episodes,
+        progress=arguments.progress,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
     )
     print(json.dumps(asyncio.run(evaluation.run())), flush=True)
     evaluation.close()

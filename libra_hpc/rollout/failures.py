@@ -1,21 +1,16 @@
-"""Failed attempts of trajectories: how long each waits for the next one, when admission pauses, and when the run ends.
+"""Failed attempts: how long a trajectory waits for its next one, when admission pauses, and when the run ends.
 
-- Attempt failed -> the trajectory waits 1, 2, 4, ... s (at most `LONGEST_S`); at its `MAX_STRIKES`-th failure it is
-  given up.
-- More than ``max_share`` of the window failed -> pause: no prompt is admitted, and one attempt at a time (a *probe*)
-  begins.
-- Probe failed -> the next one, of another prompt where one waits, comes after twice the time.
-- What led to a pause does not count against its trajectory; of the failures in a pause only those of probes do.
+- Attempt failed -> wait 1, 2, 4, ... s (at most `LONGEST_S`); at the `MAX_STRIKES`-th failure give the trajectory up.
+- More than ``max_share`` of the window failed -> pause: admit no prompt, begin one attempt at a time (a *probe*).
+- Probe failed -> twice the time until the next one, of another prompt where one waits.
+- Failure before or in a pause -> does not count against its trajectory, except of a probe.
 - Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
-- Since the last failure so many attempts advanced that the failed ones are at most ``max_share`` of both -> resume.
-- Paused for ``patience_s`` in all, with no sound window and no attempt that advanced in between -> fail.
+- Failures are at most ``max_share`` of failed attempts and those that advanced since -> resume.
+- Paused for ``patience_s`` in all, with no sound window and no advanced attempt in between -> fail.
 
-The window has one entry a trajectory, how its newest attempt ended: of as many as are open, but at least `LEAST` and at
-most `WINDOW`. Attempts that advanced since the last failure count as well: slow successes weigh as much as fast
-failures. The window is judged from `ENOUGH` entries on, or when every open trajectory waits. The failures of one prompt
-alone never pause the others.
-
-Pure: times are seconds of any monotonic clock, given as arguments.
+The window has one entry per trajectory, how its newest attempt ended: as many as are open, `LEAST` to `WINDOW`. It is
+evaluated from `ENOUGH` entries on, or when every open trajectory waits. Attempts that advanced since the last failure
+count as well: fast failures must not outweigh slow successes. Times: seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,26 +19,23 @@ from collections import Counter, OrderedDict
 from typing import Literal, NamedTuple
 
 MAX_STRIKES = 3
-"""Once is an accident, thrice is the trajectory's own fault."""
+"""One failure may be an accident, three are the trajectory's own fault."""
 LEAST, WINDOW = 16, 64
-"""Half: a burst of accidents looks like an outage; double: an outage costs twice the attempts before it is seen."""
+"""Entries of the window. Half: some accidents pass for an outage; double: an outage costs twice the attempts."""
 ENOUGH = 8
-"""Entries that make a share."""
+"""Fewest entries whose failed share is evaluated."""
 PROMPTS = 2
-"""Prompts whose failures make an outage."""
+"""Fewest prompts whose failures make an outage."""
 FIRST_S, LONGEST_S = 1.0, 60.0
-"""Back-off: an outage of 15 s is over within two probes, one of an hour costs a probe a minute."""
+"""Back-off: an outage of 15 s ends within two probes, one of an hour costs a probe a minute."""
 TEXTS, TEXT_CHARS = 256, 200
-"""Different error texts that are counted one by one, and how much of each: a text may contain a number that never
-repeats."""
+"""Most different error texts, and their characters: a text may contain a number that never repeats."""
 
 Key = tuple[int, int]
 """(index of the prompt, sample)"""
 
 
 class Failure(NamedTuple):
-    """Why an attempt failed."""
-
     kind: str
     """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
     task: str
@@ -52,14 +44,14 @@ class Failure(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A decision about the whole run, with the reason in words."""
+    """A decision for the whole run, with its reason as a sentence."""
 
     action: Literal["pause", "resume", "fail"]
     reason: str
 
 
 class FailureBook:
-    """See the module docstring.  `failed` and `succeeded` take what happened, `evaluate` decides."""
+    """Records how attempts end; `evaluate` decides."""
 
     def __init__(self, max_share: float, patience_s: float) -> None:
         self._max_share, self._patience_s = max_share, patience_s
@@ -69,24 +61,23 @@ class FailureBook:
         self._window: OrderedDict[Key, bool] = OrderedDict()
         self._strikes: Counter[Key] = Counter()
         self.paused = ""
-        """Why nothing is admitted; empty while prompts are."""
+        """Why no prompt is admitted; empty while prompts are."""
         self.probe: Key | None = None
-        """The one attempt that runs on purpose during a pause."""
+        """The attempt that was begun as a probe and has not ended."""
         self._probed: Counter[int] = Counter()
         """Probes of this pause that failed, by prompt."""
         self._advanced: set[Key] = set()
-        """Running attempts that their environment answered well since the last failure; without probes and what
-        failed before."""
+        """Running attempts that advanced since the last failure; without probes and what failed before."""
         self._probe_at = self._paused_at = self._paused_s = self._counted_at = 0.0
         self._delay_s = FIRST_S
         self._failed_at = float("-inf")
         self._resume = self._over = False
 
-    # --- what happened
+    # --- records
     # ----------------------------------------------------------------------------------------------
 
     def failed(self, key: Key, failure: Failure, now: float) -> float | None:
-        """An attempt failed; seconds until the next one of this trajectory, None when it is given up."""
+        """Record a failure; seconds until the next attempt of this trajectory, None when it is given up."""
         count = self.last[failure.kind][0] if failure.kind in self.last else 0
         self.last[failure.kind] = (count + 1, failure)
         text = (failure.kind, failure.error[:TEXT_CHARS])
@@ -109,7 +100,7 @@ class FailureBook:
         return min(LONGEST_S, FIRST_S * 2.0 ** (self._strikes[key] - 1))
 
     def succeeded(self, key: Key, sent_at: float) -> None:
-        """An attempt ended as it should; its last turn went to the environment at ``sent_at``."""
+        """Record a success; the last turn of the attempt went to the environment at ``sent_at``."""
         self._ended(key, True)
         self._strikes.pop(key, None)
         if self.paused and (key == self.probe or sent_at > self._failed_at):
@@ -118,20 +109,19 @@ class FailureBook:
             self.probe = None
 
     def advanced(self, key: Key) -> None:
-        """The environment answered a running attempt well: it was opened, or a step ended and the next turn follows."""
+        """Record that an environment opened an episode, or answered a turn and expects the next."""
         if key == self.probe or not self._window.get(key, True):
-            return  # what fails at its last step advances before it, whenever it is tried again
+            return  # an attempt that always fails at its last step advances every time before
         self._advanced.add(key)
         if self.paused:
             self._paused_s = 0.0
 
     def settled(self, index: int) -> None:
-        """A prompt is given up as a whole: it says nothing of the others."""
+        """Remove a given-up prompt from the window."""
         for key in [key for key in self._window if key[0] == index]:
             del self._window[key]
 
     def probing(self, key: Key) -> None:
-        """A probe began."""
         self.probe = key
 
     def probed(self, key: Key) -> int:
@@ -139,7 +129,6 @@ class FailureBook:
         return self._probed[key[0]]
 
     def may_probe(self, now: float) -> bool:
-        """Whether a probe may begin."""
         return bool(self.paused) and not self._over and self.probe is None and now >= self._probe_at
 
     def _ended(self, key: Key, well: bool) -> None:
@@ -149,12 +138,11 @@ class FailureBook:
         if len(self._window) > WINDOW:
             self._window.popitem(last=False)
 
-    # --- what follows
+    # --- decisions
     # ----------------------------------------------------------------------------------------------
 
     def evaluate(self, running: int, waiting: int, now: float) -> Admission | None:
-        """What to do now, None for going on; ``running`` attempts are in play, ``waiting`` trajectories wait for
-        their next one."""
+        """Decide; None: go on. ``running`` attempts are open, ``waiting`` trajectories wait for their next one."""
         if not self.paused:
             recent = list(self._window.items())[-max(LEAST, running + waiting) :]
             return self._pause(recent, now) if self._outage(recent, running, waiting) else None
@@ -175,28 +163,28 @@ class FailureBook:
         return None
 
     def unable(self, now: float) -> None:
-        """No probe could run since `evaluate` or this was last called: that time is not patience."""
+        """Do not count the time since the last call of this or `evaluate` as patience: no probe could run."""
         self._counted_at = now
 
     def discount(self, seconds: float) -> None:
-        """This process stood still for so long, which is no pause."""
+        """Do not count a stall of this process as pause."""
         self._paused_at += seconds
         self._counted_at += seconds
         self._probe_at += seconds
 
     def _sound(self) -> bool:
-        """Whether what advanced since the last failure outweighs what failed."""
+        """Whether advanced attempts outweigh the failed ones."""
         failed, advanced = sum(not well for well in self._window.values()), len(self._advanced)
         return advanced >= ENOUGH and failed <= self._max_share * (failed + advanced)
 
     def _outage(self, recent: list[tuple[Key, bool]], running: int, waiting: int) -> bool:
-        failed, judged = [key for key, well in recent if not well], len(recent) + len(self._advanced)
-        if judged < ENOUGH:
-            return bool(waiting) and running == 0 and len(failed) == judged > 0
-        if len(failed) <= self._max_share * judged:
+        failed, entries = [key for key, well in recent if not well], len(recent) + len(self._advanced)
+        if entries < ENOUGH:
+            return bool(waiting) and running == 0 and len(failed) == entries > 0
+        if len(failed) <= self._max_share * entries:
             self._paused_s, self._delay_s = 0.0, FIRST_S
             return False
-        return len({index for index, _ in failed}) >= PROMPTS or len(failed) == judged
+        return len({index for index, _ in failed}) >= PROMPTS or len(failed) == entries
 
     def _pause(self, recent: list[tuple[Key, bool]], now: float) -> Admission:
         self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
@@ -214,7 +202,7 @@ class FailureBook:
     def _resumed(self, now: float, why: str) -> Admission:
         seconds = now - self._paused_at
         self.paused, self.probe, self._resume = "", None, False
-        # What failed before says nothing any more; what went well still says that one prompt's failures are its own.
+        # Earlier failures count no more; earlier successes still show that one prompt's failures are its own.
         self._window = OrderedDict((key, well) for key, well in self._window.items() if well)
         return Admission("resume", f"{why} after a pause of {seconds:.0f} s.")
 

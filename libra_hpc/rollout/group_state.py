@@ -15,24 +15,26 @@ TASK_PREFIX = "task_"
 
 
 class GroupState:
-    """The trajectories of one prompt; complete when none is open.  ``kept`` are those that an earlier start has
-    finished or begun."""
+    """The trajectories of one prompt; complete when none is open.
+
+    ``recovered``: trajectories that an earlier start has finished or begun.
+    """
 
     __slots__ = ("begun", "done", "failed", "index", "missing", "open", "retried")
 
-    def __init__(self, index: int, samples: int, kept: Sequence[Trajectory] = ()) -> None:
+    def __init__(self, index: int, samples: int, recovered: Sequence[Trajectory] = ()) -> None:
         self.index = index
-        self.done = [trajectory for trajectory in kept if trajectory.place == "done"]
-        there = {trajectory.sample for trajectory in self.done}
-        self.begun = {trajectory.sample: trajectory for trajectory in kept if trajectory.sample not in there}
-        self.missing = tuple(sample for sample in range(samples) if sample not in there)
-        """Samples to be run, from the start or, where ``begun`` has them, from where they are."""
+        self.done = [trajectory for trajectory in recovered if trajectory.place == "done"]
+        finished = {trajectory.sample for trajectory in self.done}
+        self.begun = {trajectory.sample: trajectory for trajectory in recovered if trajectory.sample not in finished}
+        self.missing = tuple(sample for sample in range(samples) if sample not in finished)
+        """Samples to run, from the prompt or, those in ``begun``, from where they are."""
         self.open = len(self.missing)
         self.failed = self.retried = 0
-        """Trajectories given up, and failed attempts that were followed by another."""
+        """Trajectories given up, and attempts that were tried again."""
 
     def to_group(self) -> Group:
-        """The trainer's view, advantages normalised within the group."""
+        """The group for the trainer, advantages normalised within it."""
         self.done.sort(key=lambda t: t.sample)
         values = advantages([t.reward for t in self.done])
         return Group(self.index, tuple(t.sample_for_training(a) for t, a in zip(self.done, values, strict=True)))

@@ -1,9 +1,7 @@
-"""Finished trajectories of earlier attempts and other runs, as the scheduling policy's evidence at the start.
+"""Finished trajectories of earlier attempts and other runs, which the scheduling policy learns from at the start.
 
-`trajectories.jsonl` holds all that a policy learns from, so a resumed run, or one told to by ``rollout.warm_start``,
-replays the lines through `Policy.finished` before the first turn, whatever the policy makes of them.  Weight versions
-count within one run: what another run has seen happened, to this one, under version 0, so that evidence of its own
-outlives it.
+A resumed run, or one with ``rollout.warm_start``, passes lines of `trajectories.jsonl` to `Policy.finished` before the
+first turn. Weight versions count within one run, so trajectories of another run get version 0.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from libra_hpc.sched.protocol import Finished
 from libra_hpc.telemetry.rundir import RunDir
 
 MAX_RECORDS = 20_000
-"""Trajectories that are replayed: far more than the decay of evidence leaves a trace of."""
+"""Most trajectories to learn from; older evidence has decayed."""
 
 
 class _Line(TrajectoryRecord, frozen=True):
-    """What a run writes beyond the trace."""
+    """A line of `trajectories.jsonl`: a trace record and what the run adds."""
 
     index: int = 0
     attempt: int = 0
@@ -35,9 +33,9 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def check_warm_start(path: str) -> Path:
-    """The file of ``rollout.warm_start``: itself, or the trajectories of a run directory.
+    """The file of ``rollout.warm_start``: ``path`` itself, or the `trajectories.jsonl` of a run directory.
 
-    Raises `UserError` when there is none, or no line of it is a trajectory.
+    Raises `UserError` when it is missing, or no line of it is a trajectory.
     """
     found = RunDir(path).trajectories if Path(path).is_dir() else Path(path)
     if not found.is_file():
@@ -51,10 +49,9 @@ def check_warm_start(path: str) -> Path:
 
 
 def history(own: Path, warm_start: str, task: str) -> list[Finished]:
-    """The last `MAX_RECORDS` trajectories of the file ``warm_start`` names (empty: none) and of the run's ``own`` file,
-    in this order, oldest first.
+    """The last `MAX_RECORDS` trajectories: first those of ``warm_start`` (empty: none), then the run's ``own``.
 
-    ``task`` is that of lines that do not name one.  Raises `UserError` as `check_warm_start` does.
+    Oldest first. ``task``: the task of lines that name none. Raises `UserError` as `check_warm_start` does.
     """
     other = records(check_warm_start(warm_start), task) if warm_start else ()
     found = [msgspec.structs.replace(record, version=0) for record in other]
@@ -65,7 +62,7 @@ def history(own: Path, warm_start: str, task: str) -> list[Finished]:
 def records(path: Path, task: str = "") -> Iterator[Finished]:
     """Trajectories of a ``trajectories.jsonl``; unreadable and superseded lines are skipped, a missing file is empty.
 
-    ``task`` is that of lines that do not name one.
+    ``task``: the task of lines that name none.
     """
     if not path.exists():
         return

@@ -1,21 +1,14 @@
-"""Measure the steps of one real engine, for the simulator and the planner.
+"""Measures the steps of one real engine, for the simulator and the planner.
 
-The engine runs in this process (`OfflineEngine`), so that one `poll` is one step and its time is the wall time of
-batching, model and sampling.  What a step did is known from what was submitted, and confirmed by the engine's own
-counters; a step that did not do exactly what was planned (a prompt split into chunks, a batch that did not form) is
-left out.  Three kinds are measured, in shuffled order so that a slow moment of the machine spreads over all:
+The engine runs in this process (`OfflineEngine`): one `poll` is one step, timed by the wall clock. In shuffled order:
 
-* decode: 1, 2, 4 ... sequences of short, middle and long context, `DECODE_STEPS` = 24 steps each;
+* decode: 1, 2, 4 ... sequences of short, middle and long context, `DECODE_STEPS` steps each;
 * prefill: one prompt alone, after no cached context or a longer one;
 * both: a prompt that joins a running batch.
 
-``python -m libra_hpc.rollout.measure_steps --config ENGINE.json --device NAME --model NAME --out FILE`` writes a
-calibration file (`libra_hpc.hardware.measured`); steps of other degrees in an existing file of the same device and
-model are kept, so one file holds all degrees of a machine.
-
-With ``--together`` it is one of several that share the machine: it says on stdout when its engine is up, measures once
-a line comes on stdin, reports its progress, and then keeps its engine loaded until stdin closes, so that no other
-measures a machine that is freer than a run's (`together` starts them).
+A step that did not do exactly what was planned, by the engine's counters, is left out. ``--out`` is a calibration file
+(`libra_hpc.hardware.measured`); other TP degrees in it are retained. With ``--together`` (`measure_engines`) the engine
+measures after a line on stdin, and stays loaded until stdin closes, so that the others measure a busy machine.
 """
 
 from __future__ import annotations
@@ -38,24 +31,24 @@ from libra_hpc.rollout.engine.offline import OfflineEngine
 from libra_hpc.rollout.engine.settings import EngineConfig, read_config
 
 DECODE_STEPS = 24
+"""Timed decode steps of one plan."""
 REPEATS = 3
-"""Times each prefill is measured: a median survives one outlier."""
+"""Measurements of each prefill: a median survives one outlier."""
 FILL = 0.9
-"""Share of the KV cache a planned batch may use: no step is to preempt."""
+"""Share of the KV cache a planned batch may use, so that no step preempts."""
 CHUNK = 256
-"""Prompt tokens a step computes at the least when there are so many: bounds how far the first sequences of a batch
-are when the last one joins."""
+"""Fewest prompt tokens of a step while so many wait; bounds the lead of the first sequences of a batch."""
 WARM_UP = 3
-"""Decode rounds before anything is timed: allocators, caches, captured graphs."""
-SAYS = "calibrate:"
-"""First word of a line on stdout that is meant for `together`: then ``up``, or the plans done and their number."""
+"""Decode rounds before the first timed step: allocators, caches, captured graphs."""
+PREFIX = "calibrate:"
+"""First word of a line for `measure_engines`; then ``up``, or the plans done and their number."""
 TOKENS = (3, 96)
-"""Range of the token ids of random prompts: any vocabulary has them."""
+"""Range of token ids of random prompts: any vocabulary has them."""
 
 
 class MeasurementPlan(msgspec.Struct, frozen=True):
-    """One measurement: ``decodes`` sequences of ``length`` tokens run; ``prefill`` tokens after ``context`` cached
-    ones join them."""
+    """One measurement: ``decodes`` sequences of ``length`` tokens, and ``prefill`` tokens after ``context`` cached
+    ones that join them."""
 
     decodes: int = 0
     length: int = 0
@@ -64,12 +57,12 @@ class MeasurementPlan(msgspec.Struct, frozen=True):
 
 
 def reach(batch: int, length: int) -> int:
-    """Tokens each of ``batch`` sequences generates, so that `DECODE_STEPS` are left when all of them decode."""
+    """Tokens each of ``batch`` sequences generates, so that all decode together for `DECODE_STEPS`."""
     return batch * length // CHUNK + DECODE_STEPS + 2
 
 
 def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[MeasurementPlan]:
-    """What is worth measuring on an engine of these limits, which every plan keeps."""
+    """The plans for an engine of these limits; every plan is within them."""
     room = int(FILL * kv_tokens)
     longest = min(max_model_len, room) * 3 // 4
     contexts = sorted({max(8, longest // divisor) for divisor in (16, 4, 1)})
@@ -89,8 +82,6 @@ def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[Mea
 
 
 class Calibrator:
-    """Runs plans on one engine."""
-
     def __init__(self, engine: OfflineEngine, seed: int = 0) -> None:
         self._engine = engine
         self._random = random.Random(seed)
@@ -100,7 +91,7 @@ class Calibrator:
     def measure(
         self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[StepPoint]:
-        """Every step of ``todo`` that did what was planned; ``progress`` hears of each plan."""
+        """The steps of ``todo`` that did what was planned; ``progress(done, total)`` after each plan."""
         self._random.shuffle(todo)
         for _ in range(WARM_UP):
             self._run(max(todo, key=lambda plan: plan.decodes))
@@ -112,7 +103,7 @@ class Calibrator:
         return points
 
     def load(self, todo: list[MeasurementPlan], enough: Callable[[], bool]) -> None:
-        """Run plans for nothing until ``enough``."""
+        """Keep the engine loaded with unmeasured plans until ``enough()``."""
         while not enough():
             self._run(self._random.choice(todo))
 
@@ -148,7 +139,7 @@ class Calibrator:
         )
 
     def _step(self) -> tuple[float, int, int] | None:
-        """(seconds, tokens generated, prompt tokens computed) of one step; None when it was not the only one."""
+        """(seconds, tokens generated, prompt tokens computed) of one step; None when there was not exactly one."""
         before = self._stats()
         started = time.perf_counter()
         self._engine.poll()
@@ -178,16 +169,18 @@ class Calibrator:
 
 
 def calibrate(config: EngineConfig, device: str, model: str, together: bool = False) -> Calibration:
-    """Start the engine, measure it, end it; ``together`` as in the module.  Raises `UserError` for a model folder
-    that cannot be served."""
+    """Start the engine, measure it, end it; ``together``: as in the module docstring.
+
+    Raises `UserError` for a model folder that cannot be served.
+    """
     with OfflineEngine(config) as engine:
         ready = engine.engine.ready
         todo = list(plans(ready.max_model_len, config.max_num_seqs, ready.kv_tokens))
         calibrator = Calibrator(engine, config.seed)
         if together:
-            print(SAYS, "up", flush=True)
+            print(PREFIX, "up", flush=True)
             sys.stdin.readline()
-            points = calibrator.measure(todo, lambda done, total: print(SAYS, done, total, flush=True))
+            points = calibrator.measure(todo, lambda done, total: print(PREFIX, done, total, flush=True))
             calibrator.load(todo, _closed)
         else:
             points = calibrator.measure(todo)
@@ -195,13 +188,14 @@ def calibrate(config: EngineConfig, device: str, model: str, together: bool = Fa
 
 
 def _closed() -> bool:
-    """Whether stdin is at its end."""
     return bool(select.select([sys.stdin], [], [], 0)[0]) and not sys.stdin.readline()
 
 
 def earlier(path: Path, device: str, model: str) -> Calibration:
-    """What a calibration file holds already, nothing when there is none; raises `UserError` when it is of another
-    device or model."""
+    """The calibration already in a file; empty when there is none.
+
+    Raises `UserError` when it is of another device or model.
+    """
     if not path.exists():
         return Calibration(device=device, model=model, kv_capacity={}, points=[])
     found = load(path)
@@ -210,18 +204,17 @@ def earlier(path: Path, device: str, model: str) -> Calibration:
 
 
 def merged(old: Calibration, new: Calibration) -> Calibration:
-    """``new``, with the degrees of ``old`` that it does not have."""
-    kept = [point for point in old.points if point.tp not in new.kv_capacity]
-    return msgspec.structs.replace(new, kv_capacity=old.kv_capacity | new.kv_capacity, points=kept + new.points)
+    """``new``, with the TP degrees of ``old`` that it does not have."""
+    retained = [point for point in old.points if point.tp not in new.kv_capacity]
+    return msgspec.structs.replace(new, kv_capacity=old.kv_capacity | new.kv_capacity, points=retained + new.points)
 
 
 def main() -> int:
-    """Entry point of ``python -m libra_hpc.rollout.measure_steps``; exit codes as the command line's."""
     parser = argparse.ArgumentParser(prog="python -m libra_hpc.rollout.measure_steps")
     parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
     parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")
     parser.add_argument("--model", required=True, help="name of the model, likewise")
-    parser.add_argument("--out", required=True, type=Path, help="calibration file; other degrees in it are kept")
+    parser.add_argument("--out", required=True, type=Path, help="calibration file; other TP degrees in it are retained")
     parser.add_argument(
         "--together", action="store_true", help="speak with the process that started this one and others"
     )

@@ -1,5 +1,4 @@
-"""What the planner is told of trajectories: how long finished ones became, and how far the groups are that are not
-finished."""
+"""The planner's facts on trajectories: lengths of finished ones, progress of open groups."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from .trajectory import Trajectory
 
 
 def length_of(trajectory: Trajectory) -> Length:
-    """Of a finished one."""
+    """Tokens, turns and tool seconds of a finished trajectory."""
     tools = sum(turn.tool_s for turn in trajectory.turns)
     return (
         trajectory.attained,
@@ -24,10 +23,10 @@ def length_of(trajectory: Trajectory) -> Length:
 
 
 def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> tuple[OpenGroup, ...]:
-    """Groups with trajectories in play, by index; those of which no prompt is known yet are left out.
+    """Groups with open trajectories, by index; a group without a known prompt is left out.
 
-    Engines answer whole turns.  One that was sent ``s`` seconds ago counts as s / ``decode_s`` tokens, 0 while the
-    speed (seconds per token) is unknown, and never as more than it may generate.
+    Engines answer whole turns. A turn sent ``s`` seconds ago counts as s / ``decode_s`` tokens, at most its limit.
+    ``decode_s``: seconds per token; 0.0: unknown, and the turn counts as 0 tokens.
     """
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in episodes:
@@ -38,7 +37,15 @@ def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> 
         if prompt:
             running = [t for t in members if t.sent_at > 0.0]
             generated = sum(t.attained + _turn(t, now, decode_s) for t in running)
-            found.append(OpenGroup(index, prompt, len(members) - len(running), len(running), generated))
+            found.append(
+                OpenGroup(
+                    index=index,
+                    prompt_tokens=prompt,
+                    waiting=len(members) - len(running),
+                    running=len(running),
+                    generated=generated,
+                )
+            )
     return tuple(found)
 
 

@@ -1,5 +1,4 @@
-"""A calibration from the engine steps that a run has recorded (``record_steps`` in its ``[rollout]``), all attempts
-and engines together."""
+"""A calibration from the engine steps that a run has recorded (``rollout.record_steps``), all engines together."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ PATTERN = "logs/attempt-*/*.steps.jsonl"
 
 
 def recorded(run: RunDir, device: str) -> Calibration:
-    """The steps of ``run``, at most `MAX_POINTS` of each degree, spread evenly; the model is called like its folder.
+    """The steps of ``run``, at most `MAX_POINTS` of each TP degree, spread evenly; the model is named by its folder.
 
-    Raises `UserError` when none were recorded, or a log cannot be read.
+    Raises `UserError` when there are none, or a log cannot be read.
     """
     points: dict[int, list[StepPoint]] = {}
     capacity: dict[int, int] = {}
     for path in sorted(run.path.glob(PATTERN)):
         header, steps = read_steps(path)
         points.setdefault(header.tp, []).extend(steps)
-        # The smallest cache is what every engine has.
+        # The smallest cache: every engine has at least that.
         capacity[header.tp] = min(header.kv_tokens, capacity.get(header.tp, header.kv_tokens))
     if not any(points.values()):
         raise UserError(

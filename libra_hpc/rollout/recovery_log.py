@@ -1,24 +1,15 @@
-"""The spool: trajectories that no checkpoint contains yet, in files of the run directory, so that a new start of all
-ranks goes on with them.
+"""The recovery log: trajectories that no checkpoint contains yet, in files of the run directory.
 
-Once a second the rollout leader's agent has what finished since appended, and at the end what is in mid-course, in a
-thread, to the newest *segment*: frames of a length, a CRC-32 and a msgpack value that decodes to a
-`libra_hpc.rollout.recovered.FinishedTrajectory` and to nothing else.  A reader stops at the first frame that is torn or
-damaged, so a kill in mid-write costs that frame.  ``starts.json`` lists every start of the ranks with its step and its
-digest; a segment's name begins with the number of its start, and no start writes to another's.  What of it counts for a
-new start is `libra_hpc.rollout.recovered`'s to say.
+- Each second, and at the end -> append finished trajectories; at the end also the unfinished ones.
+- Start of the ranks -> append it to ``starts.json``, and read what earlier starts left (`recover`).
+- Every `TRIM_S` -> remove segments whose records no start can need.
+- File cannot be written (full disk) -> remove the whole log, and begin again after `RETRY_S`.
 
-A record is needed until its prompt is trained at the newest checkpoint, since a crash goes back there.  One that is
-trained now, but not there, is needed only if it would count there: its tokens are of versions up to that checkpoint's.
-So however rarely checkpoints are saved, at most 2 (eta + 1) B groups are needed, and a segment without any is removed,
-within `TRIM_S` of the checkpoint.
+A *segment* is a sequence of frames: length, CRC-32, msgpack of a `recovered.SavedTrajectory`. Reading stops at the
+first damaged frame. Its name begins with the number of its start; no other start writes to it.
 
-Cost: 9 bytes a token and some 130 a turn, 0.2 s of CPU per 1,000 trajectories of 20,000 tokens.  A batch of 2,048 such
-ones is 370 MB, at five minutes a batch 1.2 MB/s; with eta = 1 up to 1.5 GB are needed at once.  When a file cannot be
-written (a full disk) the spool removes all it has, which is better than a checkpoint that finds no room, and begins
-again after `RETRY_S` with what finishes from then on.  A restart samples the rest again.
-
-`SEGMENT_BYTES`: few files for a large run; a small one has one of at most this size.
+A record is needed until the newest checkpoint has its prompt. If its prompt is trained since then, it is needed only
+if its weight versions are at most the checkpoint's. Sizes and costs: docs/lab/0.1-faults.md.
 """
 
 from __future__ import annotations
@@ -39,28 +30,28 @@ from libra_hpc.files import write_atomic
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
 
-from .recovered import DAMAGED, FinishedTrajectory, Recovered, Start, TrainedPrompts, gather, records, verdict
+from .recovered import DAMAGED, Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason, gather, records
 from .trajectory import Trajectory
 
 SEGMENT_BYTES = 64 << 20
+"""Size of a full segment: few files for a large run, one for a small run."""
 TRIM_S = 10.0
+"""Seconds between two searches for unneeded segments."""
 RETRY_S = 60.0
-"""Half: a full disk is filled again before anybody can make room; double: a restart soon after samples twice as much
-again."""
+"""Half: a full disk fills again before anybody makes room; double: a restart soon after samples twice as much again."""
 STARTS = "starts.json"
 _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
 
 
-def frame(record: FinishedTrajectory) -> bytes:
-    """A record as it stands in a segment."""
+def frame(record: SavedTrajectory) -> bytes:
     value = records.encode(record)
     return _FRAME.pack(len(value), zlib.crc32(value)) + value
 
 
-def read_segment(path: Path) -> tuple[list[FinishedTrajectory], bool]:
-    """Records up to the first frame that is none, and whether that was the end of the file."""
-    found: list[FinishedTrajectory] = []
+def read_segment(path: Path) -> tuple[list[SavedTrajectory], bool]:
+    """Records up to the first damaged frame, and whether there was none."""
+    found: list[SavedTrajectory] = []
     try:
         left = path.stat().st_size
         with path.open("rb") as handle:
@@ -80,7 +71,7 @@ def read_segment(path: Path) -> tuple[list[FinishedTrajectory], bool]:
 
 
 def read_starts(folder: Path) -> list[Start]:
-    """Every start so far, oldest first; empty when the list is missing or damaged, and then no segment counts."""
+    """Every start so far, oldest first; empty (and then no segment counts) when the list is missing or damaged."""
     try:
         return msgspec.json.decode((folder / STARTS).read_bytes(), type=list[Start])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -88,11 +79,13 @@ def read_starts(folder: Path) -> list[Start]:
 
 
 class RecoveryLog:
-    """One start's spool, which raises no `OSError`.  `recover` comes first, `close` last; ``clock`` is monotonic
-    seconds."""
+    """The log of one start; raises no `OSError`.
+
+    `recover` comes first, `close` last. ``position()``: that of the newest checkpoint. ``clock``: monotonic seconds.
+    """
 
     failed = ""
-    """Why nothing is kept at present; empty while it is."""
+    """Why nothing is written at present; empty while records are."""
 
     def __init__(
         self,
@@ -104,7 +97,7 @@ class RecoveryLog:
         self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
         self._trimmed_at = clock()
         self._needed: dict[Path, dict[int, int]] = {}
-        """Of every segment: prompt -> lowest version at which a checkpoint makes one of its records count."""
+        """Of every segment: prompt -> lowest checkpoint step at which one of its records counts."""
         self._committed: set[int] = set()
         self._number = self._sequence = 0
         self._starts: list[Start] = []
@@ -113,7 +106,7 @@ class RecoveryLog:
         self._writing = asyncio.Lock()
 
     async def recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
-        """Begin a start at ``position``: what of earlier ones counts for it."""
+        """Begin a start at ``position``, and read what counts for it."""
         return await asyncio.to_thread(self._recover, digest, position, eta)
 
     def _recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
@@ -123,10 +116,8 @@ class RecoveryLog:
             self._give_up(error)
             return gather(())
 
-    def _begin(
-        self, digest: str, position: TrainedPrompts, eta: int
-    ) -> Iterator[tuple[FinishedTrajectory | None, str]]:
-        """Every record found, oldest first, with its verdict; none for a file that cannot be read to its end."""
+    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[SavedTrajectory | None, str]]:
+        """Every record, oldest first, with its drop reason; None for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
         self._number = len(starts) - 1
         self._list_starts()
@@ -135,7 +126,7 @@ class RecoveryLog:
             if not whole:
                 yield None, DAMAGED
             for record in read:
-                reason = verdict(record, number, starts, position, eta)
+                reason = drop_reason(record, number, starts, position=position, eta=eta)
                 if not reason:
                     self._note(path, record)
                 yield record, reason
@@ -143,33 +134,31 @@ class RecoveryLog:
                 path.unlink()
 
     def _list_starts(self) -> None:
-        # Before anything of this start is written: what the list does not have is a start whose weights would pass for
-        # those of another.
+        # Before any record of this start: weight versions of a start that is not listed would pass for another's.
         self._folder.mkdir(exist_ok=True)
         write_atomic(self._folder / STARTS, msgspec.json.encode(self._starts) + b"\n")
 
     def _segments(self) -> Iterator[tuple[Path, int]]:
-        """Segments with the number of their start, in the order in which they were written."""
         for path in sorted(self._folder.glob("[0-9]*-[0-9]*.frames")):
             number = path.stem.split("-")[0]
             if number.isdecimal():
                 yield path, int(number)
 
-    def _note(self, path: Path, record: FinishedTrajectory) -> None:
+    def _note(self, path: Path, record: SavedTrajectory) -> None:
         groups = self._needed.setdefault(path, {})
         groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
 
-    async def write(self, new: Sequence[Trajectory | FinishedTrajectory | Committed]) -> None:
-        """Append finished trajectories and records of others, and take note of what is trained."""
+    async def write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
+        """Append trajectories and records, and note which prompts are trained."""
         async with self._writing:
             await asyncio.to_thread(self._write, new)
 
     async def close(self) -> None:
-        """Leave what a start would need now, and nothing else; nothing may be written afterwards."""
+        """Remove all that no start would need now; nothing may be written afterwards."""
         async with self._writing:
             await asyncio.to_thread(self._close)
 
-    def _write(self, new: Sequence[Trajectory | FinishedTrajectory | Committed]) -> None:
+    def _write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
         self._committed.update(index for record in new if isinstance(record, Committed) for index in record.indices)
         if self.failed and self._clock() - self._failed_at < RETRY_S:
             return
@@ -179,7 +168,7 @@ class RecoveryLog:
                 self.failed = ""
             for record in new:
                 if not isinstance(record, Committed):
-                    self._append(record if isinstance(record, FinishedTrajectory) else FinishedTrajectory.of(record))
+                    self._append(record if isinstance(record, SavedTrajectory) else SavedTrajectory.of(record))
             if self._handle is not None:
                 self._handle.flush()
             if self._clock() - self._trimmed_at >= TRIM_S:
@@ -201,7 +190,7 @@ class RecoveryLog:
     def _path(self) -> Path:
         return self._folder / f"{self._number:05d}-{self._sequence:06d}.frames"
 
-    def _append(self, record: FinishedTrajectory) -> None:
+    def _append(self, record: SavedTrajectory) -> None:
         if self._handle is None:
             self._sequence += 1
             self._handle = self._path.open("ab")
@@ -215,7 +204,7 @@ class RecoveryLog:
         try:
             position = self._position()
         except (OSError, ValueError):
-            # The checkpoint cannot be read now, so what is needed is unknown; the log's own files are sound.
+            # The checkpoint cannot be read now: it is unknown what is needed.
             return
         self._committed = {index for index in self._committed if not position.trained(index)}
         for path, groups in list(self._needed.items()):

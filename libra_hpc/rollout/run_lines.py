@@ -1,11 +1,10 @@
-"""What the rollout leader leaves behind: the lines of `trajectories.jsonl` and `decisions.jsonl`.
+"""The lines of `trajectories.jsonl` and `decisions.jsonl`, which the rollout leader writes.
 
-A trajectory's line is a `libra_hpc.protocol.trace.TrajectoryRecord`, so that a user can replay their own run in the
-simulator; its other fields are for people; ``clipped`` are the tokens of its last answer for which the context had no
-room.
+A trajectory's line is a `libra_hpc.protocol.trace.TrajectoryRecord`, so that the simulator can replay the run. Its
+other fields are for people. ``clipped``: tokens of its last answer that the context had no room for.
 
-A decision's line says which turn of which trajectory went where, the policy's reason and the numbers it rests on.
-Times are epoch seconds, durations seconds.
+A decision's line has the turn, its engine, and the policy's reason with its numbers. Times are epoch seconds,
+durations seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TrajectoryEnd(msgspec.Struct, frozen=True):
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """A turn that was sent to an engine at ``at``, having waited ``waited_s``."""
+    """A turn that was sent to an engine at ``at``, after ``waited_s`` in the queue."""
 
     turn: TurnView
     decision: Decision
@@ -37,7 +36,6 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 def trace_line(ended: TrajectoryEnd) -> dict[str, Any]:
-    """The line of a finished trajectory."""
     trajectory = ended.trajectory
     return {
         "prompt_id": trajectory.prompt_id,
@@ -56,7 +54,6 @@ def trace_line(ended: TrajectoryEnd) -> dict[str, Any]:
 
 
 def decision_line(routed: Routed) -> dict[str, Any]:
-    """The line of a routed turn."""
     turn, decision = routed.turn, routed.decision
     return {
         "t": routed.at,

@@ -1,4 +1,4 @@
-"""One trajectory: the token-level record that rollout fills, the scheduler asks about, and training reads."""
+"""One trajectory: the token-level record that rollout fills, the scheduler reads, and training uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from libra_hpc.sched.protocol import Finished, TurnView
 
 
 class ServedTurn(TurnRecord, frozen=True):
-    """A turn, who generated (the end of) it, and under which weights."""
+    """A turn, the engine that generated (the end of) it, and the weight versions."""
 
     engine: str = ""
     versions: tuple[tuple[int, int], ...] = ()
@@ -24,13 +24,14 @@ class ServedTurn(TurnRecord, frozen=True):
 
 
 Place = Literal["waiting", "engine", "tool", "before", "done"]
-"""In the dispatcher's queue; at an engine; at its environment; in mid-course when a new start of all ranks took it
-over; finished."""
+"""In the dispatcher's queue; at an engine; at its environment; recovered before (the rest of) a turn; finished."""
 
 
 class Trajectory:
-    """Mutable state of one sample of a group.  `context` is int32, `mask` uint8 (1: the policy generated it),
-    `logprobs` float32, all of one length."""
+    """Mutable state of one sample of a group.
+
+    `context` (int32), `mask` (uint8; 1: the policy generated the token) and `logprobs` (float32) are of one length.
+    """
 
     __slots__ = (
         "at_signal",
@@ -84,9 +85,9 @@ class Trajectory:
         self.clipped = 0
         """Tokens of the last answer that the context had no room for."""
         self.replays = 0
-        """How often its environment was lost while it may have been the one that broke it."""
+        """Losses of its host that its own turn may have caused."""
         self.overdue = 0
-        """How often an engine had nothing of its turn at the turn's deadline."""
+        """Deadlines of its turns that passed with nothing generated."""
         self.started_at = self.ready_at = now
         self.sent_at = 0.0
         """When the newest turn went to an engine; 0.0 before the first."""
@@ -96,12 +97,11 @@ class Trajectory:
         self.info: dict[str, float] = {}
 
     def room(self, max_model_len: int) -> int:
-        """Tokens that the turn may still generate: by its own limit, and by the longest context engines take."""
+        """Tokens that the turn may still generate."""
         return min(self.max_tokens - len(self.turn), max_model_len - len(self.context))
 
     def add_environment(self, tokens: bytes) -> None:
-        """Append tokens the policy did not generate (int32 bytes; the prompt, then answers of tools), and open the
-        next turn."""
+        """Append the prompt or an answer of a tool (int32 bytes), and open the next turn."""
         count = len(tokens) // self.context.itemsize
         self.context.frombytes(tokens)
         self.mask.extend(bytes(count))
@@ -110,7 +110,6 @@ class Trajectory:
         self.turns.append(ServedTurn(count if self.turns else 0, 0))
 
     def add_generated(self, generated: Generated, engine: str) -> None:
-        """Append (part of) a turn's generated tokens."""
         tokens = array("i", generated.tokens)
         self.context.extend(tokens)
         self.mask.extend(b"\x01" * len(tokens))
@@ -128,7 +127,6 @@ class Trajectory:
             self.first_version = version if self.first_version < 0 else min(self.first_version, version)
 
     def add_signal(self, signal: Signal) -> None:
-        """Note what the tool at the end of the last turn said."""
         self.turns[-1] = replace(
             self.turns[-1],
             tool=signal.tool,
@@ -142,45 +140,47 @@ class Trajectory:
         self.at_signal.append(self.attained)
 
     def view(self, task: str, max_context: int) -> TurnView:
-        """The turn that needs an engine now, as the scheduler sees it."""
+        """The turn that needs an engine now, for the scheduler."""
         return TurnView(
-            self.episode,
-            self.prompt_id,
-            self.sample,
-            task,
-            len(self.context),
-            self.attained,
-            len(self.turns) - 1,
-            self.ready_at,
-            self.engine,
-            tuple(self.signals),
-            max_context,
+            trajectory=self.episode,
+            prompt_id=self.prompt_id,
+            sample=self.sample,
+            task=task,
+            context_tokens=len(self.context),
+            attained_tokens=self.attained,
+            turns=len(self.turns) - 1,
+            ready_at=self.ready_at,
+            engine=self.engine,
+            signals=tuple(self.signals),
+            max_context=max_context,
         )
 
     def finished(self, task: str) -> Finished:
-        """The whole, for the scheduler to learn from."""
         return Finished(
-            self.episode,
-            self.prompt_id,
-            self.sample,
-            task,
-            self.attained,
-            len(self.turns),
-            tuple(self.at_signal),
-            tuple(self.signals),
-            self.versions[-1][0] if self.versions else 0,
-            len(self.context),
+            trajectory=self.episode,
+            prompt_id=self.prompt_id,
+            sample=self.sample,
+            task=task,
+            generated_tokens=self.attained,
+            turns=len(self.turns),
+            at_signal=tuple(self.at_signal),
+            signals=tuple(self.signals),
+            version=self.versions[-1][0] if self.versions else 0,
+            context_tokens=len(self.context),
         )
 
     def sample_for_training(self, advantage: float) -> Sample:
-        """The trainer's view."""
         return Sample(
-            f"{self.index}.{self.sample}", self.context.tobytes(), bytes(self.mask), self.logprobs.tobytes(), advantage
+            uid=f"{self.index}.{self.sample}",
+            tokens=self.context.tobytes(),
+            loss_mask=bytes(self.mask),
+            logprobs=self.logprobs.tobytes(),
+            advantage=advantage,
         )
 
 
 LARGEST_REWARD = 3.4e38
-"""What float32 holds: beyond it the advantages of a group are not finite either."""
+"""Of float32: beyond it the advantages of a group are not finite either."""
 
 
 def unusable(generated: Generated) -> str:
@@ -198,7 +198,7 @@ def unusable(generated: Generated) -> str:
 
 
 def unusable_reward(reward: float, info: dict[str, float]) -> str:
-    """Why what an environment said at the end cannot be trained on; empty when it can."""
+    """Why an environment's reward and info cannot be trained on; empty when they can."""
     if not abs(reward) <= LARGEST_REWARD:
         return f"The reward is {reward}."
     wrong = [key for key, value in info.items() if not math.isfinite(value)]

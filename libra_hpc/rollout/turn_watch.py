@@ -1,10 +1,10 @@
-"""How long a turn may be at an engine that itself gives signs of life.
+"""Deadlines of turns at engines that are themselves alive (limits: `libra_hpc.process.deadlines`).
 
-- Half of its limit (`libra_hpc.process.deadlines`) is used up -> *slow*, found once.
-- All of it -> *abort*, found once: the engine answers with what it has generated, and the rest goes on elsewhere.
+- Half of the limit has passed -> *slow*, reported once.
+- The whole limit has passed -> *abort*, reported once: the engine answers with what it has.
 - No answer ``floor_s`` after that -> *lost*: the turn is sent again, as it was.
 
-Pure: times are seconds of any monotonic clock, given as arguments.
+Times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Turn = tuple[str, str]
 
 
 class LateTurn(NamedTuple):
-    """A turn that takes too long."""
+    """A turn that has passed half of its limit, or all of it."""
 
     action: Literal["slow", "abort", "lost"]
     engine: str
@@ -27,40 +27,38 @@ class LateTurn(NamedTuple):
 
 
 class TurnWatch:
-    """See the module docstring."""
+    """Watches the turns in flight; `evaluate` returns the late ones."""
 
     def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines, self._answer_s = Deadlines(settings), settings.floor_s
         self._slow: set[Turn] = set()
         self._aborted: dict[Turn, float] = {}
-        """When the engine was asked for what it has."""
+        """When each turn was found to have passed its limit."""
 
     def sent(self, turn: Turn, now: float) -> None:
-        """A turn is on its way."""
         self._deadlines.begin("turn", turn, now)
 
     def answered(self, turn: Turn, now: float) -> None:
-        """It is answered, and its duration counts."""
+        """End an answered turn; the limits learn from its duration."""
         self._deadlines.end(turn, now)
         self.forget(turn)
 
     def forget(self, turn: Turn) -> None:
-        """It is not waited for any more, and its duration says nothing."""
+        """Forget a turn; its duration does not count."""
         self._deadlines.forget(turn)
         self._slow.discard(turn)
         self._aborted.pop(turn, None)
 
     def overdue(self, turn: Turn) -> bool:
-        """Whether it was found to have passed its limit."""
         return turn in self._aborted
 
     def discount(self, seconds: float) -> None:
-        """Nobody could read answers for so long."""
+        """Extend all limits by a time in which nobody could read answers."""
         self._deadlines.discount(seconds)
         self._aborted = {turn: at + seconds for turn, at in self._aborted.items()}
 
     def evaluate(self, now: float) -> list[LateTurn]:
-        """What is found now."""
+        """Turns that became late since the last call, and *lost* ones until they are forgotten."""
         found: list[LateTurn] = []
         for pending in self._deadlines.pending(now, 0.5):
             turn = _turn(pending)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.settings import EngineConfig, config_for_run
 from libra_hpc.train.state_folders import POLICY_DIR
 from libra_hpc.weights.flow import WeightFile
 
@@ -13,20 +13,14 @@ from .agent_context import AgentContext
 
 def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile | None) -> EngineConfig:
     """Settings of engine ``name``; ``newest`` is the newest weight file this node has.  Reads the run directory."""
-    rollout, run = context.config.rollout, context.config.run
+    config = context.config
     step, model = _saved_policy(context)
-    return EngineConfig(
+    return config_for_run(
+        config,
         model=model,
-        dtype=context.config.model.dtype,
+        seed=(config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
         tp=tp,
-        max_model_len=rollout.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_mb=rollout.kv_cache_mb,
-        block_size=rollout.block_size,
-        threads=rollout.threads,
-        seed=(run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
-        device=context.config.slurm.device,
-        step_log=str(context.logs / f"{name}.steps.jsonl") if rollout.record_steps else "",
+        step_log=str(context.logs / f"{name}.steps.jsonl") if config.rollout.record_steps else "",
         version=step if newest is None else newest.version,
         weights="" if newest is None else str(newest.path),
     )

@@ -12,7 +12,7 @@ from libra_hpc.errors import said
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.history import history
-from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, TrainedPrompts
+from libra_hpc.rollout.recovered import Recovered, SavedTrajectory, TrainedPrompts
 from libra_hpc.rollout.recovery_log import RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
@@ -56,7 +56,7 @@ class RolloutLead:
         self._spool = (
             RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
         )
-        self._new: list[Trajectory | FinishedTrajectory | wire.Committed] = []
+        self._new: list[Trajectory | SavedTrajectory | wire.Committed] = []
         """For the spool's next write."""
         self._stopping = False
         self._policy = make_policy(config.rollout.policy)
@@ -170,7 +170,7 @@ class RolloutLead:
             self._watcher.cancel()
         # Before anything that takes time: whoever ends the job may not wait for it.  What is in mid-course comes last,
         # as it is now: it may go on meanwhile.
-        self._new += [FinishedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
+        self._new += [SavedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
         await self._flush()
         await self._hosts.stop()
         # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.

@@ -43,6 +43,7 @@ def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         max_model_len=1024,
         max_num_seqs=8,
         kv_cache_mb=CACHE_MB,
+        threads=1,
         version=1,
     )
     under_test = EngineUnderTest(tmp_path_factory.mktemp("e"), config)

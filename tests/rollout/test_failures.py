@@ -1,4 +1,4 @@
-"""When failures wait, pause admission, and end a run: the book under scripted and under random histories."""
+"""Failed attempts: back-off, pauses of admission, and the end of a run, under scripted and random histories."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_time_in_which_the_leader_stood_still_is_no_pause() -> None:
     assert book.may_probe(3601.0)
 
 
-def test_a_small_run_is_judged_when_every_open_trajectory_waits() -> None:
+def test_the_window_of_a_small_run_is_evaluated_when_every_open_trajectory_waits() -> None:
     book = FailureBook(0.2, 600.0)
     for sample in range(2):
         book.failed((0, sample), why(), 0.0)
@@ -98,7 +98,7 @@ def test_a_small_run_is_judged_when_every_open_trajectory_waits() -> None:
     assert decision.action == "pause"
 
 
-def test_what_failed_before_a_pause_is_not_held_against_a_trajectory() -> None:
+def test_failures_before_a_pause_do_not_count_against_a_trajectory() -> None:
     book = FailureBook(0.2, 600.0)
     for _ in range(MAX_STRIKES - 1):
         for index in range(ENOUGH):

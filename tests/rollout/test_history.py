@@ -1,4 +1,4 @@
-"""What a finished trajectory teaches is what its line teaches: the policy's evidence survives a restart."""
+"""A policy learns from the line of a trajectory what it learns from the trajectory itself."""
 
 from __future__ import annotations
 
@@ -20,15 +20,25 @@ from libra_hpc.telemetry.events import LineLog
 from libra_hpc.traces.read import read_trace
 
 
-def played(turns: int) -> Trajectory:
+def trajectory_of(turns: int) -> Trajectory:
     """``turns`` turns of 2 tokens under rising weight versions; each but the last calls a tool that adds 3 tokens."""
-    trajectory = Trajectory(4, 1, 0, 0, 10.0)
+    trajectory = Trajectory(index=4, sample=1, attempt=0, host=0, now=10.0)
     trajectory.prompt_id = "p"
     trajectory.add_environment(pack_i32([1] * 5))
     trajectory.prompt_tokens = 5
     for number in range(turns):
         trajectory.add_generated(
-            Generated("r", pack_i32([7, 8]), pack_f32([-1, -2]), "stop", ((number, 2),), 0, 0.0, 0.0), "e0"
+            Generated(
+                rid="r",
+                tokens=pack_i32([7, 8]),
+                logprobs=pack_f32([-1, -2]),
+                finish="stop",
+                versions=((number, 2),),
+                cached_tokens=0,
+                queue_s=0.0,
+                run_s=0.0,
+            ),
+            "e0",
         )
         if number < turns - 1:
             trajectory.add_signal(Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2))
@@ -38,7 +48,7 @@ def played(turns: int) -> Trajectory:
 
 def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    originals = [played(turns) for turns in (1, 3)]
+    originals = [trajectory_of(turns) for turns in (1, 3)]
     LineLog(path).write_all(trace_line(TrajectoryEnd(trajectory, 100.0, 5.0)) for trajectory in originals)
     found = history(path, "", "code")
     for read, original in zip(found, originals, strict=True):
@@ -48,8 +58,8 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     assert found[1].version == 2
 
 
-def test_a_line_is_a_trace_whose_replay_says_the_same(tmp_path: Path) -> None:
-    path, original = tmp_path / "trajectories.jsonl", played(3)
+def test_the_replay_of_a_line_gives_the_same_signals(tmp_path: Path) -> None:
+    path, original = tmp_path / "trajectories.jsonl", trajectory_of(3)
     LineLog(path).write_all([trace_line(TrajectoryEnd(original, 100.0, 5.0))])
     (read,) = read_trace(path).trajectories
     assert [turn.new_tokens for turn in read.turns] == [0, 3, 3]
@@ -66,7 +76,7 @@ def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) 
     other.mkdir()
     for folder, turns in ((other, 3), (tmp_path, 2)):
         LineLog(folder / "trajectories.jsonl").write_all(
-            [{"foreign": 1}, trace_line(TrajectoryEnd(played(turns), 100.0, 5.0))]
+            [{"foreign": 1}, trace_line(TrajectoryEnd(trajectory_of(turns), 100.0, 5.0))]
         )
     for name in (str(other), str(other / "trajectories.jsonl")):
         assert [(record.turns, record.version) for record in history(own, name, "code")] == [(3, 0), (2, 1)]
@@ -126,7 +136,7 @@ def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: P
 
 def test_a_file_is_readable_after_a_kill_at_any_byte(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    LineLog(path).write_all(trace_line(TrajectoryEnd(played(turns), 100.0, 5.0)) for turns in (1, 2, 3))
+    LineLog(path).write_all(trace_line(TrajectoryEnd(trajectory_of(turns), 100.0, 5.0)) for turns in (1, 2, 3))
     whole = path.read_bytes()
     complete = list(records(path))
     assert [record.turns for record in complete] == [1, 2, 3]

@@ -1,5 +1,4 @@
-"""The rollout leader with scripted engines and environment: nothing lost, nothing twice, staleness kept, whatever
-dies."""
+"""The rollout leader with scripted engines and environment: whatever is lost, every prompt is trained once, in time."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from libra_hpc.protocol.env import (
 )
 from libra_hpc.protocol.mesh import Batch, EngineUp, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
-from libra_hpc.rollout.recovered import FinishedTrajectory, Start, TrainedPrompts, gather, verdict
+from libra_hpc.rollout.recovered import SavedTrajectory, Start, TrainedPrompts, drop_reason, gather
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
@@ -53,15 +52,15 @@ class Emptiest:
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         free = [engine for bucket in board.classes if (engine := bucket.least())]
         if not free:
-            return Decision("", 0, 0, "all full", {})
+            return Decision(engine="", priority=0, level=0, template="all full", numbers={})
         best = min(free, key=lambda engine: engine.inflight_tokens)
         return Decision(
-            best.engine,
-            3,
-            best.level,
-            "{tokens:.0f} tokens at {engine}",
-            {"tokens": best.inflight_tokens, "engine": best.engine},
-            1.5,
+            engine=best.engine,
+            priority=3,
+            level=best.level,
+            template="{tokens:.0f} tokens at {engine}",
+            numbers={"tokens": best.inflight_tokens, "engine": best.engine},
+            keep_s=1.5,
         )
 
     def finished(self, record: Finished, now: float) -> None:
@@ -80,7 +79,7 @@ class Probing(Emptiest):
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         if self.probes.setdefault(turn.prompt_id, turn.trajectory) not in ("", turn.trajectory):
-            return Decision("", 0, 0, "a sibling probes", {}, wait="sibling")
+            return Decision(engine="", priority=0, level=0, template="a sibling probes", numbers={}, wait="sibling")
         return super().route(turn, board, now)
 
     def finished(self, record: Finished, now: float) -> None:
@@ -103,13 +102,21 @@ class Moving(Emptiest):
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         there = any(move.trajectory == turn.trajectory for move in self.moved)
-        return Decision("e1" if there else "e0", 0, 0, "moved" if there else "first", {})
+        return Decision(
+            engine="e1" if there else "e0", priority=0, level=0, template="moved" if there else "first", numbers={}
+        )
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
         far = [run for run in running if run.generated >= self.after and not self.moved]
         numbers = dict.fromkeys(("remaining", "generated", "context", "left_s", "saves_s"), 1.0)
         self.moved += [
-            Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "e1", numbers | {"source": "e0", "engine": "e1"})
+            Move(
+                trajectory=run.turn.trajectory,
+                turns=run.turn.turns,
+                source=run.turn.engine,
+                target="e1",
+                numbers=numbers | {"source": "e0", "engine": "e1"},
+            )
             for run in far[:1]
         ]
         return self.moved[-1:] if far else []
@@ -120,6 +127,38 @@ def configured(**sections: dict[str, Any]) -> RunConfig:
     config = RunConfig()
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+def generated(
+    rid: str, tokens: list[int], logprobs: list[float], *, finish: str, versions: tuple[tuple[int, int], ...]
+) -> Generated:
+    """An engine's answer without times."""
+    return Generated(
+        rid=rid,
+        tokens=pack_i32(tokens),
+        logprobs=pack_f32(logprobs),
+        finish=finish,
+        versions=versions,
+        cached_tokens=0,
+        queue_s=0.0,
+        run_s=0.0,
+    )
+
+
+def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
+    """The counters of an engine with four running turns that fill a quarter of its KV cache."""
+    return EngineStats(
+        version=0,
+        running=4,
+        waiting=0,
+        kv_use=0.25,
+        generated_tokens=generated,
+        prefill_tokens=prefilled,
+        cached_tokens=0,
+        preemptions=0,
+        steps=steps,
+        busy_s=0.1,
     )
 
 
@@ -167,16 +206,16 @@ class Plant:
             rollout={"max_model_len": max_model_len, "max_inflight": 4},
         )
         self.leader = RolloutLeader(
-            config,
-            5,
-            policy or Emptiest(),
-            self.send,
-            TRAIN_LEADER,
-            lambda _, m: self.host.append(m),
-            self.on_ended,
-            lambda routed: self.decisions.append(decision_line(routed)),
-            lambda kind, **fields: self.events.append((kind, fields)),
-            lambda: self.now,
+            config=config,
+            rank=5,
+            policy=policy or Emptiest(),
+            send=self.send,
+            train_leader=TRAIN_LEADER,
+            to_host=lambda _, m: self.host.append(m),
+            ended=self.on_ended,
+            routed=lambda routed: self.decisions.append(decision_line(routed)),
+            log=lambda kind, **fields: self.events.append((kind, fields)),
+            clock=lambda: self.now,
         )
         self.start_engines = engines
 
@@ -185,10 +224,10 @@ class Plant:
         low: int = 0,
         extra: tuple[int, ...] = (),
         step: int = 0,
-        kept: Mapping[int, list[Trajectory]] | None = None,
+        recovered: Mapping[int, list[Trajectory]] | None = None,
     ) -> None:
         self.version = step
-        self.leader.on_position(step, low, extra, kept)
+        self.leader.on_position(step, low, extra, recovered)
         self.leader.on_host(0, HostReady("toy"))
         for i in range(self.start_engines):
             self.up(f"e{i}", rank=3 + i)
@@ -199,7 +238,11 @@ class Plant:
 
     def up(self, name: str, rank: int, tp: int = 1) -> None:
         self.engines[name] = self.version
-        self.leader.on_engine_up(EngineUp(rank, name, EngineReady(self.version, tp, 1000, 10000, 0.0)))
+        self.leader.on_engine_up(
+            EngineUp(
+                rank, name, EngineReady(version=self.version, tp=tp, max_model_len=1000, kv_tokens=10000, start_s=0.0)
+            )
+        )
 
     def down(self, name: str) -> None:
         del self.engines[name]
@@ -221,9 +264,9 @@ class Plant:
             self.environment()
             await asyncio.sleep(0)
 
-    async def look(self) -> None:
-        """Let the dispatcher look for moves now."""
-        self.leader._queue._look_at = 0.0
+    async def rebalance(self) -> None:
+        """Let the dispatcher ask for moves now."""
+        self.leader._turns._queue._look_at = 0.0
         self.leader.report()
         await self.settle()
 
@@ -233,7 +276,7 @@ class Plant:
             tokens, logprobs = [7, 8, STOP][: request.max_tokens], [-1.0, -2.0, -3.0][: request.max_tokens]
             versions = ((self.engines[engine], len(tokens)),)
             finish = "stop" if STOP in tokens else "length"
-            answer = Generated(request.rid, pack_i32(tokens), pack_f32(logprobs), finish, versions, 0, 0.0, 0.0)
+            answer = generated(request.rid, tokens, logprobs, finish=finish, versions=versions)
             self.leader.on_turns_done(((engine, answer),))
 
     def environment(self) -> None:
@@ -246,7 +289,16 @@ class Plant:
             match message:
                 case OpenEpisode(episode=episode, index=index):
                     self.steps_of[episode] = 0
-                    self.leader.on_host(0, EpisodeOpened(episode, f"p{index}", pack_i32([1, 2, index]), 4, (STOP,)))
+                    self.leader.on_host(
+                        0,
+                        EpisodeOpened(
+                            episode=episode,
+                            prompt_id=f"p{index}",
+                            tokens=pack_i32([1, 2, index]),
+                            max_tokens=4,
+                            stop_ids=(STOP,),
+                        ),
+                    )
                 case StepEpisode(episode=episode, tokens=tokens):
                     assert unpack_i32(tokens)[-1] == STOP or self.cut
                     self.steps_of[episode] += 1
@@ -254,7 +306,12 @@ class Plant:
                     reward = float(int(episode.split(".")[1]) % 2 == 0)
                     signal = Signal("tool", "ok", 1, 0.01, exit_code=1, passed=None if done else 3)
                     answer, info = (b"", {"solved": reward}) if done else (pack_i32([self.tool]), {})
-                    self.leader.on_host(0, EpisodeStepped(episode, answer, signal, done, reward, info))
+                    self.leader.on_host(
+                        0,
+                        EpisodeStepped(
+                            episode=episode, tokens=answer, signal=signal, done=done, reward=reward, info=info
+                        ),
+                    )
                     if done:
                         self.finished.append(episode)
                 case CloseEpisode():
@@ -399,7 +456,7 @@ def kill_host(plant: Plant) -> None:
     plant.leader.on_host(0, HostReady("toy"))
 
 
-def test_what_a_dead_host_was_doing_is_played_again_in_the_next_one() -> None:
+def test_episodes_of_a_lost_host_are_replayed_in_the_next_one() -> None:
     async def main() -> None:
         plain, plant = Plant(eta=0, turns=3), Plant(eta=0, turns=3)
         plain.start()
@@ -409,12 +466,11 @@ def test_what_a_dead_host_was_doing_is_played_again_in_the_next_one() -> None:
         plant.serve(3)
         await plant.settle()
         plant.serve(2)
-        # One runs its first turn, one its second, and two are at their environment; one more comes back while it is
-        # brought back.
+        # One runs its first turn, one its second, and two are at their environment; one answer comes during a replay.
         kill_host(plant)
         plant.serve(1)
         await plant.run(lambda: plant.batches)
-        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "none is sampled anew"
+        assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "none is sampled again"
         assert plant.batches[0].groups == plain.batches[0].groups
         assert [(line["index"], line["sample"], len(line["turns"])) for line in sorted(plant.lines, key=str)] == [
             (line["index"], line["sample"], len(line["turns"])) for line in sorted(plain.lines, key=str)
@@ -425,7 +481,7 @@ def test_what_a_dead_host_was_doing_is_played_again_in_the_next_one() -> None:
     asyncio.run(main())
 
 
-def test_an_environment_that_answers_differently_has_its_trajectory_sampled_anew() -> None:
+def test_an_environment_that_answers_differently_has_its_trajectory_sampled_again() -> None:
     async def main() -> None:
         plant = Plant(eta=0, turns=3)
         plant.start()
@@ -439,13 +495,13 @@ def test_an_environment_that_answers_differently_has_its_trajectory_sampled_anew
         contexts = [list(unpack_i32(sample.tokens)) for group in plant.batches[0].groups for sample in group.samples]
         assert all(5 not in context[3:] for context in contexts)
         assert [fields["reason"] for kind, fields in plant.events] == [
-            "its environment did not answer as it had when its turns were played again"
+            "its environment did not answer as it had when its turns were replayed"
         ] * 4
 
     asyncio.run(main())
 
 
-def test_a_turn_that_breaks_its_host_is_told_it_twice_and_no_more() -> None:
+def test_a_turn_that_ends_its_host_is_sent_twice_and_no_more() -> None:
     async def main() -> None:
         plant = Plant(eta=0, turns=3)
         plant.start()
@@ -634,9 +690,7 @@ def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
         plant.start()
         await plant.run(lambda: plant.inbox and not plant.host)
         engine, request = plant.inbox.pop(0)
-        plant.leader.on_turns_done(
-            ((engine, Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),)
-        )
+        plant.leader.on_turns_done(((engine, generated(request.rid, [7], [-1.0], finish="abort", versions=((0, 1),))),))
         await asyncio.sleep(0)
         again = next(r for _, r in plant.inbox if r.rid.split(":")[0] == request.rid.split(":")[0])
         assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
@@ -653,8 +707,8 @@ def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
         await plant.run(lambda: len(plant.inbox) == 4)
         await plant.settle()
         assert not plant.aborts, "nothing is known of its progress yet"
-        plant.leader.on_engine_load("e0", EngineStats(0, 4, 0, 0.25, 8, 12, 0, 0, 2, 0.1))
-        await plant.look()
+        plant.leader.on_engine_load("e0", engine_stats(generated=8, prefilled=12, steps=2))
+        await plant.rebalance()
         ((engine, abort),) = plant.aborts
         request = next(r for _, r in plant.inbox if r.rid == abort.rid)
         assert engine == "e0"
@@ -664,15 +718,13 @@ def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
             ("turn_interrupted", "e0", "e1")
         ]
         plant.inbox.remove(("e0", request))
-        plant.leader.on_turns_done(
-            (("e0", Generated(request.rid, pack_i32([7]), pack_f32([-1.0]), "abort", ((0, 1),), 0, 0.0, 0.0)),)
-        )
+        plant.leader.on_turns_done((("e0", generated(request.rid, [7], [-1.0], finish="abort", versions=((0, 1),))),))
         await plant.settle()
         ((_, again),) = [(e, r) for e, r in plant.inbox if e == "e1"]
         assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
         assert again.max_tokens == request.max_tokens - 1
         plant.inbox = [item for item in plant.inbox if item[1] is not again]
-        rest = Generated(again.rid, pack_i32([8, STOP]), pack_f32([-2.0, -3.0]), "stop", ((0, 1), (1, 1)), 0, 0.0, 0.0)
+        rest = generated(again.rid, [8, STOP], [-2.0, -3.0], finish="stop", versions=((0, 1), (1, 1)))
         plant.leader.on_turns_done((("e1", rest),))
         await plant.run(lambda: plant.batches)
         index, sample = (int(part) for part in episode.split(".")[:2])
@@ -700,7 +752,7 @@ def test_a_turn_that_ends_before_its_interruption_arrives_is_taken_as_it_is() ->
         plant = Plant(eta=0, policy=Moving(after=0))
         plant.start()
         await plant.run(lambda: len(plant.inbox) == 4)
-        await plant.look()
+        await plant.rebalance()
         await plant.run(lambda: plant.batches)
         assert len(plant.aborts) == 1
         assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
@@ -770,7 +822,12 @@ def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() 
         plant.serve(1)
         (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
         plant.host.remove(step)
-        plant.leader.on_host(0, EpisodeStepped(step.episode, pack_i32([5] * 1_600_000), None, False, 0.0, {}))
+        plant.leader.on_host(
+            0,
+            EpisodeStepped(
+                episode=step.episode, tokens=pack_i32([5] * 1_600_000), signal=None, done=False, reward=0.0, info={}
+            ),
+        )
         await plant.run(lambda: plant.batches)
         (line,) = [line for line in plant.lines if line["clipped"]]
         assert (line["clipped"], line["info"], line["reward"], line["turns"][-1]["new_tokens"]) == (
@@ -803,12 +860,26 @@ def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answer
                         plant.leader.on_host(
                             0,
                             EpisodeOpened(
-                                message.episode, f"p{message.index}", pack_i32(prompt), pick.randrange(1, 9), (STOP,)
+                                episode=message.episode,
+                                prompt_id=f"p{message.index}",
+                                tokens=pack_i32(prompt),
+                                max_tokens=pick.randrange(1, 9),
+                                stop_ids=(STOP,),
                             ),
                         )
                     elif isinstance(message, StepEpisode):
                         answer, done = [5] * pick.choice((0, 1, 3, longest, 1000)), pick.random() < 0.2
-                        plant.leader.on_host(0, EpisodeStepped(message.episode, pack_i32(answer), None, done, 1.0, {}))
+                        plant.leader.on_host(
+                            0,
+                            EpisodeStepped(
+                                episode=message.episode,
+                                tokens=pack_i32(answer),
+                                signal=None,
+                                done=done,
+                                reward=1.0,
+                                info={},
+                            ),
+                        )
                 await asyncio.sleep(0)
                 inbox, plant.inbox = plant.inbox, []
                 for engine, request in inbox:
@@ -816,15 +887,8 @@ def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answer
                     assert 0 < request.max_tokens <= longest - context
                     tokens = pick.randrange(1, request.max_tokens + 1)
                     finish = pick.choice(("stop", "length", "abort"))
-                    answered = Generated(
-                        request.rid,
-                        pack_i32([7] * tokens),
-                        pack_f32([-1.0] * tokens),
-                        finish,
-                        ((0, tokens),),
-                        0,
-                        0.0,
-                        0.0,
+                    answered = generated(
+                        request.rid, [7] * tokens, [-1.0] * tokens, finish=finish, versions=((0, tokens),)
                     )
                     plant.leader.on_turns_done(((engine, answered),))
                 plant.now += 1.0
@@ -853,15 +917,17 @@ def test_a_resumed_run_skips_what_is_trained() -> None:
 
 
 def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> None:
-    """The ranks start anew again and again, from the last step or the one before; kept trajectories go through their
-    records, as through the spool."""
+    """All ranks restart many times, from the last step or the one before.
+
+    Recovered trajectories go through their records, as in the recovery log.
+    """
 
     async def main() -> None:
         total = Counter[str]()
         for seed in range(12):
             pick = random.Random(seed)
             eta, in_order, steps = seed % 3, seed % 2 == 1, 9
-            starts, found, batches = [Start(0, "same")], list[tuple[int, FinishedTrajectory]](), dict[int, Batch]()
+            starts, found, batches = [Start(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
             step = 0
             while step < steps:
                 trained = DataOrder()
@@ -869,12 +935,17 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                     trained.trained(group.index for group in batches[at].groups)
                 position = TrainedPrompts(step, trained.low, frozenset(trained.extra))
                 number = len(starts) - 1
-                kept = gather((record, verdict(record, start, starts, position, eta)) for start, record in found)
+                recovered = gather(
+                    (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
+                )
                 begun_before = {
-                    t: t.context.tobytes() for members in kept.groups.values() for t in members if t.place != "done"
+                    t: t.context.tobytes()
+                    for members in recovered.groups.values()
+                    for t in members
+                    if t.place != "done"
                 }
                 plant = Plant(eta=eta, steps=steps, in_order=in_order)
-                plant.start(trained.low, tuple(trained.extra), step, kept.groups)
+                plant.start(trained.low, tuple(trained.extra), step, recovered.groups)
                 begun, last = step, min(steps, step + pick.randrange(1, 4))
                 while step < last:
                     await plant.run(lambda plant=plant, count=step - begun: len(plant.batches) > count, pick)
@@ -889,7 +960,7 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                     plant.serve(pick.randrange(20), pick)
                     await plant.settle()
                 groups = {g.index: {s.uid: s for s in g.samples} for batch in plant.batches for g in batch.groups}
-                for index, members in kept.groups.items():
+                for index, members in recovered.groups.items():
                     for member in members:
                         if member in begun_before:
                             total["gone on with"] += index in groups
@@ -899,32 +970,32 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                         assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
                         if index in groups:
                             assert groups[index][f"{index}.{member.sample}"].tokens == member.context.tobytes()
-                        total["kept"] += 1
+                        total["recovered"] += 1
                 assert not [kind for kind, _ in plant.events if kind == "experience_refused"]
                 assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
-                # A start may end with or without a word.
-                said = plant.leader.unfinished() if pick.random() < 0.7 else []
-                found += [(number, FinishedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *said)]
+                # A start may end with or without notice.
+                unfinished = plant.leader.unfinished() if pick.random() < 0.7 else []
+                found += [(number, SavedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *unfinished)]
                 total["sampled"] += len(plant.ended)
                 step = max(begun, step - pick.randrange(2)) if step < steps else step
                 starts.append(Start(step, "same"))
             assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))
-        assert total["kept"] > 100
+        assert total["recovered"] > 100
         assert total["gone on with"] > 20
 
     asyncio.run(main())
 
 
-def test_a_whole_kept_batch_needs_no_turn_and_waits_for_the_engines() -> None:
+def test_a_batch_recovered_whole_needs_no_turn_and_waits_for_the_engines() -> None:
     async def main() -> None:
         first = Plant(eta=1)
         first.start()
         await first.run(lambda: len(first.ended) == 8)
-        kept: dict[int, list[Trajectory]] = {}
+        recovered: dict[int, list[Trajectory]] = {}
         for trajectory in first.ended:
-            kept.setdefault(trajectory.index, []).append(trajectory)
+            recovered.setdefault(trajectory.index, []).append(trajectory)
         plant = Plant(eta=1, engines=0)
-        plant.start(kept=kept)
+        plant.start(recovered=recovered)
         await plant.settle()
         assert not plant.batches, "the trainers may not be there yet"
         plant.up("e0", rank=3)
@@ -946,7 +1017,7 @@ def test_what_comes_too_late_for_the_bound_is_sampled_again() -> None:
         first.start()
         await first.run(lambda: len(first.ended) == 4)
         plant = Plant(eta=0)
-        plant.start(step=1, kept={0: first.ended[:2]})
+        plant.start(step=1, recovered={0: first.ended[:2]})
         await plant.run(lambda: plant.batches)
         assert plant.batches[0].stats.staleness_max == 0.0
         assert plant.events == [("experience_refused", {"index": 0, "trajectories": 2})]
@@ -993,10 +1064,10 @@ def test_the_board_counts_what_is_in_flight_and_only_that() -> None:
         plant.up("high", rank=4, tp=2)
         await plant.run(lambda: len(plant.inbox) == 8)
         assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.0))
-        plant.leader.on_engine_load("high", EngineStats(0, 4, 0, 0.25, 0, 0, 0, 0, 1, 0.1))
+        plant.leader.on_engine_load("high", engine_stats(generated=0, prefilled=0, steps=1))
         plant.leader.on_host_down(0, "killed")
         assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.25)), (
-            "turns go on while environments are brought back"
+            "turns go on while environments are replayed"
         )
         plant.serve()
         plant.leader.on_host(0, HostReady("toy"))
@@ -1089,7 +1160,9 @@ def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch() -> None:
             plant.serve(1)
             (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
             plant.host.remove(step)
-            plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, reward, info))
+            plant.leader.on_host(
+                0, EpisodeStepped(episode=step.episode, tokens=b"", signal=None, done=True, reward=reward, info=info)
+            )
             assert any(isinstance(m, CloseEpisode) for m in plant.host)
             await plant.pass_time(10, lambda plant=plant: plant.batches)
             (failed,) = plant.kinds("trajectory_failed")
@@ -1113,9 +1186,7 @@ def test_log_probabilities_that_are_not_finite_or_missing_and_empty_trajectories
             plant.start()
             await plant.run(lambda plant=plant: plant.inbox)
             engine, request = plant.inbox.pop(0)
-            answer = Generated(
-                request.rid, pack_i32(tokens), pack_f32(logprobs), "stop", ((0, len(tokens)),), 0, 0.0, 0.0
-            )
+            answer = generated(request.rid, tokens, logprobs, finish="stop", versions=((0, len(tokens)),))
             plant.leader.on_turns_done(((engine, answer),))
             await plant.pass_time(10, lambda plant=plant: plant.batches)
             assert [(e["failure"], e["prompt"]) for e in plant.kinds("trajectory_failed")] == [(kind, "p0")]
@@ -1129,10 +1200,12 @@ def test_log_probabilities_that_are_not_finite_or_missing_and_empty_trajectories
         plant.start()
         await plant.run(lambda: plant.inbox)
         engine, request = plant.inbox.pop(0)
-        plant.leader.on_turns_done(((engine, Generated(request.rid, b"", b"", "stop", (), 0, 0.0, 0.0)),))
+        plant.leader.on_turns_done(((engine, generated(request.rid, [], [], finish="stop", versions=())),))
         (step,) = [m for m in plant.host if isinstance(m, StepEpisode)]
         plant.host.remove(step)
-        plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, 1.0, {}))
+        plant.leader.on_host(
+            0, EpisodeStepped(episode=step.episode, tokens=b"", signal=None, done=True, reward=1.0, info={})
+        )
         await plant.pass_time(10, lambda: plant.batches)
         assert [e["error"] for e in plant.kinds("trajectory_failed")] == ["No token was generated."]
         assert all(any(s.loss_mask) for group in plant.batches[0].groups for s in group.samples)
@@ -1164,7 +1237,9 @@ def test_a_step_that_never_ends_is_a_failed_attempt_and_its_episode_is_closed() 
             "The environment has not answered for 41 s (limit 40 s).",
         )
         assert [m.episode for m in plant.host if isinstance(m, CloseEpisode)] == [step.episode]
-        plant.leader.on_host(0, EpisodeStepped(step.episode, b"", None, True, 1.0, {}))
+        plant.leader.on_host(
+            0, EpisodeStepped(episode=step.episode, tokens=b"", signal=None, done=True, reward=1.0, info={})
+        )
         await plant.pass_time(10, lambda: plant.batches)
         assert plant.batches[0].stats.retried == 1.0
         assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
@@ -1193,7 +1268,7 @@ def test_a_host_that_starts_slowly_has_its_episodes_time_counted_from_when_it_is
     asyncio.run(main())
 
 
-def test_a_turn_past_half_of_its_deadline_is_said_to_be_slow_once() -> None:
+def test_a_turn_past_half_of_its_deadline_is_logged_as_slow_once() -> None:
     async def main() -> None:
         plant = Plant(eta=0)
         plant.start()
@@ -1237,18 +1312,11 @@ def test_a_turn_that_its_engine_never_ends_is_sent_again_with_what_it_has() -> N
             ]
             for engine, request in stuck if partial is not None else ():
                 versions = ((0, 1),) if partial else ()
-                answer = Generated(
-                    request.rid,
-                    pack_i32(partial or []),
-                    pack_f32([-1.0 for _ in partial or []]),
-                    "abort",
-                    versions,
-                    0,
-                    0.0,
-                    0.0,
+                answer = generated(
+                    request.rid, partial or [], [-1.0 for _ in partial or []], finish="abort", versions=versions
                 )
                 plant.leader.on_turns_done(((engine, answer),))
-            plant.leader.on_engine_load("e0", EngineStats(0, 4, 0, 0.25, 8, 12, 0, 0, 2, 0.1))
+            plant.leader.on_engine_load("e0", engine_stats(generated=8, prefilled=12, steps=2))
             plant.now += 61.0
             plant.leader.watch()
             await plant.settle()

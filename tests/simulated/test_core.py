@@ -32,7 +32,17 @@ LATE = 1e6
 
 
 def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> SimulatedEngine:
-    config = EngineConfig(model="", max_model_len=max_model_len, block_size=8, max_num_seqs=4, version=5)
+    config = EngineConfig(
+        model="",
+        dtype="auto",
+        max_model_len=max_model_len,
+        max_num_seqs=4,
+        kv_cache_mb=0,
+        block_size=8,
+        threads=1,
+        device="cpu",
+        version=5,
+    )
     return SimulatedEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import env, rollout
 from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.settings import config_for_run
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.settings import Pace, Play
 from libra_hpc.simulated.state import weight_file
@@ -25,7 +26,8 @@ from tests.train.settings import worker_config
 
 def engine_link(folder: Path, told: Pace, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)
-    (folder / "engine.json").write_bytes(msgspec.json.encode(EngineConfig(model="", **fields)))  # type: ignore[arg-type]
+    config = msgspec.structs.replace(config_for_run(RunConfig(), model="", seed=0), **fields)
+    (folder / "engine.json").write_bytes(msgspec.json.encode(config))
     arguments = ("--config", "engine.json", "--pace", msgspec.json.encode(told).decode())
     return Link(
         folder,

@@ -1,5 +1,4 @@
-"""``python -m libra_hpc.rollout.engine --socket PATH --config JSON``: one vLLM engine for the agent that listens on
-PATH."""
+"""``python -m libra_hpc.rollout.engine --socket PATH --config JSON``: one vLLM engine for the agent at PATH."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The engine: vLLM's core stepped in this thread, with turns in, answers out, and weights swapped between two steps.
+"""The engine: vLLM's core, stepped in this thread; turns in, answers out, weights swapped between two steps.
 
-vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids already, a request's tokens
-are wanted once, at its end, and an aborted request must give back what it has.  Leaving out the front end's copies and
-per-token objects also makes short turns faster than ``LLM.generate``.
+vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids, and an aborted request must
+return what it has. Short turns are also faster this way than with ``LLM.generate``.
 
-A weight update does not drain: running requests are put back into the queue, their KV cache and the prefix cache are
-dropped, and each is recomputed under the new weights before its next token.  Every recorded log-probability is
-therefore that of one model over the whole context, named by its version.
+A weight update does not drain. Running requests go back into the queue, and all KV and prefix caches are dropped. Each
+request is recomputed under the new weights before its next token. Every recorded log-probability is therefore that of
+one model over the whole context, named by its version.
 
-One thread only: vLLM keeps per-process state that two threads corrupt silently.
+One thread only: two threads silently corrupt vLLM's per-process state.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from .turns import TurnInFlight, TurnRejected, read_prompt, refusal
 from .warm_up import profile
 
 SLEEP_LEVEL = 2
-"""vLLM sleep level that frees the weights too: they are stale at waking anyway."""
+"""vLLM sleep level that frees the weights too: at waking they are stale anyway."""
 PARAMETER_SETS = 1024
-"""Sampling parameters kept for reuse; a task has few combinations of limit, temperature and stop ids."""
+"""Cached sampling parameters; a task has few combinations of limit, temperature and stop ids."""
 
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
@@ -50,7 +49,7 @@ class DuplicateRequest(Exception):
 class RolloutEngine:
     """One vLLM replica.
 
-    ``on_failure`` is called, from another thread, when a worker process of a tp > 1 engine dies.  Raises whatever vLLM
+    ``on_failure`` is called, from another thread, when a worker process of a tp > 1 engine dies. Raises what vLLM
     raises when it cannot start, and `WeightFileError` when ``config.weights`` does not fit the model.
     """
 
@@ -110,16 +109,15 @@ class RolloutEngine:
 
     @property
     def version(self) -> int:
-        """Weight version the next token is sampled under."""
         return self._version
 
     @property
     def next_expiry(self) -> float | None:
-        """When the first pinned prefix is given up, in seconds of ``time.monotonic``; None without any."""
+        """When the first pin ends (seconds of ``time.monotonic``); None without pins."""
         return self._scheduler.pins.next_expiry
 
     def warm_up(self) -> EngineReady:
-        """Measure what steps cost while there are no turns yet (`warm_up`); returns the announcement that says so."""
+        """Measure the warm-up profile before any turn; returns the announcement with it."""
         started = time.monotonic()
         reports = profile(self.submit, self.step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache()
@@ -132,7 +130,7 @@ class RolloutEngine:
     def submit(self, request: Generate) -> Generated | None:
         """Accept a request (None), or answer it at once with finish reason ``error``.
 
-        Raises `DuplicateRequest` when its id is in flight: an answer would be taken for that of the first.
+        Raises `DuplicateRequest` when its id is in flight: its answer would pass for that of the first.
         """
         if request.rid in self._ids:
             raise DuplicateRequest(f"request {request.rid!r} is already in flight.")
@@ -184,13 +182,13 @@ class RolloutEngine:
         return finished
 
     def check(self, update: UpdateWeights) -> None:
-        """Verify an update's file without touching the model; may run in another thread.  Raises `WeightFileError`."""
+        """Verify an update's file; may run in another thread. Raises `WeightFileError`."""
         check_weight_file(update.path, update.crc32, self._expected, self._tied)
 
     def apply(self, update: UpdateWeights) -> WeightsApplied:
         """Swap in an update that passed `check`, between two steps.
 
-        Raises `WeightFileError`, with the old weights in place, when the engine is asleep; any other exception leaves
+        Raises `WeightFileError`, with the old weights in place, when the engine is asleep. Any other exception leaves
         the model half-loaded and the engine unusable.
         """
         if self._client.is_sleeping():
@@ -207,7 +205,7 @@ class RolloutEngine:
         return WeightsApplied(version=update.version, seconds=seconds)
 
     def sleep(self) -> list[Generated]:
-        """Become a warm standby: abort what is running, free the device memory, refuse requests until woken."""
+        """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
         aborted = [self._finish(key, "abort") for key in list(self._turns)]
         if not self._client.is_sleeping():
             self._client.sleep(SLEEP_LEVEL, "abort")
@@ -215,7 +213,7 @@ class RolloutEngine:
         return aborted
 
     def wake(self) -> None:
-        """Leave standby.  The weights are gone or stale: requests are refused until the next `apply`."""
+        """Leave standby; requests are refused until the next `apply`, since the weights are lost or stale."""
         if self._client.is_sleeping():
             self._client.wake_up()
             self._refuses = "the engine has woken and has no current weights yet."
@@ -225,15 +223,19 @@ class RolloutEngine:
         return [self._finish(key, "error", why) for key in list(self._turns)]
 
     def stats(self) -> EngineStats:
-        """The present load and the totals since start."""
         self._scheduler.pins.expire(time.monotonic())
         running, waiting = self._scheduler.get_request_counts()
+        kv_use, kv_pinned = self._scheduler.pins.shares()
         return self._counters.message(
-            self._version, running, waiting, *self._scheduler.pins.shares(), self._client.is_sleeping()
+            version=self._version,
+            running=running,
+            waiting=waiting,
+            kv_use=kv_use,
+            kv_pinned=kv_pinned,
+            asleep=self._client.is_sleeping(),
         )
 
     def close(self) -> None:
-        """Free the device and end the worker processes."""
         if self.step_log is not None:
             self.step_log.close()
         self._client.shutdown()

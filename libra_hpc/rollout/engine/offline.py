@@ -1,7 +1,7 @@
 """The same engine in the caller's own process, without a socket: for evaluation, benchmarks and tests.
 
-One per process and one thread only.  Construct it before anything imports vLLM, best before torch, so that the
-environment it sets is the one they read.
+One per process, one thread only. Construct it before anything imports vLLM, best before torch: it sets the environment
+that they read at import.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class OfflineEngine:
-    """`generate` for one batch; `submit` and `poll` for multi-turn loops, where a new turn joins the batch at any step.
+    """`generate` runs one batch; `submit` and `poll` make multi-turn loops, where a turn joins the batch at any step.
 
-    Raises `UserError` for a model folder that cannot be served.  Use it as a context manager, or `close` it.
+    Raises `UserError` for a model folder that cannot be served. Use it as a context manager, or `close` it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -39,8 +39,7 @@ class OfflineEngine:
             self._refused.append(refused)
 
     def poll(self) -> list[Generated]:
-        """Run one step and return what it finished, refused requests included; empty does not mean that nothing is
-        in flight."""
+        """Run one step and return the requests that it finished or refused; more may come while `pending`."""
         done, self._refused = self._refused, []
         if self.engine.busy:
             done += self.engine.step()
@@ -63,13 +62,11 @@ class OfflineEngine:
         return [answers[rid] for rid in order]
 
     def update_weights(self, update: UpdateWeights) -> WeightsApplied:
-        """Verify and swap in a weight file; raises `WeightFileError`, with the old weights in place, when it does
-        not fit."""
+        """Verify and swap in a weight file; raises `WeightFileError`, with the old weights in place."""
         self.engine.check(update)
         return self.engine.apply(update)
 
     def close(self) -> None:
-        """Free the device and end the worker processes."""
         self.engine.close()
 
     def __enter__(self) -> OfflineEngine:

@@ -1,15 +1,13 @@
-"""KV blocks kept for the next turn of a trajectory while its tool runs.
+"""Pins: KV blocks of a finished turn are retained for the trajectory's next turn while its tool runs.
 
-vLLM evicts a finished request's blocks in the order of their last use, whatever is known about their return.  A request
-with `Generate.keep_s` > 0 has its full blocks *pinned* when it ends: `Pins` takes a reference on each, as a running
-request would, so that no other prefix's arrival evicts them.  A pin ends when its time is over, at a weight swap (the
-contents are stale), or as soon as anything needs the room: `PinningScheduler` releases pins, the one with the earliest
-expiry first, until an allocation that failed for lack of free blocks succeeds or no pin is left.  A request therefore
-runs, waits or is preempted exactly as if there were no pins.  A released block is evictable as any cached block that
-was used just then.
+vLLM evicts the blocks of finished requests by their last use, whether they are used again or not.
 
-`MOST_PINNED` = 0.5 of the blocks may be pinned, beyond that the earliest expiry is released too: the other half stays
-with vLLM's own order, which is what serves turns that nobody announced.
+- Request with `Generate.keep_s` > 0 ends by itself -> pin its full blocks: `Pins` takes a reference on each.
+- Time over, or weights swapped -> release the pin.
+- Allocation fails for lack of free blocks -> release pins, earliest expiry first, until it succeeds or none is left.
+- More than `MOST_PINNED` of the blocks pinned -> release the earliest expiry.
+
+A request therefore runs, waits or is preempted exactly as if there were no pins.
 """
 
 from __future__ import annotations
@@ -25,12 +23,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 MOST_PINNED = 0.5
+"""Share of the blocks. The other half stays in vLLM's own order, which serves turns without ``keep_s``."""
 PINNABLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""Requests that ended by themselves; an aborted one has no next turn here."""
+"""Requests that ended by themselves; the next turn of an aborted one is not here."""
 
 
 class Pins:
-    """Pinned blocks of one pool; times are seconds of ``time.monotonic``."""
+    """The pins of one block pool; times are seconds of ``time.monotonic``."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -38,14 +37,13 @@ class Pins:
         self._heap: list[tuple[float, int, list[KVCacheBlock]]] = []
         self._serial = 0
         self._counts: dict[int, int] = {}
-        """Pins of each pinned block, by block id: siblings share the blocks of their prompt."""
+        """Number of pins by block id: siblings share the blocks of their prompt."""
 
     def __len__(self) -> int:
-        """Pins in force."""
         return len(self._heap)
 
     def hold(self, blocks: list[KVCacheBlock], until: float) -> None:
-        """Pin blocks, in the order of the context, that somebody still holds."""
+        """Pin blocks that are still referenced, in the order of the context."""
         self._pool.touch(blocks)
         for block in blocks:
             self._counts[block.block_id] = self._counts.get(block.block_id, 0) + 1
@@ -63,28 +61,25 @@ class Pins:
             left = self._counts.pop(block.block_id) - 1
             if left:
                 self._counts[block.block_id] = left
-        # Of one context, the tail is evicted first: without its beginning it is worth nothing.
+        # The tail is evicted first: without the beginning of its context it is worth nothing.
         self._pool.free_blocks(reversed(blocks))
         return True
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over."""
         while self._heap and self._heap[0][0] <= now:
             self.release()
 
     def clear(self) -> None:
-        """End all pins."""
         while self.release():
             pass
 
     @property
     def next_expiry(self) -> float | None:
-        """When the first pin ends by itself."""
+        """When the first pin ends by itself; None without pins."""
         return self._heap[0][0] if self._heap else None
 
     def shares(self) -> tuple[float, float]:
-        """(share of the pool that requests hold, share that pins alone hold), 0..1; vLLM's own null block is no part
-        of it."""
+        """(share of the pool that requests hold, share that only pins hold), 0..1, without vLLM's null block."""
         pool = self._pool
         blocks = max(1, pool.num_gpu_blocks - 1)
         alone = sum(pool.blocks[block].ref_cnt == count for block, count in self._counts.items())
@@ -92,18 +87,16 @@ class Pins:
 
 
 class PinningScheduler(Scheduler):
-    """vLLM's scheduler with pins."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pins = Pins(self.kv_cache_manager.block_pool)
         self._keep: dict[str, float] = {}
         self._allocate = self.kv_cache_manager.allocate_slots
-        # The one place through which every request, running or waiting, gets its blocks.
+        # Every request, running or waiting, gets its blocks through this method.
         self.kv_cache_manager.allocate_slots = self._allocate_or_release  # type: ignore[method-assign]
 
     def keep(self, request_id: str, seconds: float) -> None:
-        """Pin a request's blocks for ``seconds`` from its end on."""
+        """Pin the blocks of a request for ``seconds`` from its end on."""
         self._keep[request_id] = seconds
 
     def _allocate_or_release(self, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
@@ -122,7 +115,7 @@ class PinningScheduler(Scheduler):
         super()._free_blocks(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's, which needs every block free."""
+        """Release all pins, then reset as vLLM does, which needs every block free."""
         self.pins.clear()
         done: bool = super().reset_prefix_cache(*args, **kwargs)
         return done

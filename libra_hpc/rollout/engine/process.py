@@ -1,12 +1,11 @@
-"""The engine process's loop: messages in, steps, answers out, on one thread that sleeps when there is nothing to do.
+"""The loop of the engine process: messages in, steps, answers out, on one thread.
 
-Between two steps the socket is drained without blocking, so a request joins the next batch; all answers of a step leave
-in one system call.  An idle engine blocks in ``select`` and reports once a second.  A weight file is verified in a
-thread while steps go on, then applied between two of them, in the order received.
-
-How it ends: `Shutdown`, or the agent closing the socket, or SIGTERM: exit 0.  A failed step or a half-applied update:
-every request in flight is answered with finish reason ``error``, then `EngineError` with ``fatal``, exit 1.  If the
-agent vanishes while a step or the start-up hangs, a watcher ends the process.
+- Between two steps -> drain the socket without blocking, so that a request joins the next batch.
+- Idle -> block in ``select``, and report once a second.
+- Weight update -> verify the file in a thread while steps go on; apply it between two steps, in the order received.
+- `Shutdown`, closed socket or SIGTERM -> exit 0.
+- Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineError`, exit 1.
+- Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
 """
 
 from __future__ import annotations
@@ -45,13 +44,14 @@ from .settings import EngineConfig
 from .stats import IDLE_INTERVAL_S, Pacer
 
 HANGUP_GRACE_S = 10.0
-"""Seconds the main thread has to notice that the agent is gone before the watcher ends the process: longer than a
-step and an orderly shutdown."""
+"""Seconds between the loss of the agent and the watcher's exit: longer than a step and an orderly shutdown."""
 
 
 def serve(socket_path: str, config: EngineConfig) -> int:
-    """Run an engine on the agent's socket until it ends; returns the exit code.  Raises `ConnectionError` or
-    `OSError` when nobody listens there."""
+    """Run an engine on the agent's socket until it ends; returns the exit code.
+
+    Raises `ConnectionError` or `OSError` when nobody listens there.
+    """
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock: EngineSocket[FromEngine] = EngineSocket(socket_path, to_engine, from_engine)
@@ -81,7 +81,7 @@ class _Loop:
         try:
             self._engine = RolloutEngine(self._config, self._on_worker_death)
             self._socket.send(self._engine.warm_up())
-            while self._turn_over(self._engine):
+            while self._run_pass(self._engine):
                 pass
             return 0
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -95,14 +95,14 @@ class _Loop:
             if self._engine is not None:
                 self._engine.close()
 
-    def _turn_over(self, engine: RolloutEngine) -> bool:
+    def _run_pass(self, engine: RolloutEngine) -> bool:
         started = time.monotonic()
         while (message := self._socket.receive(timeout=0)) is not None:
             if isinstance(message, Shutdown):
                 return False
             self._handle(engine, message)
         if self._apply_checked(engine):
-            # A weight update is no part of the step after it.
+            # A weight update does not count as time of the next step.
             started = time.monotonic()
         if self._worker_died.is_set():
             raise _WorkerDied("a vLLM worker process died.")
@@ -154,7 +154,7 @@ class _Loop:
         expiry = engine.next_expiry
         timeout = IDLE_INTERVAL_S if expiry is None else min(IDLE_INTERVAL_S, max(0.0, expiry - time.monotonic()))
         if not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout)):
-            # A sign of life; and nothing else will tell the agent that the room of an expired prefix is free again.
+            # Heartbeat, and the only report that an expired pin has freed its blocks.
             self._socket.send(engine.stats())
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)

@@ -1,38 +1,34 @@
-"""What one engine is: its configuration file, and the environment and vLLM arguments that follow from it.
+"""The configuration file of one engine, and the environment and vLLM arguments that follow from it.
 
-This is the one place where the device decides anything: which environment variables vLLM finds when it is imported, and
-which arguments differ. Everything after it takes the same path on CPU and on GPU.
+Only here does the device (CPU or GPU) decide anything. Choices for every device, and why:
 
-Choices that hold on every device, and why:
-
-- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's core runs in this process (start in 2 s instead of 9, no child to
-  orphan); with tp > 1 only the workers are children.
-- ``logprobs_mode = processed_logprobs``: log-probabilities of the distribution sampled from (after temperature); vLLM's
-  default is before it.
-- ``enable_chunked_prefill = True``: long prompts do not stall running turns.  It forbids per-request seeds on CPU (vLLM
-  dies), so requests carry none and ``seed`` seeds the engine.
-- ``async_scheduling = False``: every batch's output is known before the next is formed, so a weight swap or an abort
-  falls exactly between two batches.
-- ``skip_tokenizer_init``: token ids in, token ids out.
-- ``VLLM_CPU_OMP_THREADS_BIND=nobind``: thread placement is Slurm's; vLLM's own binding puts every engine of a node on
-  the same first cores.
+- ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's core runs in this process, starts in 2 s instead of 9, leaves no orphan.
+- ``processed_logprobs``: of the distribution sampled from, after temperature; vLLM's default is before it.
+- ``enable_chunked_prefill``: long prompts do not stall running turns. Per-request seeds end vLLM on CPU with it, so
+  ``seed`` seeds the engine.
+- ``async_scheduling=False``: a weight swap or an abort falls exactly between two batches.
+- ``VLLM_CPU_OMP_THREADS_BIND=nobind``: Slurm places threads; vLLM would put all engines of a node on the same cores.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
 
+if TYPE_CHECKING:
+    from libra_hpc.config.run import RunConfig
+
 TRANSFER_BACKEND = "libra_file"
-"""Name under which our weight-transfer engine is registered in every vLLM worker."""
+"""Name of our weight-transfer engine in every vLLM worker."""
 SCHEDULER = "libra_hpc.rollout.engine.pinning.PinningScheduler"
 WORKER_EXTENSION = "libra_hpc.rollout.engine.transfer.WorkerExtension"
 MIB = 1 << 20
+"""Bytes."""
 CAPTURED = (
     1,
     2,
@@ -43,13 +39,10 @@ CAPTURED = (
     *range(512, 1024, 64),
     *range(1024, 2049, 256),
 )
-"""Tokens per step for which CUDA graphs are captured.
+"""Tokens per step for which CUDA graphs are captured, in strides that waste at most an eighth.
 
-vLLM stops at twice ``max_num_seqs``, at 512 at most.  In agentic rollout every turn brings some hundred tokens of tool
-output, so that a large share of the steps is above that, and without a graph the host takes longer to launch a step
-than the device to compute it: on an H200 steps with 384 prompt tokens took 25 to 38 ms without a graph, those with 96
-and a graph 10 to 16, those with 1,536 (no graph, but the device is busy) 38 to 47 (docs/lab/0.1-h200.md).  Up to 2,048
-tokens, where computing takes over, in strides that waste an eighth at most.
+vLLM stops at twice ``max_num_seqs``, at most 512; answers of tools make many steps larger. Without a graph the launch
+of a step takes longer than its computation up to about 2,048 tokens (docs/lab/0.1-h200.md).
 """
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -57,30 +50,52 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine, as its agent writes it to a JSON file."""
+    """One engine, as its agent writes it to a JSON file; `config_for_run` takes the values from a run."""
 
     model: str
-    """Hugging Face folder: ``config.json`` and ``*.safetensors``, whose tensor names and shapes every later weight
-    file must have."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Hugging Face folder with ``config.json`` and ``*.safetensors``; every later weight file must have the same tensor
+    names and shapes."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
     tp: Positive = 1
-    max_model_len: Annotated[int, msgspec.Meta(ge=2)] = 4096
-    """Most tokens of a prompt and its continuation together."""
-    max_num_seqs: Positive = 64
-    kv_cache_mb: Natural = 0
+    max_model_len: Annotated[int, msgspec.Meta(ge=2)]
+    """Most tokens of a prompt and its continuation."""
+    max_num_seqs: Positive
+    kv_cache_mb: Natural
     """KV cache per device in MiB; 0: vLLM's default share of the device."""
     block_size: Positive = 32
     """KV block in tokens."""
-    threads: Positive = 1
+    threads: Positive
     """CPU threads of each worker."""
     seed: Natural = 0
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"]
     version: Natural = 0
     """Weight version of the weights the engine starts with."""
     step_log: str = ""
-    """Note every step with its duration in this file (`libra_hpc.rollout.engine.steplog`); empty: nowhere."""
+    """Log every step with its duration in this file (`libra_hpc.rollout.engine.steplog`); empty: no log."""
     weights: str = ""
     """Start from this HF-named safetensors file instead of the folder's weights."""
+
+
+def config_for_run(
+    run: RunConfig, *, model: str, seed: int, tp: int = 1, version: int = 0, step_log: str = "", weights: str = ""
+) -> EngineConfig:
+    """The engine of a run that serves the folder ``model``; the other arguments as in `EngineConfig`."""
+    rollout = run.rollout
+    return EngineConfig(
+        model=model,
+        dtype=run.model.dtype,
+        tp=tp,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_mb=rollout.kv_cache_mb,
+        block_size=rollout.block_size,
+        threads=rollout.threads,
+        seed=seed,
+        device=run.slurm.device,
+        version=version,
+        step_log=step_log,
+        weights=weights,
+    )
 
 
 def read_config(path: str | Path) -> EngineConfig:
@@ -99,7 +114,7 @@ def read_config(path: str | Path) -> EngineConfig:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Check what the types do not say; raises `UserError`."""
+    """Check that the model folder and the weight file exist; raises `UserError`."""
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
         raise invalid("model", config.model, "no config.json there", "a Hugging Face model folder")
@@ -122,18 +137,18 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(config.threads),
-        # The workers of one engine share a node: nothing of theirs listens beyond it.
+        # The workers of one engine share a node: they listen on no other address.
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOOPBACK_IP": "127.0.0.1",
     }
     if config.device == "cpu":
-        # Without a compiler, or on the first request with one, dynamo costs more than it gives to eager CPU execution.
+        # Execution on the CPU is eager: dynamo would only cost time.
         out |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
     return out
 
 
 def prepare_process(config: EngineConfig) -> None:
-    """Put `environment` into this process; call it before torch or vLLM is imported, later it has no effect on them."""
+    """Put `environment` into this process; call it before torch or vLLM is imported."""
     os.environ.update(environment(config))
 
 

@@ -1,12 +1,8 @@
-"""A log of single engine steps, from a live engine: what a calibration is fitted to.
+"""A log of the single steps of a live engine, which a calibration is fitted to.
 
-The file is JSON lines.  The first is a `StepLogHeader`; each further one is a step, ``[decodes, kv_tokens, prefill,
-context, seconds]`` as in `libra_hpc.hardware.measured.StepPoint`.  Prompt chunks of several requests in one step are
-added up as the simulator does: one chunk after a context chosen so that the number of attended pairs is kept.
-``seconds`` is the wall time of the whole pass of the engine's loop (messages in, step, answers out), in which nothing
-else happens while there is work: the sum over a busy stretch is its length.
-
-Writing is buffered, `FLUSH` lines at a time (some 40 bytes each), so that a step costs no system call of its own.
+JSON lines: first a `StepLogHeader`, then one step each, ``[decodes, kv_tokens, prefill, context, seconds]`` as in
+`libra_hpc.hardware.measured.StepPoint`. Prompt chunks of one step are merged as in the simulator: one chunk after a
+context that gives the same number of attended pairs. ``seconds``: of the whole pass of the engine's loop.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 FLUSH = 256
+"""Lines of some 40 bytes that are buffered, so that a step costs no system call of its own."""
 FORMAT = "libra-hpc steps 1"
 
 
@@ -35,12 +32,12 @@ class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    """Most tokens of a step, decoded and prefilled, as vLLM chose it."""
+    """Most tokens of a step, decoded and prefilled, as chosen by vLLM."""
     format: str = FORMAT
 
 
 class StepLog:
-    """Watches a vLLM scheduler form its batches, and notes each with the time its step took."""
+    """Records each batch that a vLLM scheduler forms, with the seconds of its step."""
 
     def __init__(self, path: str, header: StepLogHeader, scheduler: Scheduler) -> None:
         self._file = Path(path).open("wb")  # noqa: SIM115
@@ -58,7 +55,7 @@ class StepLog:
         decodes = held = prefill = pairs = 0
         for name, count in output.num_scheduled_tokens.items():
             request = self._requests[name]
-            # Scheduling has counted the step's tokens as computed already.
+            # The scheduler has counted the tokens of this step as computed already.
             before = request.num_computed_tokens - count
             if count == 1 and request.num_output_tokens and before + 1 == request.num_tokens:
                 decodes += 1
@@ -71,7 +68,7 @@ class StepLog:
         return output
 
     def ended(self, seconds: float) -> None:
-        """The step whose batch was formed last took so long."""
+        """Log the step of the batch that was formed last."""
         decodes, held, prefill, context = self._step
         self._step = (0, 0, 0, 0)
         if decodes or prefill:
@@ -80,20 +77,18 @@ class StepLog:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered."""
         if self._lines:
             self._file.write(b"\n".join(self._lines) + b"\n")
             self._lines.clear()
         self._file.flush()
 
     def close(self) -> None:
-        """Write the rest."""
         self.flush()
         self._file.close()
 
 
 def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[StepPoint]]:
-    """Read a log, without its first ``skip`` steps; a torn last line (the engine was killed) is passed over.
+    """Read a log, without its first ``skip`` steps; a torn last line (the engine was killed) is left out.
 
     Raises `UserError` for a file that is no step log.
     """
@@ -106,7 +101,7 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
         raise invalid("step log", str(path), f"its format is {header.format!r}", f"a file of format {FORMAT!r}")
     decoder = msgspec.json.Decoder(tuple[int, int, int, int, float])
     points = []
-    # What follows the last newline is empty, or torn.
+    # The part after the last newline is empty or torn.
     for number, line in enumerate(lines[1 + skip : -1], 2 + skip):
         try:
             decodes, held, prefill, context, seconds = decoder.decode(line)

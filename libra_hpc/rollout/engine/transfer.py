@@ -1,13 +1,10 @@
-"""Weights into a running vLLM, in place: our engine for vLLM's weight-transfer API, and what every worker process needs
-besides.
+"""Loads new weights into a running vLLM, in place: our engine for vLLM's weight-transfer API.
 
-vLLM imports this module in each worker (it is named as the worker extension); importing it registers
-`FileTransferEngine` and, in a worker that is a child process, ties its life to the engine process.
+vLLM imports this module in each worker, as its worker extension. The import registers `FileTransferEngine` and ties
+the life of a worker process to the engine process.
 
-An update is ``start_weight_update``, ``update_weights``, ``finish_weight_update`` on all workers, between two batches.
-CPU linears keep their weights in a packed copy, so loading goes through vLLM's layer-wise reload, which unpacks, loads
-and re-packs each layer into its old storage (CUDA graphs stay valid). The reload skips a tied output head, because no
-tensor of the file is its own: its packed copy would go on serving the old weights.  It is re-packed here.
+CPU linears have a packed copy of their weights. vLLM's layer-wise reload unpacks, loads and re-packs each layer in its
+old storage, so CUDA graphs stay valid. It skips a tied output head, which is therefore re-packed here.
 """
 
 from __future__ import annotations
@@ -40,15 +37,14 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """Where the weights are."""
+    """The file of an update."""
 
     path: str
     """HF-named safetensors file, already verified."""
 
 
 class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
-    """Full update from one HF-named safetensors file; every worker maps the file and takes its own tensor-parallel
-    shard."""
+    """Full update from one HF-named safetensors file; every worker maps it and takes its tensor-parallel shard."""
 
     init_info_cls = FileInit
     update_info_cls = FileUpdate
@@ -77,7 +73,7 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
 
 
 class WorkerExtension:
-    """Named as vLLM's worker extension so that every worker imports this module; adds nothing to the worker class."""
+    """vLLM's worker extension, empty: it makes every worker import this module."""
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,9 +83,9 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends.
+    """Let the kernel kill this process when its parent ends.
 
-    vLLM's workers watch a pipe for that, but from a thread that a hung collective or a start-up in progress outlives.
+    vLLM's workers watch a pipe in a thread, which a hung collective outlives.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -100,7 +96,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-# At every update it warns that the rotary tables, which no file has and which vLLM keeps, were not loaded.
+# It warns at every update that the rotary tables were not loaded; no file has them, and vLLM retains them.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, FileTransferEngine)
 if multiprocessing.parent_process() is not None:

@@ -1,9 +1,4 @@
-"""One request inside the engine: what is accepted, and how its tokens add up to the answer.
-
-vLLM's core hands out each step's new tokens; a `TurnInFlight` collects them with their log-probabilities and
-the weight version of the step, so an aborted request
-is answered with what it has, and the version spans add up to the tokens by construction.
-"""
+"""One request inside the engine: its checks, and how its tokens add up to the answer."""
 
 from __future__ import annotations
 
@@ -16,6 +11,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.rollout import Generate, Generated
 
 NOT_FINITE = "log-probabilities are not finite"
+"""Error of an answer that would make every weight of the policy NaN in the next step."""
 
 
 class TurnRejected(Exception):
@@ -25,8 +21,8 @@ class TurnRejected(Exception):
 def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[int]:
     """The prompt's token ids; raises `TurnRejected` for a request that vLLM could not run.
 
-    A prompt must leave room for one token: ``1 <= len(prompt) < max_model_len``.  A longer ``max_tokens`` than the room
-    left is no mistake: the turn then ends with finish reason ``length``.
+    A prompt must leave room for one token: ``1 <= len(prompt) < max_model_len``. ``max_tokens`` may exceed the room:
+    the turn then ends with finish reason ``length``.
     """
     if len(request.prompt) % 4:
         raise TurnRejected(f"prompt: {len(request.prompt)} bytes are not int32 token ids.")
@@ -47,7 +43,6 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 
 
 def refusal(rid: str, why: str) -> Generated:
-    """The answer to a request that was never run."""
     return Generated(
         rid=rid,
         tokens=b"",
@@ -72,7 +67,7 @@ class TurnInFlight:
         self.scheduled = math.inf
         self.cached_tokens = 0
         self.recomputed = 0
-        """Times a weight update has put it back into the queue, as far as vLLM has not reported them yet."""
+        """Times a weight update put it back into the queue that vLLM has not reported yet."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self._spans: list[list[int]] = []
@@ -87,10 +82,7 @@ class TurnInFlight:
             self._spans.append([version, len(tokens)])
 
     def finish(self, reason: str, now: float, error: str = "") -> Generated:
-        """The answer, with every token so far; with none, as an error, when a log-probability is not finite.
-
-        One such number would make every weight of the policy NaN in the next step.
-        """
+        """The answer with every token so far; an error without tokens when a log-probability is not finite."""
         started = min(self.scheduled, now)
         if not math.isfinite(sum(self.logprobs)):
             self.tokens, self.logprobs, self._spans = [], [], []

@@ -1,11 +1,9 @@
-"""The warm-up profile: an engine measures its own steps before it is announced, so that nobody has to guess what they
-cost.
+"""The warm-up profile: an engine measures its own steps before it accepts turns.
 
-The scheduler prices a TP class by the measured steps of its engines (`libra_hpc.sched.costs`).  A class that has run
-nothing yet would be priced by the rule that more devices are faster; where that is wrong, and it is on a machine with
-fewer cores than workers, the guess keeps turns away from the class and so is never corrected.  `DECODES` = 16 tokens of
-one request and a prompt of `PROMPT` = 256 tokens give one report each, a third of a second together where a step takes
-20 ms.  A first decode is not counted: it pays for what vLLM builds on its first steps.
+The scheduler prices a TP class by the measured steps of its engines (`libra_hpc.sched.costs`). Without them it assumes
+that more devices are faster. Where that is wrong, the class gets no turns, and the guess is never corrected.
+
+One decode and one prompt give a report each, after a first decode that includes what vLLM builds on its first steps.
 """
 
 from __future__ import annotations
@@ -16,11 +14,13 @@ from collections.abc import Callable
 from libra_hpc.protocol.rollout import EngineStats, Generate, Generated
 
 DECODES = 16
+"""Tokens of the decode: with the prompt a third of a second where a step takes 20 ms."""
 PROMPT = 256
+"""Tokens of the prompt."""
 
 
 def lengths(room: int) -> tuple[int, int]:
-    """Tokens decoded and tokens of the prompt, where a context holds ``room`` tokens."""
+    """(tokens to decode, tokens of the prompt) for a context of ``room`` tokens."""
     return max(1, min(DECODES, room // 4)), max(1, min(PROMPT, room // 2))
 
 
@@ -30,8 +30,8 @@ def profile(
     stats: Callable[[], EngineStats],
     room: int,
 ) -> tuple[EngineStats, ...]:
-    """Run the requests on an engine that is idle and whose context holds ``room`` tokens (at least 2); returns the
-    reports between them, oldest first."""
+    """Run the requests on an idle engine with a context of ``room`` tokens (at least 2); returns its reports, oldest
+    first."""
     decodes, prompt = lengths(room)
     _run(submit, step, 1, decodes)
     reports = [stats()]

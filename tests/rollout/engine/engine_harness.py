@@ -1,5 +1,4 @@
-"""Tiny random models, their reference log-probabilities from transformers, and a client that drives an engine
-process over its socket."""
+"""Tiny random models with reference log-probabilities of transformers, and a client of an engine process."""
 
 from __future__ import annotations
 
@@ -94,7 +93,8 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64)
 
 
 def engine_config(model: Model, **fields: object) -> EngineConfig:
-    return EngineConfig(model=str(model.folder), dtype="float32", max_model_len=1024, kv_cache_mb=16, **fields)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"max_num_seqs": 64, "threads": 1, "device": "cpu", **fields}
+    return EngineConfig(model=str(model.folder), dtype="float32", max_model_len=1024, kv_cache_mb=16, **settings)
 
 
 def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -198,7 +198,7 @@ class EngineUnderTest:
         self._connection.sendall(b"".join(to_engine.frame(message) for message in messages))
 
     def receive(self) -> FromEngine:
-        """The next message that is not `EngineStats` (those are kept in ``stats``)."""
+        """The next message that is not `EngineStats` (those are appended to ``stats``)."""
         assert self._connection is not None
         deadline = time.monotonic() + PATIENCE_S
         while not self._inbox:

@@ -21,7 +21,7 @@ LENGTH, SEQUENCES = 320, 4
 @pytest.mark.parametrize(
     ("length", "sequences", "capacity"), [(1024, 8, 2048), (4096, 64, 16384), (320, 1, 100_000), (32768, 256, 400_000)]
 )
-def test_plans_keep_the_limits_of_the_engine(length: int, sequences: int, capacity: int) -> None:
+def test_plans_are_within_the_limits_of_the_engine(length: int, sequences: int, capacity: int) -> None:
     found = list(plans(length, sequences, capacity))
     kinds = {(plan.decodes > 0, plan.prefill > 0) for plan in found}
     assert {(True, False), (False, True)} <= kinds
@@ -57,14 +57,14 @@ def run(folder: Path, model: Model, tp: int, out: Path, device: str = "this cpu"
 
 def test_the_steps_of_one_degree_join_those_of_another(old: Model, folder: Path) -> None:
     out = folder / "steps.json"
-    kept = StepPoint(tp=2, decodes=1, kv_tokens=10, seconds=0.5)
+    other = StepPoint(tp=2, decodes=1, kv_tokens=10, seconds=0.5)
     stale = StepPoint(tp=1, decodes=9, kv_tokens=10, seconds=0.5)
-    save(Calibration(device="this cpu", model="tiny", kv_capacity={1: 5, 2: 7}, points=[kept, stale]), out)
+    save(Calibration(device="this cpu", model="tiny", kv_capacity={1: 5, 2: 7}, points=[other, stale]), out)
     done = run(folder, old, 1, out)
     assert done.returncode == 0, done.stderr
     found = load(out)
     assert found.kv_capacity == {1: 4 * 2**20 // (2 * 2 * 64 * 4), 2: 7}
-    assert kept in found.points
+    assert other in found.points
     points = [point for point in found.points if point.tp == 1]
     decode = [point for point in points if not point.prefill]
     assert {point.decodes for point in decode} == {1, 2, 4}, "the earlier measurement of this degree is replaced"

@@ -1,5 +1,4 @@
-"""How engines start, end and die: from a weight file, with a tied head, under tensor parallelism, and with their
-parent or a worker killed."""
+"""How engines start and end: from a weight file, with a tied head, with tp > 1, with parent or worker killed."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Pa
         assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
         assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
         assert warm.busy_s < decoded.busy_s < read.busy_s
-        # The counters start anew, and nothing of it is left in the cache.
+        # The counters start from 0 afterwards, and the cache is empty.
         begun = engine.idle()
         assert (begun.steps, begun.generated_tokens, begun.cached_tokens) == (1, 1, 0)
         assert_serves(engine, second, 7)
@@ -212,9 +211,9 @@ def test_offline_engine_generates_batches_and_turns(old: Model, new: Model) -> N
     assert out["swapped"] == new.greedy(CONTEXT, 6)
 
 
-def test_a_bad_configuration_ends_with_two_and_one_sentence(tmp_path: Path) -> None:
+def test_a_bad_configuration_ends_with_two_and_one_sentence(old: Model, tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
-    config.write_text(json.dumps({"model": str(tmp_path), "tp": 1}))
+    config.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine_config(old), model=str(tmp_path))))
     command = [
         sys.executable,
         "-m",

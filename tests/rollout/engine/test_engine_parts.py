@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
 from libra_hpc.protocol.rollout import Generate
-from libra_hpc.rollout.engine.settings import EngineConfig, engine_arguments, environment, read_config
+from libra_hpc.rollout.engine.settings import EngineConfig, config_for_run, engine_arguments, environment, read_config
 from libra_hpc.rollout.engine.stats import Pacer
 from libra_hpc.rollout.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 
@@ -25,14 +27,55 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def written(folder: Path, **fields: object) -> Path:
+REQUIRED: dict[str, Any] = {
+    "model": "m",
+    "dtype": "auto",
+    "max_model_len": 4096,
+    "max_num_seqs": 64,
+    "kv_cache_mb": 0,
+    "threads": 1,
+    "device": "cpu",
+}
+
+
+def config(**fields: Any) -> EngineConfig:
+    return EngineConfig(**{**REQUIRED, **fields})
+
+
+def written(folder: Path, **fields: Any) -> Path:
     path = folder / "engine.json"
-    path.write_text(json.dumps({"model": str(folder), **fields}))
+    path.write_text(json.dumps({**REQUIRED, "model": str(folder), **fields}))
     return path
 
 
 def test_configuration_is_read_with_defaults(model: Path) -> None:
-    assert read_config(written(model, tp=2, kv_cache_mb=3)) == EngineConfig(model=str(model), tp=2, kv_cache_mb=3)
+    assert read_config(written(model, tp=2, kv_cache_mb=3)) == config(model=str(model), tp=2, kv_cache_mb=3)
+
+
+def test_the_engine_of_a_run_has_the_values_of_the_run_file() -> None:
+    run = RunConfig.model_validate(
+        {
+            "model": {"dtype": "float32"},
+            "rollout": {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2},
+            "slurm": {"device": "cuda"},
+        }
+    )
+    found = config_for_run(run, model="m", seed=7, tp=2, version=4, step_log="s", weights="w")
+    assert found == EngineConfig(
+        model="m",
+        dtype="float32",
+        tp=2,
+        max_model_len=99,
+        max_num_seqs=3,
+        kv_cache_mb=5,
+        block_size=16,
+        threads=2,
+        seed=7,
+        device="cuda",
+        version=4,
+        step_log="s",
+        weights="w",
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,21 +104,20 @@ def test_a_folder_without_weights_and_an_absent_file_are_named(model: Path) -> N
 
 
 def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() -> None:
-    config = EngineConfig(model="m")
-    assert engine_arguments(config)["kv_cache_memory_bytes"] is None
-    assert engine_arguments(config)["load_format"] == "safetensors"
-    assert engine_arguments(EngineConfig(model="m", kv_cache_mb=2, weights="w"))["kv_cache_memory_bytes"] == 2 << 20
-    assert engine_arguments(EngineConfig(model="m", weights="w"))["load_format"] == "dummy"
+    assert engine_arguments(config())["kv_cache_memory_bytes"] is None
+    assert engine_arguments(config())["load_format"] == "safetensors"
+    assert engine_arguments(config(kv_cache_mb=2, weights="w"))["kv_cache_memory_bytes"] == 2 << 20
+    assert engine_arguments(config(weights="w"))["load_format"] == "dummy"
 
 
 def test_devices_differ_in_graphs_and_sleep_only() -> None:
-    cpu, cuda = (engine_arguments(EngineConfig(model="m", device=device)) for device in ("cpu", "cuda"))  # type: ignore[arg-type]
+    cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
     assert {key for key in cpu if cpu[key] != cuda[key]} == {
         "enforce_eager",
         "cudagraph_capture_sizes",
         "enable_sleep_mode",
     }
-    assert "TORCHDYNAMO_DISABLE" not in environment(EngineConfig(model="m", device="cuda"))
+    assert "TORCHDYNAMO_DISABLE" not in environment(config(device="cuda"))
 
 
 def test_a_prompt_must_leave_room_for_one_token() -> None:

@@ -1,5 +1,4 @@
-"""Kept prefixes on one real engine with a KV cache of 64 blocks: they outlive pressure, yield to every request, and
-leave nothing behind."""
+"""Pinned prefixes on one real engine of 64 KV blocks: they outlive pressure, yield to every request, and end."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def press(engine: EngineUnderTest) -> None:
         engine.generate(turn(f"other{i}", prompt(900), 4))
 
 
-def test_a_kept_prefix_survives_the_pressure_that_evicts_others(small: EngineUnderTest) -> None:
+def test_a_pinned_prefix_survives_the_pressure_that_evicts_others(small: EngineUnderTest) -> None:
     for keep_s, cached in ((0.0, 0), (LONG_S, 19 * BLOCK)):
         context = prompt(600)
         (first,) = small.generate(turn("first", context, 10, keep_s=keep_s))
@@ -61,10 +60,10 @@ def test_a_kept_prefix_survives_the_pressure_that_evicts_others(small: EngineUnd
         assert second.cached_tokens == cached
 
 
-def test_kept_prefixes_give_way_to_running_and_to_waiting_requests(small: EngineUnderTest) -> None:
+def test_pins_give_way_to_running_and_to_waiting_requests(small: EngineUnderTest) -> None:
     before = small.idle().preemptions
-    kept = [turn(f"kept{i}", prompt(320), 1, keep_s=LONG_S + 100 * i) for i in range(3)]
-    small.generate(*kept)
+    pinning = [turn(f"pinned{i}", prompt(320), 1, keep_s=LONG_S + 100 * i) for i in range(3)]
+    small.generate(*pinning)
     assert pinned(small) == pytest.approx(30 / 63)
     # The prompts alone fit beside the pins; what they generate does not, and a third one waits for a block that only a
     # pin can give.
@@ -77,7 +76,7 @@ def test_kept_prefixes_give_way_to_running_and_to_waiting_requests(small: Engine
     assert after.kv_pinned == 0.0
 
 
-def test_the_earliest_expiry_is_given_up_first(small: EngineUnderTest) -> None:
+def test_the_earliest_expiry_is_released_first(small: EngineUnderTest) -> None:
     contexts = [prompt(321) for _ in range(3)]
     for i, keep_s in enumerate((LONG_S, 3 * LONG_S, 2 * LONG_S)):
         small.generate(turn(f"k{i}", contexts[i], 1, keep_s=keep_s))
@@ -112,9 +111,9 @@ def test_pins_expire_while_the_engine_is_idle_and_nothing_leaks(small: EngineUnd
     small.wait_stats(since + small.stats[since:].index(held), empty)
 
 
-def test_a_weight_swap_drops_what_was_kept(small: EngineUnderTest, new: Model) -> None:
+def test_a_weight_swap_releases_all_pins(small: EngineUnderTest, new: Model) -> None:
     context = prompt(200)
-    small.generate(turn("kept", context, 4, keep_s=LONG_S))
+    small.generate(turn("pinned", context, 4, keep_s=LONG_S))
     assert pinned(small) > 0
     small.apply(new.update(2))
     assert pinned(small) == 0

@@ -227,11 +227,11 @@ def test_a_turn_ends_where_the_context_ends(engine: EngineUnderTest) -> None:
 
 
 def test_an_id_in_flight_is_refused_without_ending_the_first(engine: EngineUnderTest) -> None:
-    engine.send(turn("twin", prompt(8), 20), turn("twin", prompt(8), 20))
+    engine.send(turn("double", prompt(8), 20), turn("double", prompt(8), 20))
     messages = [engine.receive(), engine.receive()]
     (error,) = [m for m in messages if isinstance(m, EngineError)]
     (done,) = [m for m in messages if isinstance(m, Generated)]
-    assert "twin" in error.what
+    assert "double" in error.what
     assert not error.fatal
     assert done.finish == "length"
 

@@ -58,7 +58,7 @@ def test_every_token_of_every_step_is_in_the_log(logged: EngineUnderTest, folder
     assert read_steps(path, skip=before.steps)[1] == steps[before.steps :]
 
 
-def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(HEADER + b"[1,10,0,0,0.5]\n[2,2")
     header, steps = read_steps(path)
@@ -75,7 +75,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
         (HEADER.replace(b"steps 1", b"steps 2"), "steps 2"),
     ],
 )
-def test_what_is_no_log_is_named(content: bytes, named: str, tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_is_no_log(content: bytes, named: str, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match="step log") as caught:

@@ -1,8 +1,7 @@
-"""Calibrate several engines of one machine at once: what each takes while the others work, which is what a run will
-see.
+"""Measures the steps of several engines of one machine at once, as they share it in a run.
 
-Each engine is a process of its own (`libra_hpc.rollout.measure_steps` with ``--together``).  They begin when all are
-up, and stay loaded until the last one has measured.  An engine alone is the case of one.
+Each engine is a process (`libra_hpc.rollout.measure_steps` with ``--together``). They begin when all are up, and stay
+loaded until the last one has measured.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from libra_hpc.hardware.measured import Calibration, load
 from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.rollout.engine.settings import EngineConfig, check_config
 
-from .measure_steps import SAYS
+from .measure_steps import PREFIX
 
 LEAVE_S = 30.0
-"""For an engine to end when it was told to."""
+"""Seconds an engine may take to end after its measurement."""
 READ_BYTES = 1 << 16
+"""Of one read from an engine's stdout."""
 QUOTED = 2000
 """Characters of a failed engine's log in the error."""
 
@@ -35,10 +35,8 @@ Progress = Callable[[str, int, int], None]
 """(what, done, total)"""
 
 
-class _Part:
-    """One engine's process."""
-
-    def __init__(self, number: int, config: EngineConfig, device: str, model: str, folder: Path) -> None:
+class _Process:
+    def __init__(self, number: int, config: EngineConfig, *, device: str, model: str, folder: Path) -> None:
         self.out, self.log = folder / f"{number}.json", folder / f"{number}.log"
         self.up, self.done, self.total = False, 0, 0
         self._rest = b""
@@ -55,7 +53,9 @@ class _Part:
             "--model",
             model,
         ]
-        environment = engine_environment(os.environ, config.device, number * config.tp, config.tp, config.threads)
+        environment = engine_environment(
+            os.environ, config.device, first=number * config.tp, count=config.tp, threads=config.threads
+        )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--out", str(self.out), "--together"],
@@ -67,76 +67,72 @@ class _Part:
 
     @property
     def finished(self) -> bool:
-        """Whether every plan is measured."""
         return self.total > 0 and self.done == self.total
 
     @property
     def stdout(self) -> IO[bytes]:
-        """What it says."""
         assert self.process.stdout is not None
         return self.process.stdout
 
     def read(self) -> None:
-        """Take in what it has said; raises when it has ended instead."""
+        """Read its progress; raises when it has ended instead."""
         chunk = os.read(self.stdout.fileno(), READ_BYTES)
         if not chunk:
             raise self.failure()
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for words in map(bytes.split, lines):
-            if words[:1] != [SAYS.encode()]:
+            if words[:1] != [PREFIX.encode()]:
                 continue
             if words[1] == b"up":
                 self.up = True
             else:
                 self.done, self.total = int(words[1]), int(words[2])
 
-    def say(self) -> None:
-        """Begin."""
+    def begin(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
         self.process.stdin.flush()
 
     def leave(self) -> None:
-        """Tell it to write what it found and end."""
+        """Let it write its calibration and end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     def failure(self) -> UserError | OperationError:
-        """What went wrong."""
+        """The error of an engine that has ended too early."""
         code = self.process.wait()
         text = self.log.read_text(errors="replace").strip()
         if code == UserError.exit_code and text:
             return UserError(text.splitlines()[-1])
         return OperationError(
-            f"The engine ended with {code} before it was measured: {text[-QUOTED:] or 'it said nothing'}"
+            f"The engine ended with {code} before it was measured: {text[-QUOTED:] or 'its log is empty'}"
         )
 
     def kill(self) -> None:
-        """End it, whatever it does."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         self.stdout.close()
 
 
-def together(
+def measure_engines(
     config: EngineConfig, engines: int, device: str, model: str, progress: Progress = lambda what, done, total: None
 ) -> Calibration:
-    """Measure ``engines`` engines of one configuration at once; their steps are those of one calibration.
+    """Measure ``engines`` engines of one configuration at once, into one calibration.
 
-    On CUDA the n-th engine has the n-th ``tp`` devices.  Raises `UserError` for a model that cannot be served,
+    On CUDA the n-th engine has the n-th ``tp`` devices. Raises `UserError` for a model that cannot be served,
     `OperationError` when an engine fails.
     """
     check_config(config)
-    parts: list[_Part] = []
+    parts: list[_Process] = []
     with tempfile.TemporaryDirectory(prefix="libra-calibrate-") as name:
         try:
             for number in range(engines):
-                parts.append(_Part(number, config, device, model, Path(name)))
+                parts.append(_Process(number, config, device=device, model=model, folder=Path(name)))
             progress("starting", 0, engines)
             _until(parts, lambda part: part.up, lambda: progress("starting", sum(part.up for part in parts), engines))
             for part in parts:
-                part.say()
+                part.begin()
             _until(
                 parts,
                 lambda part: part.finished,
@@ -155,19 +151,19 @@ def together(
                 part.kill()
 
 
-def _until(parts: Sequence[_Part], reached: Callable[[_Part], bool], heard: Callable[[], None]) -> None:
-    """Read what the processes say until each has reached something."""
+def _until(parts: Sequence[_Process], reached: Callable[[_Process], bool], progress: Callable[[], None]) -> None:
+    """Read the progress of all processes until each has ``reached`` a point; ``progress()`` after every read."""
     with selectors.DefaultSelector() as selector:
         for part in parts:
             selector.register(part.stdout, selectors.EVENT_READ, part)
         while not all(map(reached, parts)):
             for key, _ in selector.select():
                 key.data.read()
-                heard()
+                progress()
 
 
 def _merged(found: Sequence[Calibration]) -> Calibration:
-    # The smallest cache is what every engine has.
+    # The smallest cache: every engine has at least that.
     capacity = {tp: min(one.kv_capacity[tp] for one in found) for tp in found[0].kv_capacity}
     return msgspec.structs.replace(
         found[0], kv_capacity=capacity, points=[point for one in found for point in one.points]

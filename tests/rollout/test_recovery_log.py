@@ -1,5 +1,4 @@
-"""Finished trajectories outlive their start: what is read back, what a kill or garbage costs, what counts, and what
-is removed when."""
+"""Trajectories outlive their start: what is read back, what damage costs, what counts, and what is removed when."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.protocol.rollout import Generated
-from libra_hpc.rollout import recovery_log as spools
+from libra_hpc.rollout import recovery_log
 from libra_hpc.rollout.group_state import GroupState, batch_stats
-from libra_hpc.rollout.recovered import FinishedTrajectory, Recovered, Start, TrainedPrompts, verdict
+from libra_hpc.rollout.recovered import Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason
 from libra_hpc.rollout.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 from libra_hpc.runtime.origin import digest
@@ -30,9 +29,9 @@ from libra_hpc.runtime.origin import digest
 ETA = 2
 
 
-def played(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Trajectory:
+def trajectory_of(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Trajectory:
     """A turn of two tokens under each version; tools add three tokens between turns."""
-    trajectory = Trajectory(index, sample, 0, 0, 10.0)
+    trajectory = Trajectory(index=index, sample=sample, attempt=0, host=0, now=10.0)
     trajectory.prompt_id = f"p{index}"
     trajectory.add_environment(pack_i32([1, 2, index]))
     trajectory.prompt_tokens = 3
@@ -40,7 +39,17 @@ def played(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Traje
         if turn:
             trajectory.add_environment(pack_i32([9] * 3))
         trajectory.add_generated(
-            Generated("r", pack_i32([7, turn]), pack_f32([-1.5, -2.0]), "stop", ((version, 2),), 0, 0.0, 0.0), "e0"
+            Generated(
+                rid="r",
+                tokens=pack_i32([7, turn]),
+                logprobs=pack_f32([-1.5, -2.0]),
+                finish="stop",
+                versions=((version, 2),),
+                cached_tokens=0,
+                queue_s=0.0,
+                run_s=0.0,
+            ),
+            "e0",
         )
     trajectory.reward, trajectory.info, trajectory.place = float(sample), {"solved": float(sample)}, "done"
     return trajectory
@@ -51,20 +60,20 @@ def at(step: int, low: int = 0, *extra: int) -> TrainedPrompts:
 
 
 class Run:
-    """A run directory's spool through several starts; every write looks for what can be removed."""
+    """The recovery log of a run through several starts; every write removes what it can."""
 
     def __init__(self, folder: Path, segment_bytes: int = 1) -> None:
         self.folder, self.saved, self.now, self.segment_bytes = folder, at(0), 0.0, segment_bytes
-        self.spool: RecoveryLog
+        self.log: RecoveryLog
 
     def start(self, position: TrainedPrompts | None = None, digest: str = "same", eta: int = ETA) -> Recovered:
         self.saved = position or self.saved
-        self.spool = RecoveryLog(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
-        return asyncio.run(self.spool.recover(digest, self.saved, eta))
+        self.log = RecoveryLog(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
+        return asyncio.run(self.log.recover(digest, self.saved, eta))
 
     def add(self, *records: Trajectory | Committed) -> None:
         self.now += TRIM_S
-        asyncio.run(self.spool.write(records))
+        asyncio.run(self.log.write(records))
 
     @property
     def segments(self) -> list[Path]:
@@ -80,20 +89,21 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "experience")
 
 
-def kept_of(kept: Recovered) -> list[tuple[int, int]]:
-    return sorted((trajectory.index, trajectory.sample) for group in kept.groups.values() for trajectory in group)
+def samples_of(recovered: Recovered) -> list[tuple[int, int]]:
+    groups = recovered.groups.values()
+    return sorted((trajectory.index, trajectory.sample) for group in groups for trajectory in group)
 
 
-def test_a_kept_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
-    originals = [played(4, 0, (1, 2)), played(4, 1, (2, 2, 3))]
+def test_a_recovered_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
+    originals = [trajectory_of(4, 0, (1, 2)), trajectory_of(4, 1, (2, 2, 3))]
     run.start()
     run.add(*originals)
-    kept = run.start(at(3, 2))
-    before, after = GroupState(4, 2, originals), GroupState(4, 2, kept.groups[4])
+    recovered = run.start(at(3, 2))
+    before, after = GroupState(4, 2, originals), GroupState(4, 2, recovered.groups[4])
     assert after.to_group() == before.to_group()
     assert batch_stats([after], 3) == batch_stats([before], 3)
     assert after.missing == ()
-    assert kept.event(2) == {
+    assert recovered.event(2) == {
         "trajectories": 2,
         "groups": 1,
         "whole_groups": 1,
@@ -106,18 +116,18 @@ def test_a_kept_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
 
 
 @pytest.mark.parametrize("place", ["waiting", "engine", "tool"])
-def test_a_trajectory_in_mid_course_comes_back_as_it_was(place: Place, run: Run) -> None:
-    original = played(4, 1, (1, 2))
+def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -> None:
+    original = trajectory_of(4, 1, (1, 2))
     original.add_signal(Signal("get", "miss", 3, 0.5, exit_code=1, failed=2))
     if place != "tool":
         original.add_environment(pack_i32([9] * 3))
     original.place = place
     run.start()
-    run.add(original, played(4, 0))
-    kept = run.start(at(2))
-    assert kept.event(2)["unfinished"] == 1
-    assert kept.event(2)["unfinished_tokens"] == 4
-    group = GroupState(4, 2, kept.groups[4])
+    run.add(original, trajectory_of(4, 0))
+    recovered = run.start(at(2))
+    assert recovered.event(2)["unfinished"] == 1
+    assert recovered.event(2)["unfinished_tokens"] == 4
+    group = GroupState(4, 2, recovered.groups[4])
     assert (group.missing, group.open, len(group.done)) == ((1,), 1, 1)
     back = group.begun[1]
     assert back.place == ("tool" if place == "tool" else "before")
@@ -141,7 +151,7 @@ def test_a_trajectory_in_mid_course_comes_back_as_it_was(place: Place, run: Run)
 
 def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:
     run.start()
-    run.add(played(4, 2))
+    run.add(trajectory_of(4, 2))
     group = GroupState(4, 4, run.start(at(1)).groups[4])
     assert (group.missing, group.open, len(group.done)) == ((0, 1, 3), 3, 1)
 
@@ -149,57 +159,61 @@ def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:
 @pytest.mark.parametrize(
     ("record", "number", "reason"),
     [
-        (played(1, versions=(3, 5)), 1, ""),
-        (played(0, versions=(3, 5)), 1, "trained"),
-        (played(7, versions=(3, 5)), 1, "trained"),
-        (played(1, versions=(3, 6)), 1, "weights"),
-        (played(1, versions=(2, 5)), 1, "staleness"),
-        (played(1, versions=(3, 3)), 0, ""),
-        (played(1, versions=(3, 4)), 0, "weights"),
-        (played(1, versions=(3, 5)), 2, "configuration"),
+        (trajectory_of(1, versions=(3, 5)), 1, ""),
+        (trajectory_of(0, versions=(3, 5)), 1, "trained"),
+        (trajectory_of(7, versions=(3, 5)), 1, "trained"),
+        (trajectory_of(1, versions=(3, 6)), 1, "weights"),
+        (trajectory_of(1, versions=(2, 5)), 1, "staleness"),
+        (trajectory_of(1, versions=(3, 3)), 0, ""),
+        (trajectory_of(1, versions=(3, 4)), 0, "weights"),
+        (trajectory_of(1, versions=(3, 5)), 2, "configuration"),
     ],
 )
 def test_what_counts(record: Trajectory, number: int, reason: str) -> None:
     starts = [Start(0, "same"), Start(3, "same"), Start(4, "other"), Start(5, "same")]
     if number == 1:
         starts[2] = Start(5, "other")
-    assert verdict(FinishedTrajectory.of(record), number, starts, at(5, 1, 7), ETA) == reason
+    assert drop_reason(SavedTrajectory.of(record), number, starts, position=at(5, 1, 7), eta=ETA) == reason
 
 
 def test_weights_of_a_step_that_was_gone_back_on_never_count_again(run: Run) -> None:
     """Version 2 of the first start is not version 2 of the second, also once the run has been at step 2 again."""
     run.start()
-    run.add(played(5, versions=(1,)), played(6, versions=(1, 2)))
-    assert kept_of(run.start(at(1))) == [(5, 0)]
-    run.add(played(7, versions=(1, 2)))
-    kept = run.start(at(2))
-    assert kept_of(kept) == [(5, 0), (7, 0)]
-    assert kept.dropped == {}, "what did not count is gone from the folder"
-    assert kept_of(run.start(at(2), digest="changed")) == []
+    run.add(trajectory_of(5, versions=(1,)), trajectory_of(6, versions=(1, 2)))
+    assert samples_of(run.start(at(1))) == [(5, 0)]
+    run.add(trajectory_of(7, versions=(1, 2)))
+    recovered = run.start(at(2))
+    assert samples_of(recovered) == [(5, 0), (7, 0)]
+    assert recovered.dropped == {}, "records that did not count are no longer in the folder"
+    assert samples_of(run.start(at(2), digest="changed")) == []
 
 
-@pytest.mark.parametrize("segment_bytes", [1, spools.SEGMENT_BYTES])
+@pytest.mark.parametrize("segment_bytes", [1, recovery_log.SEGMENT_BYTES])
 def test_dropped_records_are_counted_and_their_files_removed(run: Run, segment_bytes: int) -> None:
     run.segment_bytes = segment_bytes
     run.start()
     run.add(
-        played(0, versions=(2,)),
-        played(1, versions=(2, 4)),
-        played(2, versions=(0, 1)),
-        played(3, 0, (2,)),
-        played(3, 1, (1,)),
+        trajectory_of(0, versions=(2,)),
+        trajectory_of(1, versions=(2, 4)),
+        trajectory_of(2, versions=(0, 1)),
+        trajectory_of(3, 0, (2,)),
+        trajectory_of(3, 1, (1,)),
     )
-    kept = run.start(at(3, 1))
-    assert (kept_of(kept), kept.dropped) == ([(3, 0), (3, 1)], {"weights": 1, "staleness": 1})
+    recovered = run.start(at(3, 1))
+    assert (samples_of(recovered), recovered.dropped) == ([(3, 0), (3, 1)], {"weights": 1, "staleness": 1})
     assert len(run.segments) == (2 if segment_bytes == 1 else 1)
-    kept = run.start(at(3, 1), digest="other")
-    assert (kept_of(kept), kept.dropped, run.segments) == ([], {"configuration": 2 if segment_bytes == 1 else 4}, [])
+    recovered = run.start(at(3, 1), digest="other")
+    assert (samples_of(recovered), recovered.dropped, run.segments) == (
+        [],
+        {"configuration": 2 if segment_bytes == 1 else 4},
+        [],
+    )
 
 
 def test_a_torn_frame_costs_itself_and_a_damaged_one_what_follows_it(run: Run) -> None:
-    run.segment_bytes = spools.SEGMENT_BYTES
+    run.segment_bytes = recovery_log.SEGMENT_BYTES
     run.start()
-    run.add(*(played(index) for index in range(4)))
+    run.add(*(trajectory_of(index) for index in range(4)))
     (path,) = run.segments
     whole = path.read_bytes()
     for cut in range(len(whole)):
@@ -212,8 +226,8 @@ def test_a_torn_frame_costs_itself_and_a_damaged_one_what_follows_it(run: Run) -
     damaged = bytearray(whole)
     damaged[len(whole) // 2 + 30] ^= 1
     path.write_bytes(damaged)
-    kept = run.start()
-    assert (kept_of(kept), kept.dropped) == ([(0, 0), (1, 0)], {"damaged": 1})
+    recovered = run.start()
+    assert (samples_of(recovered), recovered.dropped) == ([(0, 0), (1, 0)], {"damaged": 1})
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -226,22 +240,22 @@ def test_garbage_is_never_raised_or_taken(
     (run.folder / "00000-000001.frames").write_bytes(body)
     (run.folder / "00009-000001.frames").write_bytes(body)
     (run.folder / STARTS).write_bytes(b'[{"step":0,"digest":"same"}]')
-    kept = run.start()
-    assert (kept.groups, kept.dropped.get("damaged"), run.segments) == ({}, 2 if body else 1, [])
+    recovered = run.start()
+    assert (recovered.groups, recovered.dropped.get("damaged"), run.segments) == ({}, 2 if body else 1, [])
     (run.folder / STARTS).write_bytes(garbage)
     assert run.start().groups == {}
 
 
 def test_a_list_of_starts_nested_without_end_is_none(run: Run) -> None:
     run.start()
-    run.add(played(0))
+    run.add(trajectory_of(0))
     (run.folder / STARTS).write_bytes(b'[{"step":0,"digest":"same","more":' + b"[" * 100_000)
     assert run.start().dropped == {"damaged": 1}
 
 
 def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
-    record = FinishedTrajectory.of(played(0))
+    record = SavedTrajectory.of(trajectory_of(0))
     turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
     not_finite = (
         {"reward": float("nan")},
@@ -258,13 +272,18 @@ def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
         *({"turns": wrong} for wrong in turns),
     )
     for wrong in wrongs:
-        (run.folder / "00000-000001.frames").write_bytes(spools.frame(msgspec.structs.replace(record, **wrong)))
+        (run.folder / "00000-000001.frames").write_bytes(recovery_log.frame(msgspec.structs.replace(record, **wrong)))
         assert read_segment(run.folder / "00000-000001.frames") == ([], False)
 
 
-def test_a_segment_goes_when_a_checkpoint_has_its_groups_or_no_start_can_need_it(run: Run) -> None:
+def test_a_segment_is_removed_when_a_checkpoint_has_its_groups_or_no_start_can_need_it(run: Run) -> None:
     run.start()
-    run.add(played(0, versions=(0,)), played(1, versions=(0, 1)), played(2, versions=(1,)), played(3, versions=(1,)))
+    run.add(
+        trajectory_of(0, versions=(0,)),
+        trajectory_of(1, versions=(0, 1)),
+        trajectory_of(2, versions=(1,)),
+        trajectory_of(3, versions=(1,)),
+    )
     run.add(Committed(1, (0,)), Committed(2, (1, 2)))
     assert run.held() == [0, 3], (
         "a crash goes back to the beginning, whose weights only 0 was sampled under; 3 is untrained"
@@ -275,13 +294,13 @@ def test_a_segment_goes_when_a_checkpoint_has_its_groups_or_no_start_can_need_it
     run.saved = at(3, 3, 3)
     run.add(Committed(4, (8,)))
     assert run.held() == []
-    assert kept_of(run.start()) == []
+    assert samples_of(run.start()) == []
 
 
-def test_kept_groups_of_an_earlier_start_go_in_the_same_way(run: Run) -> None:
+def test_recovered_groups_of_an_earlier_start_are_removed_in_the_same_way(run: Run) -> None:
     run.start()
-    run.add(played(0), played(1))
-    assert kept_of(run.start()) == [(0, 0), (1, 0)]
+    run.add(trajectory_of(0), trajectory_of(1))
+    assert samples_of(run.start()) == [(0, 0), (1, 0)]
     run.add(Committed(1, (0, 1)))
     assert run.held() == [0, 1], "no checkpoint has them"
     run.saved = at(1, 1)
@@ -290,47 +309,45 @@ def test_kept_groups_of_an_earlier_start_go_in_the_same_way(run: Run) -> None:
 
 
 def test_what_a_run_leaves_at_its_end_is_what_a_start_would_need(run: Run) -> None:
-    run.segment_bytes = spools.SEGMENT_BYTES
+    run.segment_bytes = recovery_log.SEGMENT_BYTES
     for position, left in ((at(1, 1), 1), (at(2, 2), 0)):
-        kept = run.start()
-        run.add(*(played(index) for index in (0, 1) if index not in kept.groups), Committed(1, (0,)))
+        recovered = run.start()
+        run.add(*(trajectory_of(index) for index in (0, 1) if index not in recovered.groups), Committed(1, (0,)))
         run.saved = position
-        asyncio.run(run.spool.close())
+        asyncio.run(run.log.close())
         assert len(run.segments) == left
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("state.json is torn")])
-def test_a_checkpoint_that_cannot_be_read_costs_nothing_of_what_is_kept(run: Run, error: Exception) -> None:
+def test_a_checkpoint_that_cannot_be_read_costs_no_record(run: Run, error: Exception) -> None:
     run.start()
-    run.add(played(0), played(1))
+    run.add(trajectory_of(0), trajectory_of(1))
 
     def unreadable() -> TrainedPrompts:
         raise error
 
-    run.spool._position = unreadable
-    run.add(played(2))
-    assert run.spool.failed == ""
+    run.log._position = unreadable
+    run.add(trajectory_of(2))
+    assert run.log.failed == ""
     assert sorted(run.start().groups) == [0, 1, 2]
 
 
-def test_a_disk_without_room_empties_the_spool_until_there_is_room_again(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_empties_the_log_until_there_is_room_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.start()
-    run.add(played(0))
-    real = spools.frame
+    run.add(trajectory_of(0))
+    real = recovery_log.frame
     full: Callable[..., object] = lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28)))  # noqa: E731
-    monkeypatch.setattr(spools, "frame", full)
-    run.add(played(1))
-    assert run.spool.failed == "No space left on device"
+    monkeypatch.setattr(recovery_log, "frame", full)
+    run.add(trajectory_of(1))
+    assert run.log.failed == "No space left on device"
     assert not run.folder.exists()
-    monkeypatch.setattr(spools, "frame", real)
-    run.add(played(2), Committed(1, (0,)))
+    monkeypatch.setattr(recovery_log, "frame", real)
+    run.add(trajectory_of(2), Committed(1, (0,)))
     assert not run.folder.exists(), "not before a minute has passed"
     run.now += RETRY_S
-    run.add(played(3))
-    assert (run.spool.failed, run.held()) == ("", [3])
-    assert kept_of(run.start()) == [(3, 0)]
+    run.add(trajectory_of(3))
+    assert (run.log.failed, run.held()) == ("", [3])
+    assert samples_of(run.start()) == [(3, 0)]
 
 
 @pytest.mark.parametrize(

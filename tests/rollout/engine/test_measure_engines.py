@@ -1,5 +1,4 @@
-"""Several engines calibrated at once: all are measured while all are loaded, and one that fails is an error with its
-own words."""
+"""Several engines measured at once: all while all are loaded, and one that fails is an error with its message."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import pytest
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.hardware.measured import measured_times
 from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.measure_engines import measure_engines
 from libra_hpc.rollout.measure_steps import plans
-from libra_hpc.rollout.together import together
 from tests.rollout.engine.engine_harness import Model, engine_config
 
 LENGTH, SEQUENCES = 256, 2
@@ -25,12 +24,14 @@ def config(model: Model) -> EngineConfig:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_two_engines_at_once(old: Model) -> None:
-    heard: list[tuple[str, int, int]] = []
-    found = together(config(old), 2, "this cpu", "tiny", lambda *what: heard.append(what))
+    reports: list[tuple[str, int, int]] = []
+    found = measure_engines(
+        config(old), 2, device="this cpu", model="tiny", progress=lambda *what: reports.append(what)
+    )
     expected = len(list(plans(LENGTH, SEQUENCES, found.kv_capacity[1])))
-    assert heard[0] == ("starting", 0, 2)
-    assert ("starting", 2, 2) in heard
-    measuring = [(done, total) for what, done, total in heard if what == "measuring"]
+    assert reports[0] == ("starting", 0, 2)
+    assert ("starting", 2, 2) in reports
+    measuring = [(done, total) for what, done, total in reports if what == "measuring"]
     assert measuring[-1] == (2 * expected, 2 * expected)
     assert [done for done, _ in measuring] == sorted(done for done, _ in measuring)
     assert found.kv_capacity == {1: 2 * 2**20 // (2 * 2 * 64 * 4)}
@@ -43,10 +44,10 @@ def test_two_engines_at_once(old: Model) -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_an_engine_that_cannot_start_says_why(old: Model, tmp_path: Path) -> None:
+def test_the_error_of_an_engine_that_cannot_start_is_shown(old: Model, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json there"):
-        together(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")
+        measure_engines(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(OperationError, match="before it was measured"):
-        together(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")
+        measure_engines(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")

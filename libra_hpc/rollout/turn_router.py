@@ -1,0 +1,229 @@
+"""Sends waiting turns to engines and takes their answers.
+
+- Turns wait -> the scheduling policy picks the engine of each (`dispatch`).
+- A running turn is better off elsewhere -> abort it, and route its partial output again (`rebalance`).
+- Engine lost, or turn answered with an error -> send the turn again; `MAX_ERRORS` errors -> the attempt fails.
+- Turn overdue -> abort it; `MAX_OVERDUE` times with nothing generated -> the attempt fails.
+- Node drains -> no more turns for it; `TurnsDrained` after its last one.
+
+Dispatcher, board and policy are those that the simulator drives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.mesh import EngineUp, MeshMessage, Turns, TurnsDrained
+from libra_hpc.protocol.rollout import Abort, Generate, Generated
+from libra_hpc.sched.board import Board
+from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.sched.protocol import Policy, TurnView
+
+from .engine_registry import EngineRegistry
+from .run_lines import Routed
+from .trajectory import Trajectory, unusable
+
+MAX_ERRORS = 3
+"""Errors of engines at one attempt until it fails: a few may be the engines' fault."""
+OVERDUE = "turn overdue"
+"""Reason of a `resubmitted` event."""
+MAX_OVERDUE = 3
+"""Deadlines of one attempt that may pass with nothing generated; each costs its whole length."""
+
+
+class TurnRouter:
+    """Turns of the trajectories in ``episodes``.
+
+    ``send(rank, message)``: the mesh. ``complete(trajectory)``: its turn is complete.
+    ``failed(trajectory, kind, error)``: its attempt failed. ``changed()``: a turn may be routed now.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        episodes: Mapping[str, Trajectory],
+        *,
+        send: Callable[[int, MeshMessage], None],
+        complete: Callable[[Trajectory], None],
+        failed: Callable[[Trajectory, str, str], None],
+        changed: Callable[[], None],
+        routed: Callable[[Routed], None],
+        log: Callable[..., None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._task, self._rollout, self._episodes = config.task.name, config.rollout, episodes
+        self._send, self._complete, self._failed, self._changed = send, complete, failed, changed
+        self._routed, self._log, self._clock = routed, log, clock
+        board = Board(config.rollout.max_inflight)
+        self.engines = EngineRegistry(board, config.deadlines, clock)
+        self._queue = Dispatcher(policy, board)
+        self._draining: set[int] = set()
+        self._serial = 0
+        self.resubmitted = 0
+        """Turns and trajectories that had to be sent or sampled again since the start."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    # --- turns out
+    # ----------------------------------------------------------------------------------------------
+
+    def ready(self, trajectory: Trajectory) -> None:
+        """Queue the next (part of a) turn."""
+        trajectory.ready_at, trajectory.place = self._clock(), "waiting"
+        self._queue.ready(self._view(trajectory), trajectory.ready_at)
+        self._changed()
+
+    def _view(self, trajectory: Trajectory) -> TurnView:
+        return trajectory.view(self._task, self._rollout.max_model_len)
+
+    def dispatch(self) -> None:
+        """Send the turns that the policy gives an engine, in one message per node."""
+        now, at = self._clock(), time.time()
+        outbox: dict[int, list[tuple[str, Generate]]] = {}
+        for turn, decision in self._queue.dispatch(now):
+            trajectory, name = self._episodes[turn.trajectory], decision.engine
+            self._serial += 1
+            rid = f"{trajectory.episode}:{self._serial}"
+            request = Generate(
+                rid=rid,
+                prompt=trajectory.context.tobytes(),
+                max_tokens=trajectory.room(self._rollout.max_model_len),
+                temperature=self._rollout.temperature,
+                stop_ids=trajectory.stop_ids,
+                priority=decision.priority,
+                keep_s=decision.keep_s,
+            )
+            outbox.setdefault(self.engines.engines[name].rank, []).append((name, request))
+            self.engines.send(name, rid, trajectory)
+            trajectory.engine, trajectory.place, trajectory.sent_at = name, "engine", now
+            self._routed(Routed(turn, decision, at, now - turn.ready_at))
+        for rank, items in outbox.items():
+            self._send(rank, Turns(tuple(items)))
+
+    def rebalance(self) -> None:
+        """Interrupt turns that should go on elsewhere; each comes back as aborted, with its partial output."""
+        for move in self._queue.rebalance(self.engines.running(self._view), self._clock()):
+            rid = self.engines.request(move.source, move.trajectory)
+            self._abort(move.source, rid)
+            self._log(
+                "turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason
+            )
+
+    def _abort(self, engine: str, rid: str) -> None:
+        self._send(self.engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))
+
+    def drop(self, trajectory: Trajectory, now: float) -> None:
+        """Abort the turns of an attempt that is over; answers to them find nothing."""
+        for name, rid in self.engines.drop(trajectory):
+            self._abort(name, rid)
+            self._maybe_drained(self.engines.engines[name].rank)
+        # Siblings that wait for this one to finish would wait for ever.
+        self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
+
+    def finished(self, trajectory: Trajectory, now: float) -> None:
+        self._queue.finished(trajectory.finished(self._task), now)
+
+    # --- answers in
+    # ----------------------------------------------------------------------------------------------
+
+    def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
+        for name, generated in items:
+            overdue = self.engines.turns.overdue((name, generated.rid))
+            nothing = generated.finish == "abort" and not generated.tokens
+            trajectory = self.engines.take(name, generated.rid, counts=not nothing)
+            if trajectory is None:
+                continue
+            if overdue and nothing:
+                self._overdue(trajectory, f"Engine {name} generated nothing of a turn until its deadline.")
+            elif generated.finish == "error":
+                trajectory.errors += 1
+                if trajectory.errors >= MAX_ERRORS:
+                    self._failed(trajectory, "engine", generated.error)
+                else:
+                    self._resubmit(trajectory, generated.error)
+            else:
+                self._take(trajectory, generated, name, overdue)
+            self._maybe_drained(self.engines.engines[name].rank)
+        self._changed()
+
+    def _take(self, trajectory: Trajectory, generated: Generated, engine: str, overdue: bool) -> None:
+        if error := unusable(generated):
+            self._failed(trajectory, "logprobs", error)
+            return
+        trajectory.add_generated(generated, engine)
+        if generated.finish == "abort" and trajectory.room(self._rollout.max_model_len) > 0:
+            if overdue:
+                self._resubmit(trajectory, OVERDUE)
+            else:
+                self.ready(trajectory)
+            return
+        self._complete(trajectory)
+
+    def _overdue(self, trajectory: Trajectory, error: str) -> None:
+        trajectory.overdue += 1
+        if trajectory.overdue >= MAX_OVERDUE:
+            self._failed(trajectory, "timeout", error)
+        else:
+            self._resubmit(trajectory, OVERDUE)
+
+    def _resubmit(self, trajectory: Trajectory, reason: str) -> None:
+        self.count_resubmitted(trajectory, reason)
+        if reason == OVERDUE:
+            trajectory.engine = ""  # what its engine has cached is no reason to go back there
+        self.ready(trajectory)
+
+    def count_resubmitted(self, trajectory: Trajectory, reason: str) -> None:
+        self.resubmitted += 1
+        self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
+
+    def watch(self) -> None:
+        """Log slow turns and send overdue ones elsewhere; about once a second."""
+        for action, engine, rid, sentence in self.engines.turns.evaluate(self._clock()):
+            if action == "slow":
+                self._log("slow", part=f"engine {engine}", reason=f"The {sentence}.")
+            elif action == "abort":
+                self._abort(engine, rid)
+            elif trajectory := self.engines.take(engine, rid, counts=False):
+                self._overdue(trajectory, f"At engine {engine} the {sentence}, and is not aborted either.")
+                self._maybe_drained(self.engines.engines[engine].rank)
+
+    # --- engines
+    # ----------------------------------------------------------------------------------------------
+
+    def engine_up(self, up: EngineUp) -> None:
+        """An engine accepts turns; one of the same name is replaced."""
+        self._lose(up.engine, "replaced")
+        self._draining.discard(up.rank)
+        self.engines.up(up)
+
+    def engine_down(self, engine: str, reason: str) -> bool:
+        """Send the turns of a lost engine again; False when the engine is not known."""
+        rank = self._lose(engine, reason)
+        if rank is None:
+            return False
+        self._maybe_drained(rank)
+        return True
+
+    def _lose(self, name: str, reason: str) -> int | None:
+        lost = self.engines.down(name)
+        if lost is None:
+            return None
+        for held in lost.inflight.values():
+            self._resubmit(held.trajectory, reason)
+        return lost.rank
+
+    def drain(self, rank: int) -> None:
+        """Send no more turns to a node, and report when its last one is back."""
+        self._draining.add(rank)
+        self.engines.drain(rank)
+        self._maybe_drained(rank)
+
+    def _maybe_drained(self, rank: int) -> None:
+        if rank in self._draining and self.engines.empty(rank):
+            self._draining.discard(rank)
+            self._send(0, TurnsDrained(rank))
