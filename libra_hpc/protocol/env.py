@@ -19,7 +19,7 @@ class Signal(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that the answer adds to the context."""
     seconds: float
     exit_code: int | None = None
-    """Of a process that the tool ran, if any."""
+    """Of a process of the tool."""
     passed: int | None = None
     """Passed tests, when the tool ran tests."""
     failed: int | None = None
@@ -94,8 +94,7 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     step_limit_s: float = 0.0
     """Most seconds until an answer to `StepEpisode`; 0: unknown.
 
-    Infinite: the host itself ends overdue steps. Tool calls have limits of their own and may wait long for a free
-    process; `HostAlive` then shows that the host works.
+    Infinite: the host itself ends overdue steps, and `HostAlive` shows that it works while tool calls wait.
     """
     busy_s: float = 0.0
     """Longest declared time of a step or tool: so long the task's code may delay `HostAlive`."""

@@ -85,7 +85,7 @@ class Roles(msgspec.Struct, tag=True, frozen=True):
     states: dict[int, str]
     receivers: tuple[int, ...]
     recorded: int = 0
-    """Highest step whose line is in `metrics.jsonl`."""
+    """Highest step that is in `metrics.jsonl`."""
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):
@@ -144,10 +144,7 @@ class FromReplica(msgspec.Struct, tag=True, frozen=True):
 
 
 class FormGeneration(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: from the next step boundary on, these ranks train together.
-
-    It replaces an order that was not carried out yet.
-    """
+    """Coordinator -> train leader: these ranks train together from the next step boundary on; replaces earlier orders."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -164,7 +161,7 @@ class MemberJoined(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopTraining(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: save a checkpoint at the next step boundary and finish."""
+    """Coordinator -> train leader: save at the next step boundary and finish."""
 
     reason: str
 
@@ -205,7 +202,7 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Committed(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> rollout leader: ``step`` is trained; these groups may be dropped."""
+    """Train leader -> rollout leader: ``step`` is trained; drop these groups."""
 
     step: int
     indices: tuple[int, ...]
@@ -216,7 +213,7 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineUp(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: an engine accepts turns under ``ready.version``."""
+    """Rollout node -> rollout leader: an engine accepts turns."""
 
     rank: int
     engine: str
@@ -224,7 +221,7 @@ class EngineUp(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineDown(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: the engine ended or sleeps; its turns must be submitted again."""
+    """Rollout node -> rollout leader: the engine ended or sleeps; submit its turns again."""
 
     rank: int
     engine: str
@@ -299,7 +296,7 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     outstanding_groups: int
     resubmitted: int
     gate_blocked: float
-    """Share of the time since the last report in which the staleness gate admitted nothing."""
+    """Share of time since the last report in which the staleness gate admitted nothing."""
     generated_tokens: int
     prefilled_tokens: int
     busy_s: float

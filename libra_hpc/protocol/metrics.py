@@ -22,7 +22,7 @@ class BatchStats(msgspec.Struct, frozen=True):
     gen_tokens: int
     """Generated tokens of the whole batch."""
     gen_tokens_p50: float
-    """Generated tokens of one trajectory: the median, and below it the 95th percentile."""
+    """Median over trajectories; next, the 95th percentile."""
     gen_tokens_p95: float
     turns_p50: float
     turns_p95: float
@@ -35,7 +35,7 @@ class BatchStats(msgspec.Struct, frozen=True):
     rollout_s: float
     """Seconds in which the present engines generate such a batch."""
     extra: dict[str, float] = {}
-    """Numbers that the task reports (its ``info``), as means; a trajectory without one counts as 0.0."""
+    """Means of the task's own numbers (``info``); a trajectory without one counts as 0.0."""
 
 
 class TrainMetrics(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class TrainMetrics(msgspec.Struct, frozen=True):
     trained_tokens: int
     """All tokens that went through the model."""
     train_s: float
-    """Own work of the training stage in seconds: compute, reduce and export, without waits for a slower replica."""
+    """Own work of the stage in seconds: compute, reduce, export; without waits for slower replicas."""
     train_wall_s: float
     """Seconds from the batch's dispatch to its commit."""
     reduce_s: float
@@ -83,7 +83,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     version: int
     """Weight version that the step produced."""
     train: TrainMetrics | None = None
-    """None: no replica of the present generation answered, the step was found committed in one that joined."""
+    """None: no member trained the step, it was found committed in one that joined."""
 
     def columns(self) -> dict[str, float]:
         flat = {**_plain(self.batch), **self.batch.extra, **_plain(self)}

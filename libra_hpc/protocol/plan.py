@@ -30,12 +30,12 @@ class TrainStepFact(msgspec.Struct, frozen=True):
 
 
 class RolloutWindowFact(msgspec.Struct, frozen=True):
-    """Work of the rollout nodes in a window of time in which the set of nodes did not change."""
+    """Work of the rollout nodes in a window of time with an unchanged set of nodes."""
 
     at: float
     seconds: float
     nodes: int
-    """Rollout nodes that accepted turns during the whole window."""
+    """Those that accepted turns during the whole window."""
     generated_tokens: int
     """Summed over nodes."""
     prefilled_tokens: int
@@ -64,14 +64,14 @@ class TrajectoryFact(msgspec.Struct, frozen=True):
 
 class GroupFact(msgspec.Struct, frozen=True):
     index: int
-    """Place in the order of admission, as `TrajectoryFact.group`."""
+    """As `TrajectoryFact.group`."""
     prompt: int
     waiting: int
     """Trajectories that no engine has received yet."""
     running: int
     """Other unfinished trajectories."""
     generated: int
-    """Tokens of ``running`` so far; turns in flight are estimated from their time and the engines' speed."""
+    """Tokens of ``running`` so far; turns in flight are estimated."""
 
 
 class SwitchFact(msgspec.Struct, frozen=True):
@@ -87,16 +87,13 @@ class QueueFact(msgspec.Struct, frozen=True):
     ready_groups: int
     outstanding_groups: int
     trainer_wait: float
-    """Share of the trainers' time in which they waited for a batch, 0..1."""
+    """Share of the trainers' time spent waiting for a batch, 0..1."""
     gate_blocked: float
     """Share of time in which the staleness gate admitted no group, 0..1."""
 
 
 class PlanSnapshot(msgspec.Struct, frozen=True):
-    """Input of one decision.
-
-    Lists are in order of time, possibly sliding windows; the planner skips entries that are too old.
-    """
+    """Input of one decision; lists are in order of time, possibly sliding windows."""
 
     nodes: tuple[NodeFact, ...]
     steps: tuple[TrainStepFact, ...]
@@ -105,7 +102,7 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     switches: tuple[SwitchFact, ...]
     queue: QueueFact
     prompts_per_step: int
-    """Groups of one global batch, B."""
+    """B: groups of one global batch."""
     group_size: int
     """Trajectories of one group, n."""
     eta: int
@@ -146,8 +143,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
     numbers: dict[str, float]
     """Inputs of the decision; seconds unless the name differs."""
     nodes: tuple[int, ...] = ()
-    """All ranks that should move, ``node`` first. A caller may move only the first: later decisions ask for the rest.
-    """
+    """All ranks that should move, ``node`` first; later decisions ask for those not moved yet."""
     candidates: tuple[Candidate, ...] = ()
     """The best five, best first."""
     triggers: tuple[str, ...] = ()
@@ -155,5 +151,5 @@ class PlanDecision(msgspec.Struct, frozen=True):
     layout: str = ""
     """With ``repartition``: the new training layout and rollout TP classes."""
     changes: dict[str, Any] = {}
-    """With ``repartition``: the same as dotted keys of the run file; empty where nodes cannot change their component.
+    """With ``repartition``: the same by dotted keys of the run file; empty where nodes cannot change their component.
     """

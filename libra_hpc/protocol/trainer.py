@@ -157,7 +157,7 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveFailed(msgspec.Struct, tag=True, frozen=True):
-    """The checkpoint could not be written, for example for lack of room; nothing of it remains, the process goes on."""
+    """The checkpoint could not be written (no room, for example); nothing of it remains."""
 
     folder: str
     step: int
@@ -165,14 +165,14 @@ class SaveFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ExportFailed(msgspec.Struct, tag=True, frozen=True):
-    """The weight file could not be written; nothing of it remains, the process goes on."""
+    """The weight file could not be written; nothing of it remains."""
 
     version: int
     reason: str
 
 
 class Warned(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot could not be written; nothing of it remains, training goes on."""
+    """A snapshot could not be written; nothing of it remains."""
 
     what: str
 

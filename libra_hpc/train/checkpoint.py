@@ -31,14 +31,14 @@ COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Full weights by Hugging Face name on the replica's rank 0 (elsewhere empty); collective over the replica."""
+    """Full weights by Hugging Face name on the replica's rank 0, elsewhere empty; collective."""
     return gather(dict(engine.named_parameters()), engine.shape, engine.split)
 
 
 def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
-    """Write the weights as one safetensors file (atomic rename); returns crc32 and bytes, (0, 0) on non-writing ranks.
+    """Write the weights as one safetensors file (atomic rename); returns crc32 and bytes, (0, 0) on other ranks.
 
-    Collective over the replica. Raises `OSError` in all its processes when there is no room; nothing is left behind.
+    Collective. Raises `OSError` in all processes of the replica when there is no room; nothing is left behind.
     """
     parameters = dict(engine.named_parameters())
     tensors = gathered(parameters, engine.shape, engine.split)
@@ -72,7 +72,7 @@ def _write_export(
 
 
 def _agree(engine: TrainEngine, failure: OSError | None) -> None:
-    """Raise `OSError` in all processes of the replica when the one that writes could not."""
+    """Raise `OSError` in all processes of the replica when the writing one failed."""
     if not engine.agree(failure is None):
         raise failure or OSError("the process of this replica that writes could not")
 
@@ -106,9 +106,9 @@ def _save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str,
 
 
 def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
-    """Write the state as ``folder`` (atomic rename); collective over the replica.
+    """Write the state as ``folder`` (atomic rename).
 
-    Raises `OSError` in all its processes when that fails, for example for lack of room; nothing is left behind.
+    Collective. Raises `OSError` in all processes of the replica when that fails; nothing is left behind.
     """
     state = engine.state
     policy = weights(engine)
@@ -181,7 +181,6 @@ class TensorFiles:
         return list(self._where)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Read one full tensor; raises `KeyError` when there is none of that name."""
         return self._where[name](name)
 
 
@@ -199,7 +198,7 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
 
 @torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
-    """Replace the state by the checkpoint or snapshot in ``folder``, or by the newest one under it; not collective."""
+    """Replace the state by ``folder`` or by the newest state under it; not collective."""
     folder = folders.resolve(folder)
     saved, state = folders.read_state(folder), engine.state
 
@@ -218,7 +217,7 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
 
 
 def start(engine: TrainEngine, model_dir: Path, start_dir: str) -> None:
-    """Load a worker's first state: ``start_dir`` if given, else the weights of ``model_dir``."""
+    """Load ``start_dir`` if given, else the weights of ``model_dir``."""
     if start_dir:
         load_state(engine, Path(start_dir))
     else:

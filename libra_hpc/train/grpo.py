@@ -33,11 +33,11 @@ class Terms(NamedTuple):
     loss: torch.Tensor
     """Differentiable sum."""
     ratio: torch.Tensor
-    """Sum of pi / behaviour."""
+    """Of pi / behaviour."""
     truncated: torch.Tensor
     """Number of tokens with a truncated weight w."""
     gap: torch.Tensor
-    """Sum of |log proximal - log behaviour|."""
+    """Of |log proximal - log behaviour|."""
 
 
 def grpo_terms(

@@ -46,10 +46,7 @@ class WorkerSocket(EngineSocket[FromWorker]):
         return self._next(timeout)
 
     def interrupted(self) -> bool:
-        """True when an order arrived for which an unfinished join must be given up.
-
-        Raises `EOFError` when the agent is gone.
-        """
+        """Whether an order arrived that ends an unfinished join; raises `EOFError` when the agent is gone."""
         while (message := self._next(0.0)) is not None:
             self._ahead.append(message)
         return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)
@@ -69,7 +66,7 @@ BUSY = (SNAPSHOT, CHECKPOINT)
 
 
 class Pulse:
-    """Reports the process's phase from a thread of its own: also while it computes, not while it is stopped."""
+    """Reports the process's phase from a thread of its own."""
 
     def __init__(self, socket: WorkerSocket) -> None:
         self._socket = socket
@@ -78,7 +75,6 @@ class Pulse:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Set the phase for the time of the context."""
         before, self._now = self._now, (name, time.monotonic())
         try:
             yield

@@ -21,21 +21,18 @@ from libra_hpc.protocol.trainer import Alive, Join, Joined
 from .link import BUSY
 
 NEW_GENERATION_S = 120.0
-"""Seconds after which failing steps or joins without a death end the run: further attempts would fail too."""
+"""Seconds after which failing steps or joins without a death end the run."""
 RETRY_S = 5.0
-"""Seconds without a new order after a failed step or join, from which on no member is taken for dead.
+"""Seconds to wait for a new order after a failed step or join.
 
-The coordinator orders a new generation as soon as an agent reports a death. Otherwise a member was slow or a
-connection broke: the same members try again.
+A death leads to an order sooner. Silence means a slow member or a broken connection: the same members try again.
 """
 BUSY_S = 5.0
-"""Seconds since a member's last report of writing its state within which it still counts as writing; reports come
-every second.
-"""
+"""Seconds for which a member's report of writing its state counts; reports come every second."""
 
 
 class Members:
-    """Base of the train leader: orders, members, and their answers to the last request."""
+    """Base of the train leader: orders, members, and answers to the last request."""
 
     def __init__(
         self, rendezvous: Path, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
@@ -50,7 +47,7 @@ class Members:
         self._replies: dict[int, Any] = {}
         self._failed = ""
         self._died = False
-        """Whether the last failure is a member's death, upon which the coordinator orders a new generation."""
+        """Whether the last failure is a death, upon which the coordinator orders a new generation."""
         self._failing_since: float | None = None
         """First failure without a death since the last step that succeeded."""
         self._joins = 0
@@ -58,11 +55,10 @@ class Members:
         self._saving = -1
         """Rank that was asked to save and has not answered."""
         self._busy_at: dict[int, float] = {}
-        """Time of a member's last report of writing its state."""
+        """Time of each member's last report of writing its state."""
         self._wake = asyncio.Event()
 
     def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
-        """The coordinator orders a membership from the next step boundary on."""
         if generation > self._ordered[0]:
             self._ordered = (generation, ranks)
         self._wake.set()
@@ -146,7 +142,7 @@ class Members:
         self._replies, self._failed, self._died = {}, "", False
 
     def _fail(self, reason: str, restart: bool = False) -> bool:
-        """Report that the run cannot go on, or only from its newest checkpoint; always False."""
+        """The run cannot go on, or only from its newest checkpoint; always False."""
         self._send(0, Fatal(self.exporter, reason, restart))
         return False
 

@@ -18,10 +18,10 @@ from .mcore import PackedSeqParams
 from .rotary import Table
 
 PADDED_COST = 1.5
-"""Most padded attention cost of a block, relative to what its sequences need; attention is quadratic in length.
+"""Most padded attention cost of a block, relative to what its sequences need (quadratic in length).
 
-1.0 wastes nothing but launches one kernel per length and layer; 1.5 gives 4-6 blocks for a heavy-tailed batch of 64.
-Without a bound, one 4k sequence among 200-token ones would dominate the step.
+At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Unbounded, one
+4k sequence among 200-token ones dominates the step.
 """
 
 
@@ -101,8 +101,7 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
 
 
 def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -> list[Pack]:
-    """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens; a longer example is a micro-batch of
-    its own.
+    """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens; a longer one is alone in its own.
 
     Examples without loss tokens are left out.
     """

@@ -31,9 +31,9 @@ BROADCAST_ELEMENTS = 1 << 24
 
 
 ANNOUNCE_POLL_S = 0.05
-"""Seconds between two checks who has announced itself: a read of a file on the shared file system."""
+"""Seconds between two reads of the announcements on the shared file system."""
 CONNECT_S = 8.0
-"""Longest connect in seconds of members that have announced themselves; on the CPU it takes milliseconds.
+"""Longest connect in seconds of announced members; on the CPU it takes milliseconds.
 
 Half: a loaded node may miss it. Double: a member that dies in between delays the others so long.
 """
@@ -44,8 +44,6 @@ class PeerLost(Exception):
 
 
 class Replicas:
-    """This process's membership in the current generation."""
-
     def __init__(
         self,
         engine: TrainEngine,
@@ -65,8 +63,8 @@ class Replicas:
     def join(self, message: Join, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Join a generation and take its state; returns the bytes received.
 
-        Collective over the generation; ``interrupted`` ends the wait for missing members. Raises `PeerLost` on
-        failure: this process is then in no generation, its state unchanged.
+        Collective over the generation; ``interrupted`` ends the wait for missing members. Raises `PeerLost`, in no
+        generation and with an unchanged state.
         """
         self.leave()
         received: list[torch.Tensor] = []

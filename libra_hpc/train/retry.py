@@ -14,7 +14,6 @@ class Retry:
         self._first_s, self._longest_s = first_s, longest_s
         self._not_before = float("-inf")
         self.failures = 0
-        """In a row."""
 
     def failed(self, now: float) -> None:
         # Beyond 1,000 doublings a float overflows.

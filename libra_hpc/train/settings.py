@@ -63,7 +63,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     snapshot_dir: str
     """Folder (in /dev/shm) for snapshots after committed steps; empty: none."""
     snapshot_every: int
-    """Steps between snapshots; 0: none."""
+    """In steps; 0: none."""
     threads: int
     seed: int
     step_timeout_s: float = 900.0
@@ -87,10 +87,9 @@ def algorithm_settings(config: RunConfig) -> AlgorithmSettings:
 
 
 def write_config(config: WorkerConfig, path: Path) -> None:
-    """Write ``config`` as the JSON file that ``python -m libra_hpc.train.worker --config`` takes."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
 
 
 def read_config(path: Path) -> WorkerConfig:
-    """Read a worker's JSON file; raises `msgspec.ValidationError` when it does not fit the schema."""
+    """Raises `msgspec.ValidationError` when the file does not fit the schema."""
     return msgspec.json.decode(path.read_bytes(), type=WorkerConfig)

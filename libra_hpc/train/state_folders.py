@@ -35,7 +35,7 @@ TEMPORARY = ".partial"
 DAMAGED = ".damaged"
 """Suffix of a damaged checkpoint folder that was moved aside."""
 SPARE = 0.05
-"""Share of the bytes to be written that must stay free beyond them, for blocks, folders and others' small files."""
+"""Share of the written bytes that must stay free beyond them, for blocks, folders and others' files."""
 THREADS = 8
 """Checksums computed at a time; zlib releases the interpreter's lock."""
 
@@ -54,7 +54,6 @@ class StepRecord(msgspec.Struct, frozen=True):
 
     step: int
     t: float
-    """Epoch seconds of the commit."""
     metrics: dict[str, float | None]
     """`libra_hpc.protocol.metrics.StepMetrics.columns`; None: not finite."""
 
@@ -114,7 +113,7 @@ def _step(folder: Path) -> int:
 
 
 def latest_whole(parent: Path) -> Path | None:
-    """As `latest`, of the states that pass `verify`; reads all their bytes, newest first."""
+    """As `latest`, of the states that pass `verify`; reads all their bytes."""
     found = [folder for folder in parent.iterdir() if is_state(folder)] if parent.is_dir() else []
     for folder in sorted(found, key=lambda folder: folder.name, reverse=True):
         if not verify(folder):
@@ -125,7 +124,7 @@ def latest_whole(parent: Path) -> Path | None:
 def verify(folder: Path) -> str:
     """Compare a state with its manifest: empty when it is whole, else a sentence that names the first bad file.
 
-    A folder without a manifest, written by an older version, counts as whole.
+    Without a manifest (older versions) it counts as whole.
     """
     try:
         data = (folder / MANIFEST_FILE).read_bytes()
@@ -156,7 +155,7 @@ def verify(folder: Path) -> str:
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    """Whether this is a complete and whole checkpoint of the step; reads all its bytes."""
+    """Whether this is a whole checkpoint of the step; reads all its bytes."""
     try:
         return read_position(folder).step == step == read_state(folder).step and not verify(folder)
     except (OSError, ValueError, msgspec.DecodeError):
@@ -175,7 +174,7 @@ def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise `OSError` when the file system of ``folder``, which may not exist yet, lacks room for ``needed`` bytes."""
+    """Raise `OSError` when the file system of ``folder``, existing or not, lacks room for ``needed`` bytes."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -187,8 +186,8 @@ def check_room(folder: Path, needed: int) -> None:
 def resolve(folder: Path) -> Path:
     """``folder`` if it is a state, else the newest state in it; raises `FileNotFoundError` when there is none.
 
-    A checkpoint (its name ends with its step) may be removed after it was chosen, because a newer one is complete.
-    Then the newer one is returned.
+    A checkpoint (its name ends with its step) may be removed after it was chosen: then a newer one is complete, and
+    is returned.
     """
     found = folder if is_state(folder) else latest(folder)
     if found is None and not folder.exists() and folder.name[-1:].isdigit():

@@ -38,7 +38,7 @@ from .settings import OptimizerSettings
 Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
 """Maps the logits of a pack's loss tokens, [m, vocab / tp], to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
-"""Largest usable gradient norm of one rank: clipping sums squares over ranks in float32 and would overflow beyond."""
+"""Largest usable gradient norm of one rank; beyond it, the squares that clipping sums in float32 overflow."""
 CONSTANT_STEPS = 1 << 40
 """"No end", as a number of steps for Megatron-Core's scheduler."""
 
@@ -79,9 +79,7 @@ class TrainEngine:
         check_parallel(shape, split.tp, split.pp)
         self.shape, self.device, self.split = shape, device, split
         self.reduce: Callable[[list[torch.Tensor]], None] = lambda _buffers: None
-        """Sums the flat gradient buffers over replicas in place; called once per update, after the replica's own
-        reduction.
-        """
+        """Sums the flat gradient buffers over replicas in place; called after the replica's own reduction."""
         model = build_model(shape, device, dtype, tp=split.tp, pp=split.pp, recompute=recompute)
         _mark_sharded(model, shape, split)
         self._rotary = Rotary(shape, device, dtype)
@@ -136,7 +134,6 @@ class TrainEngine:
         return self._optimizer.optimizer.state
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's flat float32 gradient buffers."""
         return [buffer.grad_data for buffer in self.ddp.buffers]
 
     def finite(self) -> bool:
@@ -235,7 +232,6 @@ class TrainEngine:
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
 
     def reclaim(self) -> None:
-        """Undo `release`, if needed."""
         state = self.state
         self._move_state(self.device)
         if state.mixed:
@@ -290,9 +286,7 @@ class EngineState:
 
     @torch.no_grad()
     def commit(self, step: int, updates: int) -> None:
-        """Declare the tensors the state after ``step`` and ``updates``: refresh weights from masters, and Adam's
-        counters.
-        """
+        """Make the tensors the state after ``step`` and ``updates``: refresh weights from masters, and Adam's counters."""
         self.step, self.updates = step, updates
         for counter in self._counters:
             counter.fill_(float(updates))

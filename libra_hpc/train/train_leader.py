@@ -57,7 +57,7 @@ SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
 SKIPPED_STEPS = 3
-"""Steps in a row without any finite gradient that end the run: one may be an accident of a batch, three are the policy.
+"""Steps in a row without any finite gradient that end the run: one is an accident of a batch, three are the policy.
 
 Half: two bad batches end a run. Double: more batches are wasted.
 """
@@ -163,7 +163,6 @@ class TrainLeader(Members):
         self._reports = [report for report in self._reports if report.step > step]
 
     def on_stop(self, reason: str) -> None:
-        """Finish early: save at the next step boundary."""
         self._stop_reason = reason
         self._wake.set()
 
@@ -317,9 +316,8 @@ class TrainLeader(Members):
         return here and self._exports.due(self.step, self._clock())
 
     async def _save(self) -> str | None:
-        """Save through one member, or through another when that one dies.
-
-        Returns "" when saved, None when the run cannot go on, else the reason of the failure.
+        """Save through one member, or through another when it dies: "" saved, None the run cannot go on, else the
+        failure.
         """
         while await self._membership():
             if self._state_step < self.step:
@@ -359,7 +357,7 @@ class TrainLeader(Members):
     async def _save_last(self) -> bool:
         """Save at the end of the run; False when that fails.
 
-        A stopped run has seconds. A finished one waits up to ``storage_s`` for room.
+        A stopped run has seconds; a finished one waits up to ``storage_s`` for room.
         """
         began, left = self._clock(), LAST_RETRIES
         while reason := await self._save():
