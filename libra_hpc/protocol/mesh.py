@@ -144,7 +144,10 @@ class FromReplica(msgspec.Struct, tag=True, frozen=True):
 
 
 class FormGeneration(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: these ranks train together from the next step boundary on; replaces earlier orders."""
+    """Coordinator -> train leader: these ranks train together from the next step boundary on.
+
+    It replaces an order that was not carried out yet.
+    """
 
     generation: int
     ranks: tuple[int, ...]

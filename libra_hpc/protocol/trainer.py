@@ -73,12 +73,6 @@ class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
-class LoadCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Replace weights and optimizer state by those in ``folder``: a checkpoint, or a snapshot."""
-
-    folder: str
-
-
 class Standby(msgspec.Struct, tag=True, frozen=True):
     """Leave the current group and free device memory that can be rebuilt; `Join` ends the standby."""
 
@@ -186,12 +180,6 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Since the start of the phase."""
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """The state was replaced; it is now that of ``step``."""
-
-    step: int
-
-
 class WorkerError(msgspec.Struct, tag=True, frozen=True):
     """A request failed; ``fatal``: the process is about to exit."""
 
@@ -203,20 +191,9 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, StopWorker]
+ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, Standby, StopWorker]
 FromWorker = Union[
-    WorkerReady,
-    Joined,
-    StepDone,
-    Exported,
-    StepFailed,
-    Saved,
-    SaveFailed,
-    ExportFailed,
-    Warned,
-    Alive,
-    Loaded,
-    WorkerError,
+    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, WorkerError
 ]
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)

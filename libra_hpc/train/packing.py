@@ -20,8 +20,8 @@ from .rotary import Table
 PADDED_COST = 1.5
 """Most padded attention cost of a block, relative to what its sequences need (quadratic in length).
 
-At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Unbounded, one
-4k sequence among 200-token ones dominates the step.
+At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Without a
+bound, one 4k sequence among 200-token ones dominates the step.
 """
 
 

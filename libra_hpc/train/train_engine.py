@@ -286,7 +286,7 @@ class EngineState:
 
     @torch.no_grad()
     def commit(self, step: int, updates: int) -> None:
-        """Make the tensors the state after ``step`` and ``updates``: refresh weights from masters, and Adam's counters."""
+        """Make the tensors the state after ``step`` and ``updates``: refresh weights and Adam's counters."""
         self.step, self.updates = step, updates
         for counter in self._counters:
             counter.fill_(float(updates))

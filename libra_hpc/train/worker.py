@@ -29,8 +29,6 @@ from libra_hpc.protocol.trainer import (
     ExportFailed,
     Join,
     Joined,
-    LoadCheckpoint,
-    Loaded,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -96,8 +94,6 @@ class Worker:
             self._export(message)
         elif isinstance(message, SaveCheckpoint):
             self._save(message)
-        elif isinstance(message, LoadCheckpoint):
-            self._load(message)
         elif isinstance(message, Standby):
             self._replicas.leave()
             self._engine.release()
@@ -172,16 +168,6 @@ class Worker:
             self._socket.send(SaveFailed(message.folder, message.step, str(error)))
             return
         self._socket.send(Saved(message.folder, message.step, time.monotonic() - begin))
-
-    def _load(self, message: LoadCheckpoint) -> None:
-        self._engine.reclaim()
-        try:
-            folder = folders.resolve(Path(message.folder))
-        except FileNotFoundError as error:
-            self._socket.send(WorkerError(str(error), fatal=False))
-            return
-        checkpoint.load_state(self._engine, folder)
-        self._socket.send(Loaded(self._engine.state.step))
 
 
 def main(arguments: list[str] | None = None) -> int:
