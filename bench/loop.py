@@ -29,8 +29,8 @@ from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
+from libra_hpc.runtime.rollout_service import RolloutService
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
@@ -71,7 +71,7 @@ class RolloutRun:
     def __init__(self, config: RunConfig, run: RunDir) -> None:
         self.mesh = LocalMesh()
         self.context = make_context(config, run, 2, self.mesh)
-        self.node, self.lead = RolloutNode(self.context), RolloutLead(self.context)
+        self.node, self.service = RolloutNode(self.context), RolloutService(self.context)
         self.requests: dict[str, Generate] = {}
         self.lengths: dict[str, int] = {}
         self.points: Rates = []
@@ -97,18 +97,18 @@ class RolloutRun:
                     self.lengths[generated.rid] = len(generated.tokens) // 4
                     self.tokens += self.lengths[generated.rid]
                 self.points.append((time.monotonic(), self.tokens))
-                self.lead.on_message(message)
+                self.service.on_message(message)
             case _:
-                self.lead.on_message(message)
+                self.service.on_message(message)
 
     async def run(self, batches: int) -> None:
         """Run to the last batch."""
-        report_task = asyncio.create_task(self.lead.run())
+        report_task = asyncio.create_task(self.service.run())
         await self.node.start()
         while len(self.batches) < batches:
             await asyncio.sleep(0.05)
         report_task.cancel()
-        await self.lead.stop()
+        await self.service.stop()
         await self.node.stop()
 
 

@@ -28,8 +28,8 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
+from libra_hpc.runtime.rollout_service import RolloutService
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
@@ -128,7 +128,7 @@ class Replayer:
         run = RunDir.create(folder, "engines")
         self._context = self._make_context(setup.config(folder / "none", 1, 2, 1, "least_loaded"), run)
         self._node = RolloutNode(self._context)
-        self._lead: RolloutLead | None = None
+        self._service: RolloutService | None = None
         self._up: dict[str, wire.EngineUp] = {}
         self._stats: dict[str, EngineStats] = {}
         self._seen: dict[str, int] = {}
@@ -168,10 +168,10 @@ class Replayer:
         self._asked, self._answers, self._done = {}, {}, asyncio.Event()
         before, load = dict(self._stats), os.getloadavg()[0]
         self._mark_steps()
-        self._lead = RolloutLead(self._make_context(config, run))
+        self._service = RolloutService(self._make_context(config, run))
         for up in self._up.values():
-            self._lead.on_message(up)
-        reports = asyncio.create_task(self._lead.run())
+            self._service.on_message(up)
+        reports = asyncio.create_task(self._service.run())
         try:
             await asyncio.wait_for(self._done.wait(), PATIENCE_S)
             await asyncio.sleep(SETTLE_S)
@@ -181,8 +181,8 @@ class Replayer:
             ) from error
         finally:
             reports.cancel()
-            await self._lead.stop()
-            self._lead = None
+            await self._service.stop()
+            self._service = None
         header, steps = self._new_steps()
         turns, makespan = self._match(run)
         idle = EngineStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
@@ -217,8 +217,8 @@ class Replayer:
                 self._stats[engine] = stats
             case wire.EngineUp(engine=engine):
                 self._up[engine] = message
-        if self._lead is not None:
-            self._lead.on_message(message)
+        if self._service is not None:
+            self._service.on_message(message)
 
     def _imposed(self, request: Any) -> Any:
         episode = request.rid.partition(":")[0]

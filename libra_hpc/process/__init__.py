@@ -1,1 +1,1 @@
-"""What the agent's dealings with processes share: deadlines on progress, and budgets of restarts."""
+"""Child processes of an agent: start and end, deadlines on progress, restart budgets, orphans, private folders."""

@@ -1,7 +1,7 @@
-"""Private folders of an agent on its node, and how those of agents that were killed are removed.
+"""Private folders of an agent on its node, and how those of killed agents are removed.
 
-Each folder names its owner's process id.  Whoever comes next cleans up: the next agent on the node, and the launcher
-once it has seen an agent end.
+Each folder names its owner's process id.  The next agent on the node removes orphans, and so does the launcher when it
+sees an agent end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ OWNER_FILE = "owner.pid"
 
 
 def _bases() -> tuple[Path, Path]:
-    """Where sockets and settings go, and where weight files and snapshots do."""
+    """Where sockets and settings go, and where weight files and snapshots go."""
     temporary = Path(tempfile.gettempdir())
     return temporary, Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else temporary
 
 
 def make_folders() -> tuple[Path, Path]:
-    """Make the private and the shared-memory folder of this agent, and remove those of own agents that were killed."""
+    """Make this agent's private and shared-memory folder, and remove those of own agents that were killed."""
     remove_orphans()
     made = []
     for base in _bases():
@@ -49,6 +49,5 @@ def orphans() -> list[Path]:
 
 
 def remove_orphans() -> None:
-    """Remove them."""
     for folder in orphans():
         shutil.rmtree(folder, ignore_errors=True)

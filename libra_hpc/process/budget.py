@@ -1,7 +1,6 @@
-"""A budget of restarts per time: a part that ends now and then is rebuilt for ever, one that keeps ending is not.
+"""A budget of restarts per time: a part that ends now and then is always rebuilt, one that keeps ending is not.
 
-A budget that resets when the part answers once is none: a process that comes up, works for a second and ends again
-would be rebuilt without end.
+The budget does not reset when the part answers: one that works for a second and ends would be rebuilt without end.
 
 Pure: times are seconds of any monotonic clock.
 """
@@ -12,8 +11,10 @@ from collections import deque
 
 RESTARTS = 5
 WINDOW_S = 300.0
-"""Five ends in five minutes (``deadlines.restarts``): single accidents are hours apart, a broken configuration ends
-a process every few seconds."""
+"""Five ends in five minutes (``deadlines.restarts``).
+
+Single accidents are hours apart; a broken configuration ends a process every few seconds.
+"""
 
 
 class RestartBudget:
@@ -32,10 +33,8 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Restarts inside the window at the last `spend`."""
         return len(self._at)
 
     @property
     def window_s(self) -> float:
-        """Length of the window in seconds."""
         return self._window_s

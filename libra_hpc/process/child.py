@@ -1,9 +1,10 @@
 """A child process of the agent and the Unix-domain socket between them.
 
-The agent listens on a socket in its private 0700 directory, starts the child in a process group of its own with a log
-file of its own, and accepts one connection.  Frames are those of `libra_hpc.protocol.codec`.  The child exits when the
-socket closes, so no engine outlives its agent; the agent ends a child by its own process group, and learns of a child's
-death from the kernel, not from silence.
+- Start -> a socket in the agent's 0700 folder, a process group and a log of its own; one connection is accepted.
+- The socket closes -> the child exits, so no engine outlives its agent.
+- The child ends -> the kernel reports it, and its whole process group gets SIGKILL.
+
+Frames are those of `libra_hpc.protocol.codec`.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 from .dump import DUMP_SIGNAL
 
 READ_BYTES = 1 << 20
+"""Per read of the socket: large enough to hide the call."""
 DUMP_S = 0.5
-"""From the request for stacks to SIGKILL: writing them takes milliseconds, and a stopped process writes none."""
+"""From the request for stacks to SIGKILL: writing them takes milliseconds."""
 LEAVE_S = 5.0
-"""From the closed socket to SIGKILL, when a child does not leave on its own."""
+"""From the closed socket to SIGKILL."""
 
 
 def _ignore_job_signals() -> None:
     """Run in the child before it becomes the engine; ignored signals stay ignored across exec.
 
-    Slurm sends a job's signals to every process of a step, and an engine that dies of the notice to save could not
-    save.
+    Slurm signals every process of a step, and an engine that dies of the notice to save could not save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Child:
-    """One engine process.  `on_message` and `on_exit` are called in the agent's loop; `on_exit` exactly once, after
-    the last message."""
+    """One engine process.
+
+    ``on_message`` and ``on_exit`` are called in the agent's loop; ``on_exit`` exactly once, after the last message.
+    """
 
     live: ClassVar[set[int]] = set()
     """Process ids of all children of this process that are not reaped."""
@@ -70,11 +73,10 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, 0 before the start."""
         return self._process.pid if self._process else 0
 
     async def start(self, argv: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """Start ``argv + ["--socket", path]``; messages sent before it connects are kept."""
+        """Start ``argv + ["--socket", path]``; messages sent before it connects wait."""
         with contextlib.suppress(FileNotFoundError):
             self.socket_path.unlink()
         self._server = await asyncio.start_unix_server(self._connected, str(self.socket_path))
@@ -99,9 +101,9 @@ class Child:
         self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     def send(self, message: Any) -> None:
-        """Send one message; to a child that is gone it is dropped (its `on_exit` tells the owner).
+        """Send one message, or drop it if the child is gone.
 
-        What a child does not read is kept until it is gone: the owner ends one that gives no sign of life.
+        What a child does not read waits: the owner ends one that gives no sign of life.
         """
         if self.ended:
             return
@@ -112,14 +114,12 @@ class Child:
             self._writer.write(frame)
 
     def kill(self) -> None:
-        """SIGKILL the child's process group."""
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end_hung(self) -> None:
-        """End a child that makes no progress: its threads' stacks go to its log (`dump_on_request`), then SIGKILL;
-        `on_exit` follows."""
+        """End a child that makes no progress: stacks into its log (`dump_on_request`), then SIGKILL."""
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, DUMP_SIGNAL)
@@ -127,8 +127,7 @@ class Child:
             self.kill()
 
     async def stop(self, leave_s: float = LEAVE_S) -> None:
-        """Close the socket, which tells the child to leave, and SIGKILL it when it does not; returns when the
-        process is gone."""
+        """Close the socket, SIGKILL a child that does not leave, and return when it is gone."""
         self.stopping = True
         if self._writer is not None:
             self._writer.close()

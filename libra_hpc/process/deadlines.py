@@ -1,16 +1,14 @@
 """Deadlines on progress: how long an operation may take before whoever waits for it must act.
 
-- Nothing measured yet under a name -> the limit is ``first_s``: imports, compilation and cold file systems are slow
-  once.
-- Measured -> ``factor`` times the longest of the last `WINDOW` durations, and never less than ``floor_s``.
-- Past half of its limit an operation is *late*: say so.  Past its limit it is *overdue*: dump stacks, end the process,
-  start another.
+- Nothing measured under a name -> the limit is ``first_s``: imports, compilation, cold file systems are slow once.
+- Measured -> ``factor`` times the longest of the last `WINDOW` durations, at least ``floor_s``.
+- Half of the limit has passed -> *late*: report it.
+- All of it has passed -> *overdue*: dump stacks, end the process, start another.
 - Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends.
 - `GIVE_UP` in a row -> the run fails.
-- The waiting process itself was stopped -> `discount` the stall: time in which nobody could read answers counts for
-  nobody.
+- The waiting process itself was stopped -> `discount` the stall.
 
-Pure: times are seconds of any monotonic clock, given as arguments.
+Pure: times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -21,24 +19,26 @@ from typing import NamedTuple, Protocol
 
 WINDOW = 32
 """Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after
-one."""
+it."""
 GIVE_UP = 4
-"""Operations of a name given up in a row that show that no limit will do: the last one had 8 times the first limit.
-Half: one slow start after another ends a run; double: nodes idle for days (128 times 900 s) before anybody is told."""
+"""Operations of a name given up in a row; the last had 8 times the first limit.
+
+Half: two slow starts end a run; double: nodes idle for days (128 times 900 s) before the run fails.
+"""
 
 
 STALL_S = 2.0
-"""A loop that wakes so much later than planned was kept from waking: its process was stopped, not busy."""
+"""A loop that wakes so much later than planned: its process was stopped, not busy."""
 
 
 def stall_of(slept_s: float, planned_s: float) -> float:
-    """Seconds for which this process was stopped while it slept; 0.0 for a loop that woke about as planned."""
+    """Seconds for which this process was stopped while it slept; 0.0 for a loop that woke as planned."""
     stall = slept_s - planned_s
     return stall if stall > STALL_S else 0.0
 
 
 class DeadlineLimits(Protocol):
-    """The three numbers of the module docstring; ``[deadlines]`` of a run file has them."""
+    """The numbers of the module docstring, as in ``[deadlines]`` of a run file."""
 
     @property
     def floor_s(self) -> float:
@@ -54,8 +54,6 @@ class DeadlineLimits(Protocol):
 
 
 class DeadlineSettings(NamedTuple):
-    """Limits that are no run file's."""
-
     floor_s: float = 60.0
     first_s: float = 900.0
     factor: float = 10.0
@@ -65,14 +63,14 @@ class Pending(NamedTuple):
     """An operation that has not ended."""
 
     name: str
-    """What kind of operation it is; durations are compared within a name."""
+    """Durations are compared within a name."""
     key: Hashable
     waited_s: float
     limit_s: float
 
     @property
     def sentence(self) -> str:
-        """For the log and the status: what is waited for, how long, and how long it may take."""
+        """What is waited for, how long, and its limit."""
         return f"{self.name} has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
 
 
@@ -94,18 +92,18 @@ class Deadlines:
         self._durations: dict[str, deque[float]] = {}
 
     def begin(self, name: str, key: Hashable, now: float, limit_s: float = 0.0) -> None:
-        """An operation starts; ``limit_s`` > 0 is a limit of its own, which counts where it is longer."""
+        """An operation starts; its own ``limit_s`` counts where it is longer."""
         self._began[key] = _Begun(name, now, limit_s, self._exceeded.get(name, 0))
 
     def end(self, key: Hashable, now: float) -> None:
-        """It ended, and its duration counts.  An unknown key is ignored: its answer came after it was given up."""
+        """It ended, and its duration counts; an unknown key was given up before."""
         found = self._began.pop(key, None)
         if found is not None:
             self._durations.setdefault(found.name, deque(maxlen=WINDOW)).append(max(0.0, now - found.at))
             self._exceeded.pop(found.name, None)
 
     def exceeded(self, key: Hashable) -> str:
-        """It was overdue and is given up.  Empty, or why the run is to fail: `GIVE_UP` of its name in a row.
+        """Give up an overdue operation; returns why the run is to fail, if so.
 
         Operations that began under the same limit count once: the engines of a node start together.
         """
@@ -121,25 +119,22 @@ class Deadlines:
         return f"{times}; raise deadlines.first_s if it needs longer"
 
     def forget(self, key: Hashable) -> None:
-        """It is not waited for any more, and its duration says nothing."""
+        """Wait for it no more; its duration does not count."""
         self._began.pop(key, None)
 
     def clear(self) -> None:
-        """Nothing is waited for any more."""
         self._began.clear()
 
     def limit(self, name: str) -> float:
-        """Seconds an operation of this name may take."""
         durations = self._durations.get(name)
         seconds = self._settings.factor * max(durations) if durations else self._settings.first_s
         return max(self._settings.floor_s, seconds) * 2.0 ** self._exceeded.get(name, 0)
 
     def discount(self, seconds: float) -> None:
-        """The waiting process was stopped for so long."""
         self._began = {key: begun._replace(at=begun.at + seconds) for key, begun in self._began.items()}
 
     def pending(self, now: float, share: float = 1.0) -> list[Pending]:
-        """Operations that have used up this share of their limit, the longest waiting first: 1.0 overdue, 0.5 late."""
+        """Operations that have used up this share of their limit (0.5: late), the longest waiting first."""
         found = []
         for key, begun in self._began.items():
             limit = max(self.limit(begun.name), begun.own_s)

@@ -1,4 +1,4 @@
-"""Stacks of all threads on request: how a process that hangs tells where, in its own log, before it is ended."""
+"""Stacks of all threads on request: a process that hangs writes them into its log before it is ended."""
 
 from __future__ import annotations
 
@@ -10,6 +10,5 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 
 def dump_on_request() -> None:
-    """Write the stacks of all threads to stderr at `DUMP_SIGNAL`.  The C handler needs no Python to run, so a
-    blocked interpreter answers too."""
+    """Write the stacks of all threads to stderr at `DUMP_SIGNAL`, also while the interpreter is blocked."""
     faulthandler.register(DUMP_SIGNAL, all_threads=True)

@@ -1,8 +1,7 @@
 """How an engine or an agent ends: at once, without Python taking itself apart.
 
-With torch and vLLM in memory that takes one to five seconds on a busy core, and whoever stops engines waits for it: a
-cancelled run, whose time is short, and one whose ranks are repartitioned.  What is to be closed has been closed by
-then; memory, devices and sockets go with the process.
+With torch and vLLM in memory that takes one to five seconds on a busy core, for which a cancelled or repartitioned run
+waits.  What must be closed has been closed by then; memory, devices and sockets go with the process.
 """
 
 from __future__ import annotations

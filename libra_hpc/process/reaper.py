@@ -1,12 +1,10 @@
-"""Processes that outlive whoever started them: how nothing below this process escapes (Linux, standard library alone).
+"""Ends processes that outlive whoever started them, so that nothing below this process escapes (Linux).
 
-A process whose parent ends becomes the child of its nearest ancestor that is a *subreaper*, whatever session or group
-it has moved to.
+A process whose parent ends becomes the child of its nearest ancestor that is a *subreaper*, whatever its session.
 
-- `become_subreaper` once, at the start -> what is left of children that die comes here and not to init.
-- `end_children` -> all children but those to spare are killed and reaped, and the children that come up in their place.
-- `end_strangers` -> one round of the same, where a process has children of its own: those it names and those of its
-  session are spared.
+- `become_subreaper`, once at the start -> what is left of children that die comes here and not to init.
+- `end_children` -> all children but those to spare are killed and reaped, and those that come up in their place.
+- `end_strangers` -> one round of the same, sparing the children it names and those of this session.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def become_subreaper() -> None:
 
 
 def children() -> set[int]:
-    """Ids of this process's children, those included that have ended and are not reaped."""
+    """Ids of this process's children, ended ones that are not reaped included."""
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -46,7 +44,7 @@ def children() -> set[int]:
 
 
 def _children_by_scan() -> set[int]:
-    """The same from the parents of all processes, in about 10 us for each on the machine."""
+    """The same from the parents of all processes; about 10 us for each on the machine."""
     found: set[int] = set()
     for name in os.listdir("/proc"):
         try:
@@ -60,7 +58,6 @@ def _children_by_scan() -> set[int]:
 
 
 def descendants() -> set[int]:
-    """Ids of all processes below this one."""
     found: set[int] = set()
     new = children()
     while new:
@@ -81,8 +78,7 @@ def _children_of(pid: int) -> set[int]:
 def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
     """Kill and reap everything below this process, a subreaper; False if something is left after ``limit_s`` seconds.
 
-    Children in ``spared`` go on with all that is below them; they are not reaped, since whoever started them waits for
-    them.
+    Children in ``spared`` go on, with all below them: whoever started them waits for them.
     """
     deadline = time.monotonic() + limit_s
     while left := [pid for pid in children().difference(spared) if not _reaped(pid)]:
@@ -95,11 +91,11 @@ def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
 
 
 def end_strangers(known: Collection[int]) -> list[int]:
-    """Kill every child that is neither known nor of this process's session, and reap those that have ended.
+    """Kill and reap, in one round, children that are neither in ``known`` nor of this process's session.
 
-    Returns the ids of the killed.  One round, without waiting: the children of a killed stranger come up in its place,
-    so call it again until it returns none.  Never call it while a child is being started whose id is not known yet.
-    A process cannot enter the session of another, so what a tool left behind is never of this one.
+    Returns the killed.  Their children come up in their place: call it until it returns none.  Never call it while a
+    child is being started whose id is not known yet.  No process can enter another's session, so what a tool left is
+    not of it.
     """
     session, killed = os.getsid(0), []
     for pid in children().difference(known):
@@ -121,7 +117,6 @@ def _kill(pid: int) -> bool:
 
 
 def _reaped(pid: int) -> bool:
-    """Reap a child that has ended; False while it has not."""
     try:
         return os.waitpid(pid, os.WNOHANG | _WALL)[0] == pid
     except ChildProcessError:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 MAX_STARTS = 3
-"""An engine that dies this often without ever becoming ready will not come up: once may be an accident of the node,
-thrice is the configuration."""
+"""Starts of an engine that never became ready: once may be an accident of the node, thrice is the configuration."""
 
 
 def engine_environment(base: Mapping[str, str], device: str, first: int, count: int, threads: int) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""The node agent: one MPI rank per node, the process Slurm starts.
+"""The node agent: one MPI rank per node, the process that Slurm starts.
 
-Thin on purpose: asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an
-engine.  Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`); rank 0 is also the coordinator, the
-lowest training rank the train leader, the lowest rollout rank the rollout leader.  All parts run in one event loop and
-talk through the mesh, also where they share a process.
+It uses asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.
+
+- Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`).
+- Rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout leader.
+- All parts run in one event loop and talk through the mesh, also where they share a process.
 
 ``python -m libra_hpc.runtime.agent --run RUN_DIR --attempt N``
 """
@@ -20,7 +21,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,32 +36,32 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train import state_folders as folders
-from libra_hpc.train.train_leader import DataOrder, TrainLeader
+from libra_hpc.train.train_leader import TrainLeader
 
 from .agent_context import AgentContext
-from .attempt import complete_checkpoint, remove_old, whole_start_state
+from .attempt import whole_start_state
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
 from .mesh import Mesh
 from .rank_layout import RankLayout, check_world
-from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
-from .routes import Routes, add_engines, add_rollout_lead, add_train_leader
+from .rollout_service import RolloutService
+from .routes import Routes, add_engines, add_rollout_service, add_train_leader
+from .train_leader_setup import fresh_rendezvous, make_train_leader
 from .train_node import TrainNode
 from .world import NoWorld, World, meet
 
 HEARTBEAT_S = 1.0
+"""Between two heartbeats."""
 REAP_S = 1.0
-"""Between two looks for processes that were left behind."""
+"""Between two searches for processes that were left behind."""
 GOODBYE_S = 5.0
+"""For the last messages of a leaving agent to reach the kernel."""
 
 log = logging.getLogger("libra_hpc.agent")
 
 
 class Agent:
-    """All parts of one node."""
-
     def __init__(self, world: World, config: RunConfig, layout: RankLayout, run: RunDir, attempt: int) -> None:
         self.mesh = Mesh(world, self._on_message)
         self.layout, self.run_dir, self.attempt = layout, run, attempt
@@ -71,7 +71,7 @@ class Agent:
         self.context: AgentContext | None = None
         self.coordinator: Coordinator | None = None
         self.train_leader: TrainLeader | None = None
-        self.rollout_lead: RolloutLead | None = None
+        self.rollout_service: RolloutService | None = None
         self.rollout_node: RolloutNode | None = None
         self.train_node: TrainNode | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -81,7 +81,7 @@ class Agent:
         self._early_signals: list[str] = []
         """Notices that came while rank 0 still read its checkpoint."""
         self._rendezvous: Path | None = None
-        """Train leader only: its folder for the meeting points of generations."""
+        """Train leader only: its folder of rendezvous files."""
         self._routes = Routes()
         self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.Roles, self._on_roles)
@@ -91,8 +91,10 @@ class Agent:
         self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
-        """Serve until the coordinator says stop; True when the run completed or starts again (rank 0), or this node
-        was not at fault (others)."""
+        """Serve until the coordinator stops the run.
+
+        True where the run completed or restarts (rank 0), or this node was not at fault (others).
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -121,22 +123,20 @@ class Agent:
         self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
 
     # --- life
-    # ----------------------------------------------------------------------------------------------
 
     def _enter(self, start: wire.Welcome) -> None:
-        """The attempt's start state is known: build the parts of this node."""
         if self.context is not None:
             return
         context = AgentContext(
-            self.rank,
-            self.layout,
-            self.config,
-            self.run_dir,
-            self.attempt,
-            self.mesh.send,
-            start,
-            self.private,
-            self.shared_memory,
+            rank=self.rank,
+            layout=self.layout,
+            config=self.config,
+            run=self.run_dir,
+            attempt=self.attempt,
+            send=self.mesh.send,
+            start=start,
+            private=self.private,
+            shared_memory=self.shared_memory,
         )
         self.context = context
         if context.component != "planner":
@@ -145,50 +145,17 @@ class Agent:
             self._spawn(self.rollout_node.watch())
             self._spawn(self.train_node.watch())
             if self.rank == self.layout.train_leader:
-                self.train_leader = self._make_train_leader(context)
-                add_train_leader(self._routes, self.train_leader, self.train_node, self.rank, self.mesh.send)
+                self._rendezvous = fresh_rendezvous(context)
+                self.train_leader = make_train_leader(context, self._rendezvous)
+                add_train_leader(self._routes, self.train_leader, self.train_node, rank=self.rank, send=self.mesh.send)
                 self._training = self._spawn(self.train_leader.run())
             if self.rank == self.layout.rollout_leader:
-                self.rollout_lead = RolloutLead(context)
-                add_rollout_lead(self._routes, self.rollout_lead)
-                self._spawn(self.rollout_lead.run())
-
-    def _make_train_leader(self, context: AgentContext) -> TrainLeader:
-        config, start = self.config, context.start
-        # Of this start alone: a killed one leaves meeting points behind that would be met again.
-        shutil.rmtree(self.run_dir.rendezvous, ignore_errors=True)
-        self._rendezvous = rendezvous = self.run_dir.rendezvous / f"attempt-{self.attempt}-{os.getpid()}"
-        rendezvous.mkdir(parents=True)
-        self.run_dir.checkpoints.mkdir(exist_ok=True)
-
-        async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
-            records = tuple(
-                folders.StepRecord(report.step, report.t, dict(report.metrics.columns())) for report in reports
-            )
-            position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
-            # A shared file system may take a minute for any of this, and this loop has heartbeats to send.
-            await asyncio.to_thread(complete_checkpoint, self.run_dir.checkpoint(step), position)
-            context.log("checkpoint_saved", step=step)
-            asyncio.get_running_loop().run_in_executor(None, remove_old, self.run_dir, config.checkpoint.keep)
-
-        order = DataOrder(start.low, start.extra)
-        leader = self.layout.rollout_leader
-        return TrainLeader(
-            config,
-            self.rank,
-            start.step,
-            order,
-            self.mesh.send,
-            leader,
-            lambda: context.receivers,
-            saved,
-            rendezvous=rendezvous,
-            checkpoints=self.run_dir.checkpoints,
-        )
+                self.rollout_service = RolloutService(context)
+                add_rollout_service(self._routes, self.rollout_service)
+                self._spawn(self.rollout_service.run())
 
     async def _leave(self) -> None:
-        """End the engines, then the tasks; the folders of this agent go with it."""
-        stops = [part.stop() for part in (self.rollout_lead, self.rollout_node, self.train_node) if part is not None]
+        stops = [part.stop() for part in (self.rollout_service, self.rollout_node, self.train_node) if part is not None]
         await asyncio.gather(*stops)
         await self.mesh.drain(GOODBYE_S)
         for task in self._tasks:
@@ -210,12 +177,18 @@ class Agent:
             if 0 in unreachable:
                 # Only rank 0 can take this node back, so it must hear that messages to it were lost.
                 self.mesh.reopen(0)
-            component = self.layout.components[self.rank]
-            self.mesh.send(0, wire.Heartbeat(self.rank, component, engines, pids, version, unreachable))
+            beat = wire.Heartbeat(
+                self.rank,
+                self.layout.components[self.rank],
+                engines=engines,
+                pids=pids,
+                version=version,
+                unreachable=unreachable,
+            )
+            self.mesh.send(0, beat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _outlive_coordinator(self) -> None:
-        """Leave once the coordinator is gone, but not before training has saved."""
         await self._watch.gone()
         if self.train_leader is not None and self._training is not None:
             self.train_leader.on_stop("the coordinator was lost")
@@ -225,7 +198,7 @@ class Agent:
         self._stop.set()
 
     async def _reap(self) -> None:
-        """End what outlived a child of this agent: a host that was killed leaves the processes its tools started."""
+        """End what outlived a child of this agent: the processes that a killed host's tools started."""
         become_subreaper()
         while True:
             await asyncio.sleep(REAP_S)
@@ -233,7 +206,7 @@ class Agent:
                 end_strangers(Child.live)
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An exception that no task of ours is waiting for ends the run, with its traceback in this agent's log."""
+        """End the run for an exception that no task waits for; its traceback is in this agent's log."""
         error = context.get("exception")
         if isinstance(error, Exception):
             self._fail(context["message"], error)
@@ -241,8 +214,10 @@ class Agent:
             log.error("%s", context["message"], exc_info=error)
 
     def _fail(self, what: str, error: BaseException) -> None:
-        """A defect of ours: traceback into this agent's log, the reason to the coordinator, which ends the run, or
-        restarts it after a file system's fault."""
+        """Log a defect with its traceback and send its reason to the coordinator.
+
+        The coordinator ends the run, or restarts it after a fault of a file system.
+        """
         log.error("%s", what, exc_info=error)
         self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}", restart=isinstance(error, OSError)))
 
@@ -271,7 +246,6 @@ class Agent:
             self._early_signals.append(name)
 
     # --- messages
-    # ----------------------------------------------------------------------------------------------
 
     def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
         if source == 0:
@@ -295,17 +269,16 @@ class Agent:
         self.mesh.forget(lost.rank)
         if self.train_leader is not None:
             self.train_leader.on_replica_down(lost.rank, "node lost")
-        if self.rollout_lead is not None:
-            self.rollout_lead.leader.on_rank_lost(lost.rank)
+        if self.rollout_service is not None:
+            self.rollout_service.leader.on_rank_lost(lost.rank)
 
     def _on_lost_message(self, rank: int, message: Any) -> None:
-        """Rank 0 only: a rank that was declared lost is heard again."""
         if isinstance(message, wire.Heartbeat) and self.coordinator is not None:
             self.mesh.remember(rank)
             self.coordinator.on_back(rank)
 
     async def _reset(self) -> None:
-        """This node was declared lost and is taken back: its engines end, and it begins as a new one."""
+        """End the engines and begin as a new node: this one was declared lost and is readmitted."""
         log.warning("this node was declared lost: ending its engines and starting again")
         await asyncio.gather(*(part.reset() for part in (self.rollout_node, self.train_node) if part is not None))
         self.mesh.remember(0)
@@ -317,7 +290,6 @@ class Agent:
 
 
 def main() -> None:
-    """Entry point of ``python -m libra_hpc.runtime.agent``."""
     parser = argparse.ArgumentParser(prog="libra-hpc node agent")
     parser.add_argument("--run", required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -339,12 +311,12 @@ def main() -> None:
         _refuse(run, arguments.attempt, world.rank, error)
     if world.rank == 0:
         run.met(arguments.attempt).touch()
-    good = asyncio.run(Agent(world, config, layout, run, arguments.attempt).run())
+    good = asyncio.run(Agent(world, config, layout, run, attempt=arguments.attempt).run())
     leave(0 if good else 1)
 
 
 def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoReturn:
-    """End before there is a coordinator; rank 0 leaves the verdict."""
+    """End before there is a coordinator; rank 0 writes the result."""
     log.error("%s", error)
     if rank == 0:
         run.write_json(

@@ -1,4 +1,4 @@
-"""What every part of a node agent shares: identity, configuration, folders, and the way to send and to log."""
+"""What every part of a node agent shares: identity, configuration, folders, sending and logging."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ Send = Callable[..., None]
 
 @dataclass
 class AgentContext:
-    """One agent's surroundings."""
-
     rank: int
     layout: RankLayout
     config: RunConfig
@@ -30,26 +28,22 @@ class AgentContext:
     send: Send
     start: Welcome
     private: Path
-    """0700, for sockets and engine configurations; short, because a Unix socket's path may have 107 bytes."""
+    """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
     shared_memory: Path
-    """0700, in /dev/shm where there is one: weight files and training snapshots."""
+    """Mode 0700, in /dev/shm where there is one: weight files and training snapshots."""
     receivers: tuple[int, ...] = field(default=())
-    """Ranks that get new weights, as the coordinator last said."""
+    """Ranks that get new weights, from the coordinator's last `Roles`."""
 
     @property
     def component(self) -> str:
-        """This node's component."""
         return self.layout.components[self.rank]
 
     @property
     def logs(self) -> Path:
-        """Log folder of this attempt."""
         return self.run.logs(self.attempt)
 
     def log(self, kind: str, **fields: Any) -> None:
-        """Send one record to the event log."""
         self.send(0, Log(kind, time.time(), fields))
 
-    def tell_leader(self, message: MeshMessage) -> None:
-        """Send to the rollout leader."""
+    def send_to_rollout_leader(self, message: MeshMessage) -> None:
         self.send(self.layout.rollout_leader, message)

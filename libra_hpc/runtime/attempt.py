@@ -1,8 +1,7 @@
-"""Where an attempt starts, what it forgets of the one before, and the policy it leaves: rank 0's dealings with the run
-directory at both ends.
+"""Where an attempt starts, and the policy it leaves: what rank 0 reads and writes in the run directory at both ends.
 
-An attempt goes on from the newest complete checkpoint.  Whatever was done after that is done again, so nothing of it
-may count.
+An attempt goes on from the newest complete checkpoint.  What was done after that is done again and must not count
+twice.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import state_folders as folders
 
 
-def forget_steps_after(run: RunDir, step: int) -> None:
+def drop_steps_after(run: RunDir, step: int) -> None:
     """Make the metrics those of the checkpoint that this attempt starts from: one line for every step up to it.
 
-    - A step beyond it is trained again -> its line is dropped.
-    - A step up to it has no line, because the coordinator ended too early -> the line comes from the checkpoint.
+    - A line of a later step -> dropped, because the step is trained again.
+    - An earlier step without a line, because the coordinator ended too early -> its line comes from the checkpoint.
     """
     lines: dict[int, dict[str, Any]] = {}
     for line in read_lines(run.metrics):
@@ -46,7 +45,6 @@ def _reports(run: RunDir, step: int) -> tuple[folders.StepRecord, ...]:
 
 
 def copy_policy(source: Path, destination: Path) -> None:
-    """Replace the folder of a policy; the new one appears whole."""
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)
@@ -55,10 +53,7 @@ def copy_policy(source: Path, destination: Path) -> None:
 
 
 def start_state(run: RunDir) -> Welcome:
-    """Where an attempt would start: the newest complete checkpoint of the run, or the beginning.
-
-    Weights are not read, so this is fast.
-    """
+    """Where an attempt would start: the newest complete checkpoint, or the beginning.  Reads no weights."""
     for step, folder in reversed(run.complete_checkpoints()):
         position, _ = _position(step, folder)
         if position is not None:
@@ -67,10 +62,10 @@ def start_state(run: RunDir) -> Welcome:
 
 
 def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
-    """Where an attempt starts: the newest checkpoint of which every byte is as it was written, or the beginning.
+    """Where an attempt starts: the newest checkpoint whose bytes are all as written, or the beginning.
 
-    Newer ones that are damaged are moved aside and returned, as step and sentence.  For rank 0 alone, before anybody
-    writes; reads whole checkpoints, which takes minutes for large ones.
+    Moves newer, damaged ones aside and returns them as step and sentence.  For rank 0 alone, before anybody writes;
+    takes minutes for large checkpoints.
     """
     damaged: list[tuple[int, str]] = []
     if run.checkpoints.exists():
@@ -87,7 +82,7 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
 
 
 def complete_checkpoint(folder: Path, position: folders.DataPosition) -> None:
-    """Give a saved state its data position, if it has none yet; raises `OSError`, and the state is then removed."""
+    """Give a saved state its data position, if it has none; raises `OSError`, and the state is then removed."""
     with contextlib.suppress(OSError, ValueError):
         if folders.read_position(folder).step == position.step:
             return
@@ -102,7 +97,6 @@ def complete_checkpoint(folder: Path, position: folders.DataPosition) -> None:
 
 
 def remove_old(run: RunDir, keep: int) -> None:
-    """Remove all but the newest complete checkpoints."""
     # The next checkpoint comes here again.
     with contextlib.suppress(OSError):
         for _, old in run.complete_checkpoints()[:-keep]:

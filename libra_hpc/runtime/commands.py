@@ -1,5 +1,7 @@
-"""Command lines of the processes below the agents: the one place where a dry run (``run.engine = "simulated"``)
-differs from a real run."""
+"""Command lines of an agent's child processes.
+
+Here alone a dry run (``run.engine = "simulated"``) differs from a real one.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,25 @@ from libra_hpc.tasks.settings import host_settings as real_settings
 
 
 def engine_command(config: RunConfig, component: str, settings: Path) -> list[str]:
-    """A rollout engine on a node of ``component``; ``settings`` holds its `EngineConfig`.  All three go without
-    their ``--socket``."""
-    return _command(config, component, "libra_hpc.rollout.engine", "libra_hpc.simulated.engine_process", settings)
+    """A rollout engine on a node of ``component``; ``settings`` holds its `EngineConfig`."""
+    return _command(
+        config,
+        component,
+        real="libra_hpc.rollout.engine",
+        simulated="libra_hpc.simulated.engine_process",
+        settings=settings,
+    )
 
 
 def trainer_command(config: RunConfig, component: str, settings: Path) -> list[str]:
     """One process of a training replica; ``settings`` holds its `WorkerConfig`."""
-    return _command(config, component, "libra_hpc.train.worker", "libra_hpc.simulated.trainer_process", settings)
+    return _command(
+        config,
+        component,
+        real="libra_hpc.train.worker",
+        simulated="libra_hpc.simulated.trainer_process",
+        settings=settings,
+    )
 
 
 def host_command(config: RunConfig, settings: Path) -> list[str]:

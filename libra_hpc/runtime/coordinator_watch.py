@@ -1,11 +1,10 @@
-"""Whether the coordinator lives, as every other agent sees it.
+"""Whether the coordinator lives, from the view of every other agent.
 
-- Silent for `QUIET_S` -> ask what the launcher saw; its process ended -> gone.
-- Silent for `ORPHAN_S` -> gone, whatever the launcher saw; before its first word `FIRST_WORD_S`.
+- Silent for `QUIET_S` -> read what the launcher saw; its process ended -> gone.
+- Silent for `ORPHAN_S`, before its first message `FIRST_WORD_S` -> gone, whatever the launcher saw.
 - This process was stopped itself -> that time is no silence of the coordinator.
 
-Once it is gone, training saves at its next step boundary, so that the restart loses no step; training nodes stay for
-it.
+Once it is gone, training saves at its next step boundary and training nodes stay for that, so that no step is lost.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from libra_hpc.process.deadlines import stall_of
 
 from .liveness import read_gone
 
-LOOK_S = 1.0
+CHECK_S = 1.0
+"""Between two checks."""
 ORPHAN_S = 90.0
-"""The coordinator repeats the roles every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle so
-much longer."""
+"""Roles come every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle longer."""
 FIRST_WORD_S = 1800.0
-"""Before its first word the coordinator reads a whole checkpoint, which takes minutes for a large one."""
+"""Before, the coordinator reads a whole checkpoint, which takes minutes for a large one."""
 QUIET_S = 5.0
-"""A file look-up, so not every second."""
+"""Asking what the launcher saw costs a file look-up, so not every second."""
 FIRST_QUIET_S = 20.0
-"""Without a word yet its process is not known: what the launcher notes late may be of the start before."""
+"""Before the first message its process id is unknown, and a late note may be of the start before."""
 SAVE_S = 60.0
-"""How long training may take to save once the coordinator is gone."""
+"""For training to save once the coordinator is gone."""
 
 log = logging.getLogger("libra_hpc.agent")
 
@@ -44,15 +43,13 @@ class CoordinatorWatch:
         self._pid = 0
 
     def heard(self, pid: int = 0) -> None:
-        """The coordinator said something; its first word names its process."""
         self._heard_at, self._pid = time.monotonic(), pid or self._pid
 
     async def gone(self) -> None:
-        """Return once the coordinator is gone."""
         while True:
             before = time.monotonic()
-            await asyncio.sleep(LOOK_S)
-            self._heard_at += stall_of(time.monotonic() - before, LOOK_S)
+            await asyncio.sleep(CHECK_S)
+            self._heard_at += stall_of(time.monotonic() - before, CHECK_S)
             silent_s = time.monotonic() - self._heard_at
             if silent_s > (ORPHAN_S if self._pid else FIRST_WORD_S):
                 log.error("no word from the coordinator for %.0f s: leaving", silent_s)
@@ -62,17 +59,16 @@ class CoordinatorWatch:
                 return
 
     async def save(self, training: asyncio.Task[object]) -> None:
-        """The train leader's agent: wait until training, which was told to stop, has saved."""
+        """The train leader's agent: wait until training has saved."""
         await asyncio.wait({training}, timeout=SAVE_S)
 
     async def stay(self, train_leader: int) -> None:
         """Another training node's agent: stay until the train leader's has left."""
         deadline = time.monotonic() + SAVE_S
         while time.monotonic() < deadline and not await self._ended(train_leader):
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     async def _ended(self, rank: int, pid: int = 0) -> bool:
-        """Whether the launcher saw the end of a rank, of process ``pid`` where that is known; in a thread, for the
-        file system may hang."""
+        """Whether the launcher saw the end of a rank, of process ``pid`` where that is given."""
         found = (await asyncio.to_thread(read_gone, self._prefix)).get(rank)
         return found is not None and pid in (0, found)

@@ -1,8 +1,8 @@
-"""The planner's decisions as events: every one that says something new, with inputs, candidates and reason, and
-afterwards what a move brought.
+"""The planner's decisions as events, and afterwards what a move brought.
 
-Most looks end in the same hold.  A hold whose reason differs from the last one's in its figures only is counted; the
-count is written (``held``) once the reason changes.
+- A decision -> ``decision``, with inputs, candidates and reason.
+- A hold whose reason differs from the last one's in figures only -> counted; ``held`` has the count when that ends.
+- A move was measured -> ``move_judged``, with the predicted and the realised gain.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ class DecisionLog:
     def __init__(self, planner: Planner, event: Callable[..., None]) -> None:
         self.last: DecisionStatus | None = None
         self._planner, self._event = planner, event
-        self._judged = 0
+        self._logged_outcomes = 0
         self._repeats = 0
 
-    def look(self, decision: PlanDecision, now: float) -> None:
-        """One look at the plan."""
-        self._judge()
+    def add(self, decision: PlanDecision, now: float) -> None:
+        self._log_outcomes()
         before = self.last
         same = (
             before is not None
             and decision.action == "hold" == before.action
-            and _class(decision.reason) == _class(before.reason)
+            and _without_figures(decision.reason) == _without_figures(before.reason)
         )
         if not same:
             self.close()
@@ -56,14 +55,12 @@ class DecisionLog:
         self.last = DecisionStatus(**msgspec.structs.asdict(decision), at=now, looks=self._repeats + 1)
 
     def close(self) -> None:
-        """Write how often the last decision was repeated."""
         if self.last is not None and self._repeats:
             self._event("held", looks=self._repeats, reason=self.last.reason)
         self._repeats = 0
 
-    def _judge(self) -> None:
-        """Write what moves brought, as far as it is measured since the last look."""
-        for outcome in self._planner.outcomes[self._judged :]:
+    def _log_outcomes(self) -> None:
+        for outcome in self._planner.outcomes[self._logged_outcomes :]:
             fields: dict[str, Any] = {
                 "at": outcome.at,
                 "to": outcome.direction.removeprefix("to_"),
@@ -71,7 +68,7 @@ class DecisionLog:
                 "nodes": outcome.count,
             }
             self._event("move_judged", **fields, predicted_gain_s=outcome.predicted, realised_gain_s=outcome.realised)
-        self._judged = len(self._planner.outcomes)
+        self._logged_outcomes = len(self._planner.outcomes)
 
 
 def predicted_gain(decision: PlanDecision) -> float | None:
@@ -80,5 +77,5 @@ def predicted_gain(decision: PlanDecision) -> float | None:
     return None if decision.action == "hold" or "after_s" not in numbers else numbers["batch_s"] - numbers["after_s"]
 
 
-def _class(reason: str) -> str:
+def _without_figures(reason: str) -> str:
     return FIGURE.sub("#", reason)

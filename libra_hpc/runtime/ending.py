@@ -1,12 +1,12 @@
 """How a run ends: pure, from what happened, with time as an argument.
 
 - Training has saved the last step -> completed.
-- A notice of Slurm, or a run directory that takes nothing -> save and stop within the time that is left; cancelled, or
-  failed with the reason.
+- A notice of Slurm, or a run directory that takes no writes -> save and stop in the time that is left; cancelled or
+  failed.
 - A repartition or the loss of a leader -> restarting, from the checkpoint saved for it or from the newest one.
 - Anything else that the run cannot go on with -> failed.
 
-What asks for a stop wins over a restart: nobody who cancels a job wants it to begin again.
+A stop wins over a restart: nobody who cancels a job wants it to begin again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ class Ending:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to save and stop."""
         return self._deadline is not None
 
     def end(self, state: str, message: str) -> None:
-        """The run is over."""
         if not self.over:
             self.state, self.message, self.over = state, message, True
 
@@ -42,29 +40,29 @@ class Ending:
             self._stop_state, self._stop_reason = state, f"{reason}; "
         self.message = f"{reason}: saving and stopping"
 
-    def finished(self, step: int, again: bool, now: float) -> None:
-        """Training has ended and ``step`` is saved; ``again``: a repartition was ordered."""
+    def finished(self, step: int, repartition: bool, now: float) -> None:
+        """Training has ended and ``step`` is saved; ``repartition``: one was ordered."""
         saved = f"step {step} is saved"
         if self.stopping:
             self.end(self._stop_state, f"{self._stop_reason}{saved}")
         elif step >= self._steps:
             self.end("completed", saved)
-        elif again or self.recovery.reason:
+        elif repartition or self.recovery.reason:
             self.end("restarting", saved)
         else:
             # Its leader did not hear rank 0 for so long that it took it for lost.
-            self.restart("training stopped without having been told to", now)
+            self.restart("training stopped without an order to", now)
 
     def fatal(self, sentence: str, restart: bool, now: float) -> None:
         """A part cannot go on; ``restart``: all ranks may, from the newest checkpoint."""
         if (restart or self.recovery.reason) and not self.stopping:
-            # What could not be saved on the way to a restart is in no way lost: there is an older checkpoint.
+            # A step that could not be saved before a restart loses nothing more: there is an older checkpoint.
             self.restart(self.recovery.reason or sentence, now)
         else:
             self.end("failed", sentence)
 
     def restart(self, sentence: str, now: float) -> None:
-        """All ranks restart from the newest checkpoint, if one is left and the run is not to stop anyway."""
+        """Restart all ranks from the newest checkpoint, if a restart is left and the run is not stopping anyway."""
         if self.stopping:
             self.end(self._stop_state, f"{sentence}; the last checkpoint stands")
         elif self.recovery.start(sentence, now):
@@ -73,7 +71,7 @@ class Ending:
             self.end("failed", f"{sentence}, and {self.recovery.exhausted}; continue with --resume")
 
     def save_and_restart(self, sentence: str, now: float) -> bool:
-        """As `restart`, once training has saved; False where that is not to be."""
+        """As `restart`, once training has saved; False where there is nothing to wait for."""
         if self.stopping or not self.recovery.start(sentence, now):
             self.restart(sentence, now)
             return False
@@ -81,7 +79,6 @@ class Ending:
         return True
 
     def check(self, now: float) -> None:
-        """What time alone brings about."""
         if self._deadline is not None and now > self._deadline:
             self.end(
                 self._stop_state,

@@ -12,7 +12,7 @@ from .agent_context import AgentContext
 
 
 def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile | None) -> EngineConfig:
-    """Settings of engine ``name``; ``newest`` is the newest weight file this node has.  Reads the run directory."""
+    """Settings of engine ``name``; ``newest`` is the newest weight file of this node.  Reads the run directory."""
     config = context.config
     step, model = _saved_policy(context)
     return config_for_run(
@@ -27,8 +27,7 @@ def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile 
 
 
 def _saved_policy(context: AgentContext) -> tuple[int, str]:
-    """Step and folder of the policy to begin with: the start's, or the newest one once that checkpoint has made room
-    for others."""
+    """Step and folder of the policy to begin with: the start's, or the newest one when that checkpoint is gone."""
     start = context.start
     if (
         start.checkpoint

@@ -1,12 +1,11 @@
-"""How long the engines of a node may make no progress: start, weight update, waking, and between these a sign of life.
+"""How long the engines of a node may make no progress: start, weight update, waking, and silence in between.
 
-- `EngineWatch.began` -> the operation has the limit of `Deadlines`, by the durations of the node's engines.  Silence
-  meanwhile is no fault.
-- No operation in flight -> any message is a sign of life; engines send `EngineStats` at least once a second, idle ones
-  too.
-- Half of a limit is used up -> *late*, found once.  All of it -> *hung*.
+- An operation began -> it has the limit of `Deadlines`, by the durations of the node's engines; silence is no fault.
+- No operation in flight -> any message is a sign of life; engines send `EngineStats` once a second, idle ones too.
+- Half of a limit is used up -> *late*, reported once.
+- All of a limit is used up -> *hung*.
 
-Times are seconds of any monotonic clock, given as arguments.
+Times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ WEIGHTS: Operation = "weight update of the engine"
 WAKE: Operation = "waking of the engine"
 SILENCE: Operation = "silence of the engine"
 LATE_SHARE = 0.5
+"""Of a limit; then an operation is late."""
 
 
 class LateEngine(NamedTuple):
-    """An engine that takes too long."""
-
     engine: str
     reason: str
     hopeless: str = ""
@@ -35,8 +33,6 @@ class LateEngine(NamedTuple):
 
 
 class EngineWatch:
-    """See the module docstring."""
-
     def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines = Deadlines(settings)
         self._in_flight: dict[str, set[Operation]] = {}
@@ -51,26 +47,22 @@ class EngineWatch:
             self._deadlines.begin(operation, (engine, operation), now)
 
     def ended(self, engine: str, operation: Operation, now: float) -> None:
-        """It has ended; one that is not in flight is ignored."""
         self._in_flight.get(engine, set()).discard(operation)
         self._deadlines.end((engine, operation), now)
         self._late.discard((engine, operation))
 
     def sign(self, engine: str, now: float) -> None:
-        """The engine sent something."""
         self.ended(engine, SILENCE, now)
         if not self._in_flight.get(engine):
             self._deadlines.begin(SILENCE, (engine, SILENCE), now)
 
     def gone(self, engine: str) -> None:
-        """Nothing is expected of the engine any more."""
         for operation in (START, WEIGHTS, WAKE, SILENCE):
             self._deadlines.forget((engine, operation))
             self._late.discard((engine, operation))
         self._in_flight.pop(engine, None)
 
     def discount(self, seconds: float) -> None:
-        """This process was stopped for so long."""
         self._deadlines.discount(seconds)
 
     def late(self, now: float) -> list[LateEngine]:

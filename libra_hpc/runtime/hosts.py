@@ -1,13 +1,11 @@
-"""The environment host processes of the rollout leader: started, watched, ended when they hang, started again.
+"""The environment host processes of the rollout leader: started, watched, ended when they hang, restarted.
 
-- Start takes longer than its deadline, or no sign of life for longer than its deadline -> event ``hung``, stacks into
-  the log, SIGKILL.
-- A sign of life may take the first deadline until the host has answered a step, because a task may load its data late;
-  then the task's own longest step or tool (`HostReady.busy_s`) if that is longer than what was measured.
+- A start or a sign of life misses its deadline -> event ``hung``, stacks into the log, SIGKILL.
+- Until a host has answered a step, a sign of life may take the first deadline: a task may load its data late.
+- After that the limit is the task's own longest step or tool (`HostReady.busy_s`) where that is longer than measured.
 - More than half of a deadline has passed -> event ``slow``, once.
-- A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it could not be
-  started); more ends than `RestartBudget` allows -> the run fails.
-- This process was stopped itself -> `discount`.
+- A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it did not start).
+- More ends than `RestartBudget` allows -> the run fails.
 """
 
 from __future__ import annotations
@@ -29,14 +27,15 @@ from .agent_context import AgentContext
 from .commands import host_command, host_settings
 
 RESTART_S = 0.5
+"""After one end in the window; two ends wait twice as long."""
 NO_START_S = 5.0
-"""Where the system refuses a process or its log: a full disk has 75 s to get room again before the budget is spent."""
+"""Where the system refuses a process or its log: a full disk has 75 s to get room before the budget is spent."""
 START, LIFE = "start of environment host", "sign of life of environment host"
 
 
 class Hosts:
-    """``message(host, message)`` hands on what a host says, ``down(host, reason)`` that another has followed a dead
-    one, ``fail`` ends the run."""
+    """``message`` gets what a host sends, ``down`` hears that another has followed a dead one, ``fail`` ends the
+    run."""
 
     def __init__(
         self,
@@ -62,27 +61,23 @@ class Hosts:
         self._stopping = False
 
     async def start(self) -> None:
-        """Start all."""
         for host in range(len(self._children)):
             await self._start(host)
 
     async def stop(self) -> None:
-        """End all."""
         self._stopping = True
         await asyncio.gather(*(child.stop() for child in self._children if child is not None))
 
     def send(self, host: int, message: ToHost) -> None:
-        """Send one message; to a host that is gone it is dropped, until its end is handed on."""
+        """Send one message; to a host that is gone it is dropped."""
         child = self._children[host]
         if child is not None and host not in self._lost:
             child.send(message)
 
     def discount(self, seconds: float) -> None:
-        """Nobody could read messages for so long."""
         self._deadlines.discount(seconds)
 
     def watch(self) -> None:
-        """Say who is late, and end who is overdue; about once a second."""
         now = self._clock()
         for pending in self._deadlines.pending(now):
             host = int(str(pending.key))
@@ -103,7 +98,12 @@ class Hosts:
         """False when it could not be started; another attempt follows."""
         context = self._context
         child = Child(
-            f"host{host}", context.private / f"host{host}.sock", to_host, from_host, self._received, self._exited
+            f"host{host}",
+            context.private / f"host{host}.sock",
+            outbound=to_host,
+            inbound=from_host,
+            on_message=self._received,
+            on_exit=self._exited,
         )
         self._children[host] = child
         self._deadlines.begin(START, host, self._clock())
@@ -126,7 +126,7 @@ class Hosts:
             self._busy_s[host], self._declared_s[host] = max(self._first_s, message.busy_s), message.busy_s
         elif isinstance(message, EpisodeStepped):
             self._busy_s[host] = self._declared_s[host]
-        # Only signs of life come at a known pace; an answer says as much, but its time says nothing.
+        # Only signs of life come at a fixed pace; an answer is one too, but its time is not measured.
         if isinstance(message, HostReady | HostAlive):
             self._deadlines.end(host, now)
         self._deadlines.begin(LIFE, host, now, self._busy_s[host])
@@ -155,8 +155,7 @@ class Hosts:
             self._announce(host)
 
     def _announce(self, host: int) -> None:
-        """Have the episodes of an ended host opened in the next one: before anything else goes to it, or comes from
-        it."""
+        """Report the end of the host before, so that its episodes are opened in this one before any other message."""
         reason = self._lost.pop(host, None)
         if reason is not None:
             self._down(host, reason)

@@ -1,8 +1,8 @@
-"""Why a run makes no progress: pure, from the pool, the last rollout report, and the notices of its parts.
+"""Why a run makes no progress: pure, from the pool, the last rollout report, and recent notices.
 
-A step is expected within `FACTOR` times the median of the last ones, and never before `FLOOR_S`.  Once it is late, the
-status names what is waited for; the newest notice of a part (a slow or hung engine, a storage fault, paused admission)
-says more than a guess, and comes first.
+- No step within `FACTOR` times the median of the last ones, and within `FLOOR_S` -> the status names what is waited
+  for.
+- A part gave notice lately (a slow engine, a storage fault, paused admission) -> the newest notice is that reason.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from libra_hpc.protocol.mesh import RolloutReport
 from libra_hpc.runtime import states
 
 FLOOR_S = 30.0
+"""No step is late before."""
 FACTOR = 5.0
+"""Times the median step."""
 NOTICE_S = 120.0
-"""A notice older than this explains nothing any more, unless it is said again."""
+"""An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
+"""Most notices remembered."""
 NOTICE_KINDS = (
     "slow",
     "hung",
@@ -44,17 +47,15 @@ class Notices:
     """The last things that went wrong, as sentences; ``t`` and ``now`` are epoch seconds."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, str]] = deque(maxlen=NOTICES)
+        self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
 
     def add(self, kind: str, t: float, fields: dict[str, Any]) -> None:
-        """Take note of an event, if it is one that people should see."""
         if kind in NOTICE_KINDS:
             where = f"node {fields['rank']}: " if "rank" in fields else ""
-            self._kept.append((t, f"{where}{kind.replace('_', ' ')}: {fields.get('reason', '')}".rstrip(": ")))
+            self._notices.append((t, f"{where}{kind.replace('_', ' ')}: {fields.get('reason', '')}".rstrip(": ")))
 
     def recent(self, now: float) -> list[str]:
-        """Newest first."""
-        return [sentence for t, sentence in reversed(self._kept) if now - t <= NOTICE_S]
+        return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]
 
 
 def late_step(

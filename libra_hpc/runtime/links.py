@@ -1,12 +1,12 @@
-"""Byte streams between the agents: one TCP connection per sender and receiver, opened when the first message is sent.
+"""Byte streams between the agents: one TCP connection per sender and receiver, opened for the first message.
 
-On the wire: a proof that both ends know the run's secret, then `HEADER` (bytes of the frame, bytes of the blob), frame,
-blob, and so on.
+On the wire: a proof that both ends have the run's secret, then `HEADER` (bytes of frame and blob), frame, blob, and so
+on.
 
-- A peer that does not read (stopped, slow network) -> what is sent to it waits, for ever.
-- A connection that breaks, or that every address refuses -> what waits is dropped, and so is all that is
-  sent later: a stream with a hole in it must not go on.  `Outgoing.reopen` begins a new stream.
-- A caller that cannot prove that it knows the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
+- A peer does not read (stopped, slow network) -> what is sent to it waits without limit.
+- A connection breaks, or every address refuses -> what waits is dropped, and what is sent later: no stream has holes.
+- `Outgoing.reopen` -> a new stream begins.
+- A caller without the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ RANK = struct.Struct("<I")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_S = 5.0
-"""For one address to answer and prove itself.  Too short costs another round over the addresses, too long delays a
-start at a node with wrong ones."""
+"""For one address to prove itself.  Shorter costs another round over the addresses, longer delays a start at a wrong
+one."""
 REFUSALS = 3
-"""A rank that was stopped while it connected is turned away once; a fourth attempt would find nothing else than the
-third."""
+"""A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
+"""Between two rounds over the addresses, and after a caller that was not accepted."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
-"""Seconds, seconds, times.  A firewall between the nodes sees traffic; a machine that is gone is noticed after six
-minutes where heartbeats did not."""
+"""Seconds, seconds, times: a firewall sees traffic, and a machine that is gone is noticed after six minutes."""
 JOIN_BYTES = 1 << 16
 """Small messages that wait are sent with one call of the kernel, up to this size."""
 TURN_BYTES = 4 << 20
-"""Bytes after which the loop's other tasks get their turn: 2 to 4 ms of copying."""
+"""Bytes after which the loop's other tasks run: 2 to 4 ms of copying."""
 TURN_MESSAGES = 64
-"""Messages after which they do."""
+"""Messages after which they run."""
 MAX_FRAME_BYTES = 1 << 30
 MAX_BLOB_BYTES = 1 << 36
+"""Far beyond what a peer of this protocol sends; a longer one closes the connection."""
 
 Done = Callable[[bool], None]
-"""Called once with True when the buffers of a message are free again, or with False when it was dropped."""
+"""Called once: True when a message's buffers are free again, False when it was dropped."""
 Deliver = Callable[[int, bytes, bytearray], None]
-"""Gets (rank, frame, blob) of each message, in the order in which that rank sent them."""
+"""Gets (rank, frame, blob) of each message, in the sender's order."""
 
 log = logging.getLogger("libra_hpc.links")
 
@@ -71,7 +71,6 @@ class Outgoing:
         self._socket: socket.socket | None = None
         self.broken = False
         self.pending = 0
-        """Bytes that the kernel has not taken yet."""
 
     def put(self, frame: bytes, blob: memoryview, done: Done | None) -> None:
         """Queue one message; the blob's memory must stay as it is until ``done``."""
@@ -90,7 +89,6 @@ class Outgoing:
         self.broken = False
 
     async def _serve(self) -> None:
-        """Send until nothing waits."""
         try:
             if self._socket is None:
                 self._socket = await _connect(self._world, self._peer)
@@ -101,7 +99,7 @@ class Outgoing:
             self._give_up()
 
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
-        """Send what waits up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of
+        """Send what waits, up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of
         it."""
         taken, small = 0, bytearray()
         for posted in self._queue:
@@ -133,7 +131,6 @@ class Outgoing:
 
 
 async def accept(world: World, deliver: Deliver) -> None:
-    """Serve everyone who connects, until cancelled."""
     loop = asyncio.get_running_loop()
     streams: set[asyncio.Task[None]] = set()
     try:
@@ -155,7 +152,6 @@ async def accept(world: World, deliver: Deliver) -> None:
 
 
 async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> None:
-    """Read one peer's messages until it closes the connection."""
     try:
         reader = _Reader(stream)
         async with asyncio.timeout(ANSWER_S):
@@ -183,20 +179,19 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> Non
 
 
 def _defect(task: asyncio.Task[None]) -> None:
-    """What nobody expected goes to the loop's exception handler at once, not when the task is collected."""
+    """Hand an unexpected error to the loop's exception handler at once."""
     if not task.cancelled():
         task.result()
 
 
 class _Reader:
-    """Exact reads from a nonblocking socket; small ones share a buffer, large ones go where they belong."""
+    """Exact reads from a nonblocking socket; large ones are not copied."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
         self._stream, self.buffered = stream, bytearray()
 
     async def exactly(self, count: int) -> bytes:
-        """The next ``count`` bytes; raises `EOFError` at the stream's end."""
         if count > JOIN_BYTES:
             data = bytearray(count)
             await self.into(memoryview(data))
@@ -211,7 +206,6 @@ class _Reader:
         return bytes(data)
 
     async def into(self, view: memoryview) -> None:
-        """Fill ``view`` with what comes next."""
         ready = min(len(view), len(self.buffered))
         view[:ready] = self.buffered[:ready]
         del self.buffered[:ready]
@@ -228,9 +222,9 @@ class _Reader:
 
 
 async def _connect(world: World, peer: int) -> socket.socket:
-    """A proven connection to a rank.  An address that stays silent is tried again and again: the rank may be stopped.
+    """A proven connection to a rank.  A silent address is tried again without limit: the rank may be stopped.
 
-    Raises `ConnectionError` when every address has refused `REFUSALS` times: nobody is there any more.
+    Raises `ConnectionError` when every address has refused `REFUSALS` times.
     """
     endpoint, refusals, why = world.endpoints[peer], 0, ""
     while refusals < REFUSALS:
@@ -268,23 +262,28 @@ async def _open(world: World, peer: int, address: str) -> socket.socket:
 
 
 async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> None:
-    """Answer the server's challenge, set one, and check its answer."""
     loop, reader = asyncio.get_running_loop(), _Reader(stream)
     theirs, own = await reader.exactly(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    await loop.sock_sendall(stream, RANK.pack(world.rank) + own + _proof(world, b"client", theirs, world.rank, peer))
-    if not hmac.compare_digest(await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, world.rank, peer)):
-        raise ConnectionError("the peer does not know this run's secret")
+    await loop.sock_sendall(
+        stream, RANK.pack(world.rank) + own + _proof(world, b"client", theirs, caller=world.rank, called=peer)
+    )
+    if not hmac.compare_digest(
+        await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, caller=world.rank, called=peer)
+    ):
+        raise ConnectionError("the peer does not have this run's secret")
 
 
 async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader) -> int:
-    """The other side of `_prove_as_client`; returns the caller's rank."""
+    """Challenge a caller, check its answer, and return its rank."""
     loop, own = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(stream, own)
     (source,) = RANK.unpack(await reader.exactly(RANK.size))
     theirs, proof = await reader.exactly(NONCE_BYTES), await reader.exactly(PROOF_BYTES)
-    if source >= world.size or not hmac.compare_digest(proof, _proof(world, b"client", own, source, world.rank)):
-        raise ConnectionError("a caller that does not know this run's secret was turned away")
-    await loop.sock_sendall(stream, _proof(world, b"server", theirs, source, world.rank))
+    if source >= world.size or not hmac.compare_digest(
+        proof, _proof(world, b"client", own, caller=source, called=world.rank)
+    ):
+        raise ConnectionError("a caller without this run's secret was turned away")
+    await loop.sock_sendall(stream, _proof(world, b"server", theirs, caller=source, called=world.rank))
     return int(source)
 
 

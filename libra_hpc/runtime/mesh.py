@@ -1,10 +1,10 @@
 """The mesh: messages between node agents, driven by the agent's asyncio loop.
 
-A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`.  It may carry one *blob* (raw bytes, no
-copy at the sender).  Streams (`libra_hpc.runtime.links`) carry both; a dead peer never blocks or harms a live one.
+A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`.  It may carry one *blob* of raw bytes,
+which the sender does not copy.  A dead peer never blocks or harms a live one.
 
-- A send stays until the kernel has taken it, however long that takes: slow is slow.  Its buffer lives as long.
-- `forget` -> new sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`, whole messages in order.
+- A send waits until the kernel has taken it, however long that takes; its buffer lives as long.
+- `forget` -> sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`.
 - `remember` -> the rank is a peer again.
 - The connection to a rank breaks -> sends to it are dropped, and it is in `Mesh.unreachable`, until `remember`.
 """
@@ -24,18 +24,16 @@ from .links import Done, Outgoing, accept
 from .world import World
 
 DRAIN_S = 0.005
-"""Between two looks at what has not been taken yet, in the last moments of an agent."""
+"""Between two checks of what waits, when an agent leaves."""
 
 SETTLE_S = 3.0
-"""From a broken connection to a complaint: where the process at the other end ended, its launcher says so first, and
-that is the better reason."""
+"""From a broken connection to its report: if the process at the other end ended, its launcher reports that first."""
 
 Handler = Callable[[int, Any, bytes | bytearray], None]
 
 
 class Mesh:
-    """One agent's end of the mesh.  Messages to the own rank take the same path through the handler, without a
-    stream."""
+    """One agent's end of the mesh.  Messages to the own rank go to the handler without a stream."""
 
     def __init__(self, world: World, handler: Handler) -> None:
         self.rank, self.size = world.rank, world.size
@@ -43,14 +41,11 @@ class Mesh:
         self._links: dict[int, Outgoing] = {}
         self._lost: set[int] = set()
         self._broke: dict[int, float] = {}
-        """When the connection to a rank broke (monotonic)."""
         self.from_lost: Callable[[int, Any], None] | None = None
         """Gets (rank, message) of a forgotten rank; without it they are discarded."""
         self.rejected = 0
-        """Frames that did not decode; counted, reported, otherwise ignored."""
 
     def send(self, dest: int, message: MeshMessage, blob: bytes | memoryview = b"", done: Done | None = None) -> None:
-        """Queue a message; never blocks.  A message to a forgotten rank is dropped."""
         if dest == self.rank:
             asyncio.get_running_loop().call_soon(self._deliver_here, message, bytes(blob), done)
         elif dest in self._lost:
@@ -63,18 +58,20 @@ class Mesh:
             link.put(codec.encode(message), memoryview(blob), done)
 
     def forget(self, rank: int) -> None:
-        """A rank was declared lost.  What it is sending arrives to the end of its messages: half a blob would be
-        taken for another frame."""
+        """Treat a rank as lost.
+
+        What it is sending is read to its end: half a blob would be taken for another frame.
+        """
         self._lost.add(rank)
 
     def remember(self, rank: int) -> None:
-        """Take a forgotten rank back, as one that knows nothing of what was sent before."""
+        """Make a forgotten rank a peer again, which has nothing of what was sent before."""
         self._lost.discard(rank)
         self._broke.pop(rank, None)
         self.reopen(rank)
 
     def reopen(self, rank: int) -> None:
-        """Try a rank again to which the connection broke; it stays `unreachable`, because messages were lost."""
+        """Try a broken connection again; the rank stays `unreachable`, because messages were lost."""
         if rank in self._links:
             self._links[rank].reopen()
 
@@ -84,15 +81,13 @@ class Mesh:
         return tuple(rank for rank, broke in self._broke.items() if now - broke >= SETTLE_S)
 
     def pending(self, rank: int) -> int:
-        """Bytes that wait for a rank on this side of the kernel."""
         return self._links[rank].pending if rank in self._links else 0
 
     async def run(self) -> None:
-        """Deliver messages until cancelled."""
         await accept(self._world, self._deliver)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until the kernel has every message to the ranks that are not lost, at most ``seconds``."""
+        """Wait at most ``seconds`` until the kernel has every message to ranks that are not lost."""
         deadline = time.monotonic() + seconds
         while any(self.pending(rank) for rank in self._links.keys() - self._lost) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_S)

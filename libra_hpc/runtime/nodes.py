@@ -1,8 +1,10 @@
-"""The pool of nodes as rank 0 keeps it: the state machine's pool, what is known of every node, and the orders that
-follow.
+"""The pool of nodes at rank 0: the state machine's pool, what was heard of every node, and the orders that follow.
 
-Every event goes through `apply`: the pure state machine (`libra_hpc.runtime.states`) answers with effects, and each
-effect becomes a message to an agent or to a leader.  Nodes that are lost or come back are announced to everybody here.
+- An event -> `apply`: the pure state machine (`libra_hpc.runtime.states`) answers with effects.
+- An effect -> a message to an agent or to a leader.
+- A node is lost or comes back -> announced to everybody.
+
+The rollout leader hears of engines from their own nodes, so no effect is about turns.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
 
 from .agent_context import AgentContext
-from .liveness import Silent, silent_nodes
-from .screen import NodeFacts
+from .liveness import LostNode, lost_nodes
+from .node_facts import NodeFacts
 
 Role = Literal["train", "rollout"]
 
 
 class NodePool:
-    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of every completed
-    move; ``recorded()`` is the highest step whose metrics line is durable."""
+    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of completed moves.
+
+    ``recorded()`` is the highest step whose metrics line is durable.
+    """
 
     def __init__(
         self,
@@ -36,30 +40,27 @@ class NodePool:
         now = time.time()
         self.facts = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
         self.pool: states.Pool | None = None
-        """None until every agent has said hello."""
+        """None until every agent has sent `Hello`."""
         self.moves: dict[int, tuple[Role, float]] = {}
-        """Moves under way: where to, and since when (epoch seconds)."""
+        """Moves in flight: where to, and since when (epoch seconds)."""
         self.frozen = False
-        """True once the run is over: nothing is ordered any more."""
+        """The run is over: nothing is ordered any more."""
 
     @property
     def complete(self) -> bool:
-        """Whether every agent has said hello."""
         return all(node.host for node in self.facts.values())
 
     @property
     def trainers(self) -> int:
-        """Replicas of the present generation."""
         return len(self.pool.membership.ranks) if self.pool else 0
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """Ranks that accept turns."""
         return states.rollout_nodes(self.pool) if self.pool else ()
 
     @property
-    def on_the_way(self) -> str:
-        """A node that is neither training nor rolling out, as a sentence; empty when there is none."""
+    def unsettled(self) -> str:
+        """A node that neither trains nor rolls out, as a sentence; empty when there is none."""
         assert self.pool is not None
         busy = [
             node
@@ -69,18 +70,16 @@ class NodePool:
         return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
 
     def start(self, hybrid_role: Role) -> None:
-        """Have every node start its engine."""
         self.pool, effects = states.start(self._context.layout.pool(), hybrid_role)
         self.announce()
         self._carry_out(effects)
 
     def move(self, rank: int, role: Role, now: float) -> None:
-        """Order a hybrid node into the other role."""
         self.moves[rank] = (role, now)
         self.apply(states.MoveOrdered(rank, role))
 
-    def ask_back(self, rank: int) -> None:
-        """A node that was declared lost is heard again: it is to begin as a new one."""
+    def request_reset(self, rank: int) -> None:
+        """Have a node that was declared lost, and is heard again, begin as a new one."""
         self.facts[rank].seen, self.facts[rank].beat = time.time(), None
         assert self.pool is not None
         for other, node in self.pool.nodes.items():
@@ -90,8 +89,8 @@ class NodePool:
                 self._context.send(rank, wire.RankLost(other) if lost else wire.RankBack(other))
         self._context.send(rank, wire.Reset())
 
-    def take_back(self, rank: int) -> None:
-        """A node that was lost has said hello again; any other is left alone."""
+    def readmit(self, rank: int) -> None:
+        """Return a node to the pool if it was lost; it has sent `Hello` again."""
         node = self.pool.nodes.get(rank) if self.pool is not None else None
         if node is None or node.state is not states.NodeState.LOST:
             return
@@ -102,7 +101,6 @@ class NodePool:
         self.apply(states.Returned(rank))
 
     def apply(self, event: states.Event) -> None:
-        """Advance the state machine and carry out what follows."""
         if self.pool is None or self.frozen:
             return
         before = self.pool.nodes
@@ -141,9 +139,6 @@ class NodePool:
                     context.send(rank, wire.StandbyEngine(kind))
                 case states.OrderDrain(rank=rank):
                     context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
-                case states.OpenTurns() | states.ResubmitTurns():
-                    # The rollout leader hears of engines from their own node, and of a lost node with everybody else.
-                    pass
                 case states.FormMembership(membership=membership):
                     self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
                     context.send(
@@ -151,7 +146,7 @@ class NodePool:
                     )
 
     def announce(self) -> None:
-        """Tell everybody the state of every node; repeated, it also tells that the coordinator lives."""
+        """Send everybody the state of every node; repeated, it also shows that the coordinator lives."""
         assert self.pool is not None
         named = {rank: str(node.state) for rank, node in self.pool.nodes.items()}
         # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
@@ -159,20 +154,19 @@ class NodePool:
         for rank in self.facts:
             self._context.send(rank, message)
 
-    def lose(self, gone: Mapping[int, int], now: float) -> list[Silent]:
-        """Find the nodes that are lost now and announce them; ``gone`` as in
-        `libra_hpc.runtime.liveness.silent_nodes`."""
+    def find_lost(self, gone: Mapping[int, int], now: float) -> list[LostNode]:
+        """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`."""
         assert self.pool is not None
         layout, found = self._context.layout, []
-        for silent in silent_nodes(
-            self.facts, self._context.rank, (layout.train_leader, layout.rollout_leader), gone, now
+        for node in lost_nodes(
+            self.facts, self._context.rank, (layout.train_leader, layout.rollout_leader), gone=gone, now=now
         ):
-            if self.pool.nodes[silent.rank].state is states.NodeState.LOST:
+            if self.pool.nodes[node.rank].state is states.NodeState.LOST:
                 continue
-            self._event("node_lost", rank=silent.rank, reason=silent.reason, silent_s=silent.silent_s)
+            self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
             for other in self.facts:
-                if other != silent.rank:
-                    self._context.send(other, wire.RankLost(silent.rank))
-            self.apply(states.HeartbeatLost(silent.rank))
-            found.append(silent)
+                if other != node.rank:
+                    self._context.send(other, wire.RankLost(node.rank))
+            self.apply(states.HeartbeatLost(node.rank))
+            found.append(node)
         return found

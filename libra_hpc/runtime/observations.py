@@ -1,8 +1,6 @@
-"""What rank 0 remembers of the run for the planner and for the status screen: sliding windows of steps, rollout
-windows, trajectories and moves.
+"""What rank 0 remembers of the run for the planner and the status.
 
-Windows are bounded (`STEPS`, `WINDOWS`, `TRAJECTORIES`): a few minutes of a fast run, and all the planner's change test
-needs.
+Sliding windows of steps, rollout, trajectories and moves.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from libra_hpc.protocol.plan import (
 from libra_hpc.telemetry.estimate import BLOCK
 
 STEPS = 256
+"""Entries of each window: a few minutes of a fast run, and all that the planner's change detection needs."""
 WINDOWS = 256
 TRAJECTORIES = 4096
 
@@ -49,7 +48,6 @@ class Observations:
         """(seconds from commit to commit that the planner expected, measured ones)"""
 
     def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
-        """One committed step, and the planner's estimate of its seconds."""
         metrics, batch, train = report.metrics, report.metrics.batch, report.metrics.train
         self.rewards.append(batch.reward)
         self.staleness.append((batch.staleness_mean, batch.staleness_max))
@@ -57,9 +55,14 @@ class Observations:
         self.walls.append((metrics.step_s, metrics.wait_s))
         self.expected.append((expected_s, metrics.step_s))
         if train is not None and train.train_s > 0.0:
-            self.steps.append(
-                TrainStepFact(now, train.trained_tokens, train.loss_tokens, metrics.replicas, train.train_s)
+            fact = TrainStepFact(
+                at=now,
+                tokens=train.trained_tokens,
+                loss_tokens=train.loss_tokens,
+                replicas=metrics.replicas,
+                seconds=train.train_s,
             )
+            self.steps.append(fact)
 
     def on_rollout(self, report: RolloutReport, nodes: tuple[int, ...], now: float) -> None:
         """A second of rollout; a window counts only when the same nodes served all through it."""
@@ -68,22 +71,32 @@ class Observations:
             seconds = now - self._report_at
             engines = sum(count for _, count, *_ in report.buckets)
             busy = (report.busy_s - last.busy_s) / (seconds * max(1, engines))
-            generated, prefilled = (
-                report.generated_tokens - last.generated_tokens,
-                report.prefilled_tokens - last.prefilled_tokens,
+            window = RolloutWindowFact(
+                at=now,
+                seconds=seconds,
+                nodes=len(nodes),
+                generated_tokens=report.generated_tokens - last.generated_tokens,
+                prefilled_tokens=report.prefilled_tokens - last.prefilled_tokens,
+                busy=min(1.0, busy),
+                decode_s=report.decode_s,
             )
-            self.windows.append(
-                RolloutWindowFact(now, seconds, len(nodes), generated, prefilled, min(1.0, busy), report.decode_s)
-            )
+            self.windows.append(window)
         self.report, self._report_at, self._report_nodes = report, now, nodes
         for generated, context, turns, tool_s, group, prompt in report.lengths:
-            self.trajectories.append(
-                TrajectoryFact(self._finished, now, generated, context, turns, tool_s, group, prompt)
+            trajectory = TrajectoryFact(
+                index=self._finished,
+                at=now,
+                generated=generated,
+                context=context,
+                turns=turns,
+                tool_s=tool_s,
+                group=group,
+                prompt=prompt,
             )
+            self.trajectories.append(trajectory)
             self._finished += 1
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
-        """One completed move."""
         self.switches.append(SwitchFact(now, direction, seconds))
 
     @property
@@ -96,7 +109,6 @@ class Observations:
     def snapshot(
         self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int
     ) -> PlanSnapshot:
-        """The planner's view."""
         report = self.report
         queue = QueueFact(
             report.ready_groups if report else 0,
@@ -105,22 +117,25 @@ class Observations:
             report.gate_blocked if report else 0.0,
         )
         groups = (
-            tuple(GroupFact(g.index, g.prompt_tokens, g.waiting, g.running, g.generated) for g in report.open_groups)
+            tuple(
+                GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
+                for g in report.open_groups
+            )
             if report
             else ()
         )
         return PlanSnapshot(
-            nodes,
-            tuple(self.steps),
-            tuple(self.windows),
-            tuple(self.trajectories),
-            tuple(self.switches),
-            queue,
-            prompts_per_step,
-            group_size,
-            eta,
-            steps_left,
-            groups,
+            nodes=nodes,
+            steps=tuple(self.steps),
+            windows=tuple(self.windows),
+            trajectories=tuple(self.trajectories),
+            switches=tuple(self.switches),
+            queue=queue,
+            prompts_per_step=prompts_per_step,
+            group_size=group_size,
+            eta=eta,
+            steps_left=steps_left,
+            groups=groups,
         )
 
     def train_speed(self) -> tuple[float, float, float]:
@@ -135,8 +150,7 @@ class Observations:
         )
 
     def rollout_speed(self, tokens_per_batch: float) -> tuple[float, float, float]:
-        """(generated tokens per second, node-seconds of own work per global batch, busy share) over the last
-        windows."""
+        """(generated tokens per second, node-seconds per global batch, busy share) over the last windows."""
         recent = list(self.windows)[-10:]
         seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
         busy = sum(w.busy * w.seconds for w in recent)

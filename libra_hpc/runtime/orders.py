@@ -1,13 +1,11 @@
-"""An operator's order for another layout, as rank 0 sees it: the file `RunDir.order`, which the command line wrote and
-which goes when it is answered.
+"""An operator's order for another layout: the file `RunDir.order`, which the command line wrote.
 
-Every order gets one answer, an event that names it: ``repartitioned`` or ``repartition_refused``.  The event comes
-first, then the file goes; an order whose answer is in the log already was answered by a rank 0 that died in between,
-and only its file goes.  So no order is carried out twice, and none is lost silently while there is a rank 0 to speak.
+- An order is decided -> one event that names it, ``repartitioned`` or ``repartition_refused``; then the file goes.
+- The log has its answer already (rank 0 died in between) -> only the file goes.
+- It is of an attempt that died -> the next attempt refuses it: somebody gave it for a run in another state.
+- The run starts in the very layout it orders -> it is answered as carried out.
 
-An order left over from an attempt that died (`left_over`) is refused by the next one: it was given for a run that
-somebody saw in another state, and whoever resumes a run says with ``-o`` what it shall be.  Unless the run starts in
-the very layout: then the order was carried out as far as the configuration, and that is its answer.
+So no order is carried out twice, and none is lost while there is a rank 0.
 """
 
 from __future__ import annotations
@@ -23,8 +21,10 @@ REFUSED = "repartition_refused"
 
 
 class Orders:
-    """The file and its answers; ``event(kind, **fields)`` writes to the log, ``answered`` are the orders that the
-    log answers."""
+    """The file and its answers.
+
+    ``event(kind, **fields)`` writes to the log; ``answered`` has the ids of the orders that the log answers.
+    """
 
     def __init__(self, run: RunDir, event: Callable[..., None], answered: Collection[str]) -> None:
         self._path, self._event = run.order, event
@@ -32,7 +32,7 @@ class Orders:
         self._unreadable: bytes | None = None
 
     def waiting(self) -> LayoutOrder | None:
-        """The order that waits for its answer.  What is none is refused here, once."""
+        """The order that waits for its answer.  A file that is no order is refused here, once."""
         try:
             if not self._path.is_file():
                 return None
@@ -56,11 +56,9 @@ class Orders:
         return order
 
     def refuse(self, order: LayoutOrder, reason: str) -> None:
-        """Say why not."""
         self.answer(order.id, REFUSED, by="operator", reason=reason, changes=order.values)
 
     def answer(self, order: str, kind: str, **fields: object) -> None:
-        """The one answer to an order."""
         self._event(kind, order=order, **fields)
         self._answered.add(order)
         self._remove()

@@ -1,10 +1,9 @@
-"""What the trajectories of a start are made from, as a digest: starts with the same one sample the same groups, so
-those of one may go on in another.
+"""What the trajectories of a start are made from, as a digest: trajectories go on between starts with the same one.
 
-That is what the environment hosts are told (task, options, seed, limits of tools; in a dry run the workload) with the
-user's own task file, the number of prompts of the run, which tasks see as progress, and what shapes a trajectory:
-model, temperature, group size, longest context.  The layout of the ranks, the engines and the learning algorithm are
-not part of it.
+- Part of it: the settings of the environment hosts (task, options, seed, limits of tools; in a dry run the workload).
+- Part of it: the user's task file, the run's number of prompts, which tasks see as progress.
+- Part of it: model, temperature, group size, longest context.
+- Not part of it: the layout of the ranks, the engines and the learning algorithm.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from libra_hpc.config.run import RunConfig
 from .commands import host_settings
 
 RECORDS = 1
-"""Of the format of records: another number, and nothing of before counts."""
+"""Version of the format of records; records of another version do not count."""
 
 
 def digest(config: RunConfig) -> str:
     """The digest, in hexadecimal.  The limit of a step decides whether a trajectory ends, not what it is made from."""
-    told = msgspec.json.decode(host_settings(config))
-    told.pop("step_limit_s", None)
+    environment = msgspec.json.decode(host_settings(config))
+    environment.pop("step_limit_s", None)
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     parts = [
         RECORDS,
-        told,
+        environment,
         config.run.steps * algorithm.prompts_per_step,
         algorithm.group_size,
         rollout.temperature,

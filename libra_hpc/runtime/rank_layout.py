@@ -1,8 +1,7 @@
-"""Who is who: component, leaders and peers of every MPI rank.
+"""Component, leaders and peers of every MPI rank.
 
-Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout.
-Inside a heterogeneous step Slurm does not tell a task its component; the run's configuration does, which also says how
-a repartition has laid the ranks out anew (`libra_hpc.runtime.repartitioner`).
+Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout. Inside
+a heterogeneous step Slurm gives a task no component, so the run's configuration does, also after a repartition.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ PoolComponent = Literal["train", "hybrid", "rollout"]
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """Component of every rank."""
-
     components: tuple[str, ...]
 
     @classmethod
@@ -31,29 +28,25 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     @property
     def train_leader(self) -> int:
-        """Lowest rank of component ``train``."""
         return self.components.index("train")
 
     @property
     def rollout_leader(self) -> int:
-        """Lowest rank of component ``rollout``."""
         return self.components.index("rollout")
 
     def engine_node(self, rank: int) -> int:
-        """Position of a hybrid or rollout rank among all of them, from 0: the index of its entry in lists of the run
-        file."""
+        """Index of a hybrid or rollout rank among all of them, from 0, as in lists of the run file."""
         return sum(name in ("hybrid", "rollout") for name in self.components[:rank])
 
     def pool(self) -> list[tuple[int, PoolComponent]]:
-        """Every rank that runs engines, with its component."""
         return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]
 
 
 def check_world(size: int, layout: RankLayout, environment: Mapping[str, str]) -> None:
     """Raise `OperationError` when MPI and the launcher disagree on the number of ranks.
 
-    A wrong pairing of MPI library and `srun --mpi` plugin is otherwise silent: every task becomes a world of size one
-    and exits with 0.
+    A wrong pairing of MPI library and `srun --mpi` plugin is otherwise silent: every task is a world of size one and
+    exits with 0.
     """
     expected = len(layout.components)
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or ""

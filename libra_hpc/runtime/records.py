@@ -1,4 +1,4 @@
-"""What rank 0 writes of a run, and what it shows of what goes wrong: events, metrics, status snapshots, the verdict."""
+"""What rank 0 writes of a run: events, metrics, status snapshots and the result; and what went wrong lately."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .agent_context import AgentContext
 from .late_steps import Notices
 
 CLOSE_S = 30.0
-"""How long the last facts may take to reach the run directory.  Half: a slow file system loses them; double: Slurm
-kills the job first."""
+"""How long the last facts may take to reach the run directory.
+
+Half: a slow file system loses them; double: Slurm kills the job first.
+"""
 FLUSH_S = 2.0
 """How long `Records.event_now` waits."""
 
@@ -34,15 +36,13 @@ class Records:
 
     @property
     def recorded(self) -> int:
-        """Highest step whose metrics line is in the file."""
         return self._facts.recorded
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something happened here, now."""
         self.record(kind, time.time(), fields)
 
     def event_now(self, kind: str, **fields: Any) -> None:
-        """The same, written before anything else is done, as far as the file system allows.  Not for the event loop."""
+        """As `event`, written before it returns, as far as the file system allows.  Not for the event loop."""
         self.event(kind, **fields)
         self._facts.flush(FLUSH_S)
 
@@ -52,12 +52,13 @@ class Records:
         self._facts.event({"t": t, "kind": kind, **fields})
 
     def step(self, line: dict[str, Any]) -> None:
-        """A committed step, once."""
         self._facts.step(line)
 
     def check_storage(self) -> str:
-        """Note when the run directory stops or begins again to take writes; returns why it has taken none for longer
-        than it may, else nothing."""
+        """Log when the run directory stops or begins to take writes.
+
+        Returns why it has taken none for longer than it may, else nothing.
+        """
         if self._facts.fault != self._fault:
             self._fault = self._facts.fault
             reason = self._fault or "the run directory takes writes again"
@@ -70,7 +71,6 @@ class Records:
         )
 
     def notices(self, now: float) -> list[str]:
-        """What went wrong lately, newest first."""
         found = self._notices.recent(now)
         if self._fault:
             found.insert(0, f"storage fault: {self._fault}; {self._facts.waiting} lines wait in memory")
@@ -79,18 +79,15 @@ class Records:
         return found
 
     def status(self, status: Status) -> None:
-        """The newest snapshot."""
         self._facts.status(encode_status(status))
 
-    def verdict(self, state: str, message: str, step: int) -> None:
-        """How the run ended."""
+    def result(self, state: str, message: str, step: int) -> None:
         self.event("job_finished", state=state, message=message, step=step)
         result = {"state": state, "message": message, "step": step, "attempt": self._attempt, "t": time.time()}
         self._facts.result(json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")
 
     async def close(self, sentence: str) -> None:
-        """Write what waits, and put ``sentence`` on Slurm's own output, where it is seen when the run directory
-        takes nothing."""
+        """Write what waits, and put ``sentence`` on Slurm's own output, in case the run directory takes no writes."""
         unwritten = await asyncio.to_thread(self._facts.close, CLOSE_S)
         rest = f"; not all facts were written: {unwritten}" if unwritten else ""
         # Only the batch script opens that descriptor; elsewhere its number may be any file of this process.

@@ -1,10 +1,10 @@
-"""A restart of all ranks inside the allocation, because a part of the job was lost that the others cannot go on
-without.
+"""A restart of all ranks inside the allocation, after the loss of a part that the others cannot go on without.
 
-The planner, the train leader and the rollout leader hold state that nobody else has.  When one of them is lost the
-ranks end, as for a repartition, and the launcher starts them again from the newest checkpoint
-(`libra_hpc.slurm.outcome`), at most ``slurm.restarts`` times in an attempt.  While the train leader lives it saves
-first, so that no step is lost.
+The planner, the train leader and the rollout leader hold state that nobody else has.
+
+- One of them is lost -> the ranks end, and the launcher restarts them from the newest checkpoint (`slurm/outcome.py`).
+- The train leader lives -> it saves first, so that no step is lost.
+- ``slurm.restarts`` restarts of this attempt are used -> the run fails.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ SAVE_S = 60.0
 
 
 class Recovery:
-    """What rank 0 knows of it; ``environ`` carries what the launcher says of earlier ones."""
+    """Restarts of this attempt; ``environ`` carries what the launcher noted of earlier ones."""
 
     def __init__(self, restarts: int, environ: Mapping[str, str] = os.environ) -> None:
         self.used = int(environ.get(RECOVERIES, "0") or 0)
-        """Restarts of this attempt so far."""
         self.cause = environ.get(REASON, "")
         """Why this is a restart; empty for a first start and after a repartition."""
         self._restarts = restarts
         self.reason = ""
-        """Why they are to restart now; empty while they are not."""
+        """Why the ranks are to restart now; empty while they are not."""
         self.deadline = 0.0
         """Epoch seconds until which the train leader may save."""
 
@@ -47,6 +46,6 @@ class Recovery:
         """Why there is none, as the end of a sentence."""
         return f"all {self._restarts} restarts of slurm.restarts are used"
 
-    def leave(self, run: RunDir, attempt: int) -> None:
-        """Tell the launcher; raises `OSError` when that cannot be written."""
+    def request_restart(self, run: RunDir, attempt: int) -> None:
+        """Leave the request for the launcher; raises `OSError` when that cannot be written."""
         write_atomic(run.again(attempt), f"{RECOVER}{self.reason}\n".encode())

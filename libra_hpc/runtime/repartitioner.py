@@ -1,21 +1,12 @@
-"""A repartition carried out: the ranks of a running job are repartitioned, without giving up its nodes or its place.
+"""Carries out a repartition: all ranks of a running job restart in another rank layout, in the same allocation.
 
-Roles of hybrid nodes change while everything runs; core nodes, training parallelism and the engines of a node do not.
-For these the run stops at a step boundary as it does before a time limit, with a checkpoint, and instead of the run's
-verdict rank 0 leaves the new configuration and the file `RunDir.again`. The launcher (the batch script, or
-`libra_hpc.slurm.ranks`) finds it and starts all ranks again, in the same allocation and the same attempt; they go on
-from the checkpoint, as those of a resumed run do.
-
-The planner asks for it by a decision, an operator by an order (`libra_hpc.runtime.orders`).  Either is checked here
-against the configuration that runs.  An order waits while a node is lost, starting or on its way, because a new start
-needs every node; so does the planner.
-
-What is left behind is checkpoint, configuration, file, and then the event, in this order.  Killed before the second,
-the run resumes as it was and the next attempt refuses the order; killed later, it goes on in the new layout, and its
-rank 0 writes the event that is missing.
-
-The planner proposes at most one in an hour (`libra_hpc.control.repartition_choice.EVERY_S`).  An operator may know
-better and is not held to it; but what an operator ordered counts for the planner's hour.
+- The planner decides one, at most every `EVERY_S` -> checked against the configuration that runs.
+- An operator orders one (`orders`) -> checked likewise, at any time; the planner's interval begins again.
+- A node is lost, starting or moving -> the order waits, because a restart needs every node.
+- Training has saved -> new configuration, the file `RunDir.again`, then the event, in this order.
+- The launcher finds that file -> it starts all ranks again; they go on from the checkpoint.
+- Killed before the configuration is written -> the run resumes as it was, and the next attempt refuses the order.
+- Killed later -> it goes on in the new layout, and its rank 0 writes the missing event.
 """
 
 from __future__ import annotations
@@ -45,47 +36,45 @@ class _Ordered(NamedTuple):
     config: RunConfig
     predicted_s: float | None = None
     order: str = ""
-    """Id of an operator's order."""
 
 
 class Repartitioner:
-    """What rank 0 knows of it; `propose` when the planner decides for one, `poll` for an operator's order, `carry_out`
-    once training has stopped.
+    """What rank 0 does for a repartition: `propose` or `poll`, then `carry_out` once training has stopped.
 
-    ``event(kind, **fields)`` writes to the event log, ``answer`` does so before it returns.
+    ``event(kind, **fields)`` writes to the event log; ``answer`` does so before it returns.
     """
 
     def __init__(self, context: AgentContext, event: Callable[..., None], answer: Callable[..., None]) -> None:
         self._run, self._attempt, self._layout, self._event = context.run, context.attempt, context.layout, event
-        told = [line for line in read_lines(context.run.events) if line.get("kind") in (EVENT, REFUSED)]
-        self._orders = Orders(context.run, answer, {str(line.get("order")) for line in told})
-        done = [line for line in told if line["kind"] == EVENT]
+        answers = [line for line in read_lines(context.run.events) if line.get("kind") in (EVENT, REFUSED)]
+        self._orders = Orders(context.run, answer, {str(line.get("order")) for line in answers})
+        carried_out = [line for line in answers if line["kind"] == EVENT]
         self._ordered: _Ordered | None = None
         self._waits_for = ""
-        self.not_before = max((line["t"] for line in done), default=float("-inf")) + EVERY_S / context.config.speedup
+        self.not_before = (
+            max((line["t"] for line in carried_out), default=float("-inf")) + EVERY_S / context.config.speedup
+        )
         """Epoch seconds before which the planner proposes none."""
-        self.last = said(done[-1]) if done else ""
-        """The last one in words, for the status."""
-        self._settle(context.start.step)
+        self.last = in_words(carried_out[-1]) if carried_out else ""
+        self._answer_left_over(context.start.step)
 
     @property
     def ordered(self) -> bool:
-        """Whether one is under way."""
         return self._ordered is not None
 
     @property
     def message(self) -> str:
-        """What an operator should know now; mostly nothing."""
+        """What an operator should see now; mostly nothing."""
         if self._ordered is not None:
             return f"saving, to start again in another layout, as the {self._ordered.by} asks"
         return f"an order for another layout waits: {self._waits_for}" if self._waits_for else ""
 
     def propose(self, decision: PlanDecision) -> bool:
-        """Prepare to carry out the planner's decision; False, with an event that says why, when it cannot be."""
+        """Prepare the planner's decision; False, with an event that has the reason, when it cannot be carried out."""
         if self._ordered is not None:
             return False
         try:
-            config = self._changed(decision.changes)
+            config = self._with_changes(decision.changes)
         except UserError as error:
             self._event(REFUSED, by="planner", reason=str(error), changes=decision.changes)
             return False
@@ -95,8 +84,10 @@ class Repartitioner:
         return True
 
     def poll(self, blocked_by: str) -> bool:
-        """See whether an operator ordered one; True when it is to be carried out now.  ``blocked_by``: why none can
-        be at the moment, else empty."""
+        """Read an operator's order; True when it is to be carried out now.
+
+        ``blocked_by``: why none can be carried out at the moment, else empty.
+        """
         self._waits_for = ""
         order = None if self._ordered else self._orders.waiting()
         if order is None:
@@ -104,7 +95,7 @@ class Repartitioner:
         try:
             if order.attempt != self._attempt:
                 raise UserError(f"it is an order for attempt {order.attempt}, and this is attempt {self._attempt}.")
-            config = self._changed(order.values)
+            config = self._with_changes(order.values)
         except UserError as error:
             self._orders.refuse(order, str(error))
             return False
@@ -116,27 +107,26 @@ class Repartitioner:
         return True
 
     def carry_out(self, step: int) -> None:
-        """The checkpoint of ``step`` is saved: leave what the next start of the ranks needs, and say so."""
+        """The checkpoint of ``step`` is saved: leave what the next start of the ranks needs, and log it."""
         assert self._ordered is not None
         self._run.write_json(self._run.config, self._ordered.config.model_dump())
         self._run.again(self._attempt).touch()
-        self._say(step, self._ordered)
+        self._log_done(step, self._ordered)
 
     def give_up(self, reason: str) -> None:
-        """The run ends: an order that still waits is refused."""
         order = self._orders.waiting()
         if order is not None:
             self._orders.refuse(order, reason)
 
-    def _settle(self, step: int) -> None:
+    def _answer_left_over(self, step: int) -> None:
         """Answer an order that the rank 0 before left behind."""
         order = self._orders.waiting()
         if order is None:
             return
         try:
-            self._changed(order.values)
+            self._with_changes(order.values)
         except SameLayout as same:
-            self._say(step, _Ordered("operator", order.values, same.config, order=order.id))
+            self._log_done(step, _Ordered("operator", order.values, same.config, order=order.id))
         except UserError as error:
             self._orders.refuse(order, str(error))
         else:
@@ -146,8 +136,11 @@ class Repartitioner:
                     f"attempt {order.attempt} ended before it could be carried out; order it again, or resume with -o.",
                 )
 
-    def _changed(self, values: Mapping[str, Any]) -> RunConfig:
-        """The configuration of the run in another layout, from that on disk, which must be the one that runs."""
+    def _with_changes(self, values: Mapping[str, Any]) -> RunConfig:
+        """The configuration on disk, which must be the one that runs, in another layout.
+
+        Not the agent's own: that has the times of a dry run scaled (`in_wall_time`), and this one is written back.
+        """
         config = load_resolved(self._run.config)
         for problem in problems(config):
             raise problem
@@ -155,7 +148,7 @@ class Repartitioner:
             raise UserError(f"{self._run.config.name} has another layout than the ranks that run.")
         return repartitioned(config, values)
 
-    def _say(self, step: int, done: _Ordered) -> None:
+    def _log_done(self, step: int, done: _Ordered) -> None:
         fields = {
             "step": step,
             "by": done.by,
@@ -163,13 +156,12 @@ class Repartitioner:
             "changes": done.changes,
             "predicted_s": done.predicted_s,
         }
-        self.last = said(fields)
+        self.last = in_words(fields)
         if done.order:
             self._orders.answer(done.order, EVENT, **fields)
         else:
             self._event(EVENT, **fields)
 
 
-def said(event: Mapping[str, Any]) -> str:
-    """A ``repartitioned`` event in words."""
+def in_words(event: Mapping[str, Any]) -> str:
     return f"after step {event['step']} by the {event.get('by', 'planner')}: {event['layout']}"

@@ -1,14 +1,13 @@
 """Whether a training replica makes progress: the judgement of its node, from orders, answers and signs of life.
 
-- The replica is serial: an order counts from when the one before it was answered.
+- The replica is serial -> an order counts from when the one before it was answered.
 - It writes a snapshot, which no order asks for -> an operation of its own; the next order counts from its end.
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
-- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long: whoever
-  keeps them waiting is ended first.
-- A process that has something to do gives no sign of life for ``floor_s`` -> hung; for half of that -> late.
+- More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long.
+- A process with something to do gives no sign of life for ``floor_s`` -> hung; for half of that -> late.
 
-Pure: times are seconds of any monotonic clock, given as arguments.
+Pure: times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -36,14 +35,17 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train.link import BUSY, CHECKPOINT, COMPUTE, WAITING
 
 PEERS = 3.0
-"""Half: a replica that waits may be ended before the slow one; double: a lost message holds the run so much longer."""
+"""Limits that a replica may take while it waits for others.
+
+Half: it may be ended before the slow one; double: a lost message holds the run so much longer.
+"""
 FRESH_S = 5.0
-"""Signs of life come every second; a phase reported longer ago says nothing about now."""
+"""Signs of life come every second; an older one proves nothing about now."""
 START = "start"
 
 
 def order_key(message: Any) -> tuple[str, Hashable] | None:
-    """Name and number of what an order asks for or an answer is about; None: not watched."""
+    """Name and number of an order or of its answer; None: not watched."""
     match message:
         case Join(generation=number, attempt=attempt) | Joined(generation=number, attempt=attempt):
             return "join", (number, attempt)
@@ -59,8 +61,6 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
 
 
 class ReplicaWatch:
-    """See the module docstring."""
-
     def __init__(self, settings: DeadlineLimits) -> None:
         self._silent_s = settings.floor_s
         self._deadlines = Deadlines(settings)
@@ -72,16 +72,13 @@ class ReplicaWatch:
         self._reported: set[Hashable] = set()
 
     def started(self, now: float) -> None:
-        """The processes are being started; what an earlier replica was asked is void."""
         self.clear()
         self._deadlines.begin(START, (START, 0), now)
 
     def ready(self, now: float) -> None:
-        """All processes are ready."""
         self._deadlines.end((START, 0), now)
 
     def asked(self, message: Any, now: float) -> None:
-        """An order goes to all processes."""
         key = order_key(message)
         if key is not None:
             self._orders.append(key)
@@ -89,7 +86,7 @@ class ReplicaWatch:
                 self._deadlines.begin(key[0], key, now)
 
     def answered(self, message: Any, now: float) -> None:
-        """The replica answered.  A failure's duration says nothing about how long success takes."""
+        """The replica answered; a failure's duration does not count."""
         key = order_key(message)
         if key is None and isinstance(message, WorkerError) and self._orders and self._orders[0][0] == CHECKPOINT:
             key = self._orders[0]  # a save that was refused
@@ -103,14 +100,13 @@ class ReplicaWatch:
         else:
             self._deadlines.end(key, now)
         self._reported.discard(key)
-        # Signs of life of before the answer say nothing about what comes after it.
+        # A phase of before the answer has ended with it.
         self._alive = {
             process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
         }
         self._go_on(now)
 
     def alive(self, process: int, message: Alive, now: float) -> None:
-        """A process gave a sign of life."""
         self._alive[process] = (message.phase, now)
         self._reported.discard(process)
         first = self._orders[0][0] if self._orders else ""
@@ -127,18 +123,16 @@ class ReplicaWatch:
         self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """The replica turns to its first order."""
         if self._orders and not self._busy:
             self._deadlines.begin(self._orders[0][0], self._orders[0], now)
 
     def give_up(self, now: float) -> str:
-        """The replica is ended because it is hung.  Empty, or why the run is to fail."""
+        """Why the run is to fail, if so: the replica is ended because it is hung."""
         failures = [self._deadlines.exceeded(pending.key) for pending in self._deadlines.pending(now, 0.0)]
         self.clear()
         return next(filter(None, failures), "")
 
     def clear(self) -> None:
-        """Nothing is waited for any more; measured durations stay."""
         self._deadlines.clear()
         self._orders.clear()
         self._busy = ""
@@ -146,7 +140,6 @@ class ReplicaWatch:
         self._reported.clear()
 
     def discount(self, seconds: float) -> None:
-        """The node's agent itself was stopped for so long."""
         self._deadlines.discount(seconds)
         self._alive = {process: (phase, at + seconds) for process, (phase, at) in self._alive.items()}
 

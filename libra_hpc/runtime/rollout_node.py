@@ -1,16 +1,13 @@
-"""The rollout half of a node agent: owns the node's vLLM engine processes and passes turns, answers and weights between
-them and the mesh.
+"""The rollout half of a node agent: owns the vLLM engines and passes turns, answers and weights to and from the mesh.
 
-An engine is announced to the rollout leader (`EngineUp`) only once it samples from the newest weights there are: after
-its start, after a restart and after standby it asks for them first.  In standby the process stays alive with its device
-memory released, so that coming back costs a weight update instead of a start.
-
+- An engine started, restarted or woke -> it asks for the newest weights, and `EngineUp` follows once it has them.
+- Standby -> the process lives with its device memory released; coming back costs a weight update, not a start.
 - An engine is late (`EngineWatch`) -> event ``slow``.
 - It hangs -> event ``hung``, `EngineDown`, stacks into its log, SIGKILL.
-- It is still there `ENDS_S` after that (a call into a device or a file system that ignores signals) -> ``hung`` again
-  every `AGAIN_S`.  No other is started beside it.
+- Its process lives `EXIT_S` later (a call into a device or file system) -> ``hung`` again every `REPEAT_S`.
+- Its process lives -> no other is started beside it.
 - A process ends unasked -> `EngineDied`, and the coordinator orders the next start.
-- It ended too often (`RestartBudget`), or `MAX_STARTS` times in a row before it was ready -> `Fatal`.
+- It ended too often (`NodeEngine.ended_too_often`) -> `Fatal`.
 """
 
 from __future__ import annotations
@@ -23,24 +20,10 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
-from libra_hpc.process.visible_devices import MAX_STARTS, engine_environment
-from libra_hpc.protocol.mesh import (
-    EngineDied,
-    EngineDown,
-    EngineIsReady,
-    EngineLoad,
-    EngineUp,
-    EngineVersion,
-    Fatal,
-    Turns,
-    TurnsDone,
-    WeightsChunk,
-    WeightsCurrent,
-    WeightsWanted,
-)
+from libra_hpc.process.visible_devices import engine_environment
+from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import (
     EngineError,
     EngineReady,
@@ -62,47 +45,28 @@ from .agent_context import AgentContext
 from .commands import engine_command
 from .engine_start import engine_config
 from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
+from .node_engine import NodeEngine
 
 KIND = "rollout"
 WATCH_S = 1.0
-"""Between two looks at the deadlines; the shortest is a minute."""
-ENDS_S, AGAIN_S = 10.0, 60.0
-"""A killed process is gone within a second, unless the kernel waits for something; half or double changes only when
-and how often that is logged."""
+"""Between two checks of the deadlines; the shortest deadline is a minute."""
+EXIT_S, REPEAT_S = 10.0, 60.0
+"""A killed process is gone within a second, unless the kernel waits for something.
 
-
-class _Engine:
-    def __init__(self, name: str, restarts: int) -> None:
-        self.name = name
-        self.child: Child | None = None
-        self.state = "lost"
-        """``starting`` | ``loading`` (waits for weights) | ``ready`` | ``standby`` | ``ending`` (was killed and is
-        not gone) | ``lost``"""
-        self.ready: EngineReady | None = None
-        self.version = -1
-        self.updating = -1
-        """The newest version it was sent."""
-        self.starts = 0
-        """Since it was last ready."""
-        self.budget = RestartBudget(restarts)
-        self.hung = ""
-        """Why it was ended."""
-        self.killed_at = self.logged_at = 0.0
-        """When it was ended, and when the log last got to know that it is still there."""
-        self.told: EngineStats | None = None
-        """The counters that the leader has."""
+Half or double changes only when and how often that is logged.
+"""
 
 
 class RolloutNode:
-    """See the module docstring."""
-
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
         serves = context.component in ("hybrid", "rollout")
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
         self._restarts = context.config.deadlines.restarts
-        self._engines = {name: _Engine(name, self._restarts) for name in (f"r{context.rank}.{i}" for i in range(count))}
+        self._engines = {
+            name: NodeEngine(name, self._restarts) for name in (f"r{context.rank}.{i}" for i in range(count))
+        }
         self._watch = EngineWatch(context.config.deadlines)
         self._changing = asyncio.Lock()
         """Held while processes are started or all of them ended."""
@@ -110,7 +74,7 @@ class RolloutNode:
             context.shared_memory,
             context.send,
             complete=self._weights_complete,
-            request=lambda have: context.send(context.layout.train_leader, WeightsWanted(context.rank, have)),
+            request=lambda have: context.send(context.layout.train_leader, wire.WeightsWanted(context.rank, have)),
             log=functools.partial(context.log, rank=context.rank),
             deadlines=context.config.deadlines,
         )
@@ -120,12 +84,10 @@ class RolloutNode:
 
     @property
     def states(self) -> dict[str, str]:
-        """State of every engine that was ever started."""
         return {e.name: e.state for e in self._engines.values() if e.child is not None}
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id of every live engine."""
         return {e.name: e.child.pid for e in self._engines.values() if e.child is not None and not e.child.ended}
 
     @property
@@ -134,7 +96,6 @@ class RolloutNode:
         return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
 
     async def start(self) -> None:
-        """Bring every engine of the node up: start what is missing, wake what sleeps."""
         async with self._changing:
             self._wanted, self._ordered_at = True, time.monotonic()
             for engine in self._engines.values():
@@ -150,7 +111,6 @@ class RolloutNode:
             self._maybe_ready()
 
     def standby(self) -> None:
-        """Put every engine to sleep; the rollout leader has drained them."""
         self._wanted = False
         for engine in self._engines.values():
             if engine.child is not None and engine.state in ("ready", "loading"):
@@ -159,10 +119,9 @@ class RolloutNode:
                 # It answers no update any more.
                 self._watch.gone(engine.name)
                 self._watch.sign(engine.name, time.monotonic())
-                self._context.tell_leader(EngineDown(self._context.rank, engine.name, "standby"))
+                self._context.send_to_rollout_leader(wire.EngineDown(self._context.rank, engine.name, "standby"))
 
     async def stop(self) -> None:
-        """End every engine."""
         self._wanted = False
         for engine in self._engines.values():
             self._watch.gone(engine.name)
@@ -172,31 +131,30 @@ class RolloutNode:
         await asyncio.gather(*(e.child.stop() for e in self._engines.values() if e.child is not None))
 
     async def reset(self) -> None:
-        """End every engine at once and unreported, and be as just constructed: a lost node is taken back."""
+        """End every engine unreported: a lost node is readmitted."""
         async with self._changing:
             children = [engine.child for engine in self._engines.values() if engine.child is not None]
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
                 self._watch.gone(engine.name)
-            self._engines = {name: _Engine(name, self._restarts) for name in self._engines}
+            self._engines = {name: NodeEngine(name, self._restarts) for name in self._engines}
             self._receiver.reset()
             await asyncio.gather(*(child.stop(0.0) for child in children))
 
     async def watch(self) -> None:
         """End engines that hang and ask for weights that do not arrive, until cancelled."""
-        looked = time.monotonic()
+        checked_at = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
-            if stall := stall_of(now - looked, WATCH_S):
+            if stall := stall_of(now - checked_at, WATCH_S):
                 self._watch.discount(stall)
                 self._receiver.discount(stall)
             self._receiver.watch(now)
             await self._end_hung(now)
-            looked = time.monotonic()
+            checked_at = time.monotonic()
 
-    def on_turns(self, message: Turns) -> None:
-        """Pass requests on; one whose engine is gone is refused."""
+    def on_turns(self, message: wire.Turns) -> None:
         for name, request in message.items:
             engine = self._engines.get(name)
             if engine is not None and engine.child is not None and engine.state == "ready":
@@ -204,32 +162,37 @@ class RolloutNode:
             elif isinstance(request, Generate):
                 self._answer(name, _refused(request, "engine is not ready"))
 
-    def on_chunk(self, message: WeightsChunk, blob: bytes | bytearray) -> None:
-        """A piece of new weights."""
+    def on_chunk(self, message: wire.WeightsChunk, blob: bytes | bytearray) -> None:
         self._receiver.chunk(message, blob, time.monotonic())
 
-    def on_current(self, message: WeightsCurrent) -> None:
-        """There is nothing newer than what the engines have."""
+    def on_current(self, message: wire.WeightsCurrent) -> None:
+        """The engines have the newest weights."""
         self._receiver.answered()
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= message.version:
                 self._up(engine)
 
     # --- engines
-    # ----------------------------------------------------------------------------------------------
 
-    async def _spawn(self, engine: _Engine) -> None:
+    async def _spawn(self, engine: NodeEngine) -> None:
         context, rollout = self._context, self._context.config.rollout
-        config = await asyncio.to_thread(engine_config, context, engine.name, self._tp, self._receiver.newest)
+        config = await asyncio.to_thread(engine_config, context, engine.name, tp=self._tp, newest=self._receiver.newest)
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
-        engine.state, engine.ready, engine.updating, engine.hung, engine.told = "starting", None, -1, "", None
+        engine.state, engine.ready, engine.updating, engine.hung, engine.reported = "starting", None, -1, "", None
         engine.child = Child(
-            engine.name, context.private / f"{engine.name}.sock", to_engine, from_engine, self._message, self._exited
+            engine.name,
+            context.private / f"{engine.name}.sock",
+            outbound=to_engine,
+            inbound=from_engine,
+            on_message=self._message,
+            on_exit=self._exited,
         )
         argv = engine_command(context.config, context.component, path)
         first = list(self._engines).index(engine.name) * self._tp
-        environment = engine_environment(os.environ, config.device, first, self._tp, rollout.threads)
+        environment = engine_environment(
+            os.environ, config.device, first=first, count=self._tp, threads=rollout.threads
+        )
         engine.starts += 1
         self._watch.began(engine.name, START, time.monotonic())
         await engine.child.start(argv, environment, context.logs / f"{engine.name}.log")
@@ -244,9 +207,9 @@ class RolloutNode:
             case EngineStats():
                 if not message.asleep:
                     self._watch.ended(engine.name, WAKE, now)
-                if message != engine.told:
-                    engine.told = message
-                    self._context.tell_leader(EngineLoad(engine.name, message))
+                if message != engine.reported:
+                    engine.reported = message
+                    self._context.send_to_rollout_leader(wire.EngineLoad(engine.name, message))
             case WeightsApplied(version=version, seconds=seconds):
                 engine.version = version
                 self._watch.ended(engine.name, WAKE, now)
@@ -257,7 +220,7 @@ class RolloutNode:
                     "weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds
                 )
                 if engine.state == "ready":
-                    self._context.tell_leader(EngineVersion(self._context.rank, engine.name, version))
+                    self._context.send_to_rollout_leader(wire.EngineVersion(self._context.rank, engine.name, version))
                 elif engine.state == "loading":
                     self._catch_up(engine)
             case EngineReady():
@@ -278,26 +241,22 @@ class RolloutNode:
                 self._log_hung(engine, hung.reason, now)
                 engine.hung, engine.state, engine.killed_at = hung.reason, "ending", now
                 # A process may outlive its SIGKILL, and its turns need not wait for that.
-                self._context.tell_leader(EngineDown(self._context.rank, engine.name, hung.reason))
+                self._context.send_to_rollout_leader(wire.EngineDown(self._context.rank, engine.name, hung.reason))
                 if hung.hopeless:
                     where = self._context.logs / f"{engine.name}.log"
-                    self._context.send(0, Fatal(self._context.rank, f"{hung.hopeless}; see {where}"))
+                    self._context.send(0, wire.Fatal(self._context.rank, f"{hung.hopeless}; see {where}"))
                 ends.append(engine.child.end_hung())
         await asyncio.gather(*ends)
         for engine in self._engines.values():
             waited_s = now - engine.killed_at
-            if (
-                engine.state == "ending"
-                and waited_s > ENDS_S
-                and now - engine.logged_at > (AGAIN_S if engine.logged_at > engine.killed_at else 0.0)
-            ):
-                self._log_hung(
-                    engine,
-                    f"Its process has not ended {waited_s:.0f} s after SIGKILL; the next one is started when it has.",
-                    now,
+            pause_s = REPEAT_S if engine.logged_at > engine.killed_at else 0.0
+            if engine.state == "ending" and waited_s > EXIT_S and now - engine.logged_at > pause_s:
+                reason = (
+                    f"Its process has not ended {waited_s:.0f} s after SIGKILL; the next one is started when it has."
                 )
+                self._log_hung(engine, reason, now)
 
-    def _log_hung(self, engine: _Engine, reason: str, now: float) -> None:
+    def _log_hung(self, engine: NodeEngine, reason: str, now: float) -> None:
         engine.logged_at = now
         self._context.log("hung", rank=self._context.rank, part=engine.name, reason=reason)
 
@@ -308,9 +267,9 @@ class RolloutNode:
 
     def _flush(self) -> None:
         items, self._outbox = tuple(self._outbox), []
-        self._context.tell_leader(TurnsDone(items))
+        self._context.send_to_rollout_leader(wire.TurnsDone(items))
 
-    def _catch_up(self, engine: _Engine) -> None:
+    def _catch_up(self, engine: NodeEngine) -> None:
         """Bring one engine to the newest weights before it is announced."""
         assert engine.child is not None
         newest = self._receiver.newest
@@ -319,17 +278,17 @@ class RolloutNode:
         else:
             self._receiver.ask(engine.version, time.monotonic())
 
-    def _update(self, engine: _Engine, file: WeightFile) -> None:
+    def _update(self, engine: NodeEngine, file: WeightFile) -> None:
         assert engine.child is not None
         engine.updating = file.version
         self._watch.began(engine.name, WEIGHTS, time.monotonic())
         engine.child.send(UpdateWeights(str(file.path), file.version, file.crc32))
 
-    def _up(self, engine: _Engine) -> None:
+    def _up(self, engine: NodeEngine) -> None:
         assert engine.ready is not None
-        engine.state, engine.starts, engine.told = "ready", 0, None
+        engine.state, engine.starts, engine.reported = "ready", 0, None
         ready = msgspec.structs.replace(engine.ready, version=engine.version)
-        self._context.tell_leader(EngineUp(self._context.rank, engine.name, ready))
+        self._context.send_to_rollout_leader(wire.EngineUp(self._context.rank, engine.name, ready))
         self._context.log(
             "engine_ready", rank=self._context.rank, engine=engine.name, version=engine.version, seconds=ready.start_s
         )
@@ -337,7 +296,7 @@ class RolloutNode:
 
     def _maybe_ready(self) -> None:
         if self._wanted and all(e.state == "ready" for e in self._engines.values()):
-            self._context.send(0, EngineIsReady(self._context.rank, KIND, time.monotonic() - self._ordered_at))
+            self._context.send(0, wire.EngineIsReady(self._context.rank, KIND, time.monotonic() - self._ordered_at))
 
     def _weights_complete(self, file: WeightFile) -> None:
         for engine in self._engines.values():
@@ -357,17 +316,14 @@ class RolloutNode:
             reason = f"{reason}: {engine.hung}"
         self._context.log("engine_lost", rank=self._context.rank, engine=engine.name, reason=reason, state=was)
         if not engine.hung:
-            self._context.tell_leader(EngineDown(self._context.rank, engine.name, reason))
-        in_budget = engine.budget.spend(time.monotonic())
-        if in_budget and engine.starts < MAX_STARTS:
-            self._context.send(0, EngineDied(self._context.rank, KIND, reason))
+            self._context.send_to_rollout_leader(wire.EngineDown(self._context.rank, engine.name, reason))
+        often = engine.ended_too_often(time.monotonic())
+        if not often:
+            self._context.send(0, wire.EngineDied(self._context.rank, KIND, reason))
             return
-        often = f"{engine.starts} times before it was ready"
-        if not in_budget:
-            often = f"{engine.budget.spent} times in {engine.budget.window_s:.0f} s"
         what = f"engine {engine.name} ended {often}, the last time because {reason}"
-        self._context.send(0, Fatal(self._context.rank, f"{what}; see {self._context.logs / engine.name}.log"))
+        self._context.send(0, wire.Fatal(self._context.rank, f"{what}; see {self._context.logs / engine.name}.log"))
 
 
 def _refused(request: Generate, reason: str) -> Generated:
-    return Generated(request.rid, b"", b"", "error", (), 0, 0.0, 0.0, reason)
+    return Generated(request.rid, b"", b"", "error", versions=(), cached_tokens=0, queue_s=0.0, run_s=0.0, error=reason)

@@ -1,8 +1,7 @@
-"""Routes: which part of a node gets which message of the mesh.
+"""Which part of a node gets which message of the mesh: one table of message type -> handler.
 
-One table of message type -> handler, to which every part adds its own rows when it comes to life; what has no row is
-for the coordinator, where there is one, and for nobody elsewhere (a message to a part that this node does not have, or
-not yet).
+Every part adds its rows when it is built.  A message without a row is for the coordinator; where there is none it is
+dropped: it is for a part that this node does not have, or not yet.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any, TypeVar
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.train.train_leader import TrainLeader
 
-from .rollout_lead import RolloutLead
 from .rollout_node import RolloutNode
+from .rollout_service import RolloutService
 from .train_node import TrainNode
 
 M = TypeVar("M")
 
-FOR_ROLLOUT_LEAD = (
+FOR_ROLLOUT_SERVICE = (
     wire.TurnsDone,
     wire.EngineUp,
     wire.EngineDown,
@@ -31,17 +30,14 @@ FOR_ROLLOUT_LEAD = (
 
 
 class Routes:
-    """The table; message types have no subtypes, so a look-up by type is exact."""
-
     def __init__(self) -> None:
         self._rows: dict[type, Callable[[Any, bytes | bytearray], object]] = {}
 
     def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
-        """Messages of this type go to ``handler``, instead of where they went before."""
         self._rows[kind] = lambda message, blob: handler(message)
 
     def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes | bytearray], None]) -> None:
-        """The same for a message that carries a blob."""
+        """As `add`, for a message that carries a blob."""
         self._rows[kind] = handler
 
     def deliver(self, message: object, blob: bytes | bytearray = b"") -> bool:
@@ -72,8 +68,10 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
 def add_train_leader(
     routes: Routes, leader: TrainLeader, train: TrainNode, rank: int, send: Callable[[int, wire.MeshMessage], None]
 ) -> None:
-    """Rows of the train leader, which has the node of this ``rank`` beside it: rollout nodes know only the leader,
-    so it passes on who wants weights."""
+    """Rows of the train leader on the node of this ``rank``.
+
+    Rollout nodes ask the leader for weights; it passes that on to the node that exports.
+    """
 
     def wanted(message: wire.WeightsWanted) -> None:
         if leader.exporter == rank:
@@ -93,7 +91,6 @@ def add_train_leader(
     routes.add(wire.EngineDied, died)
 
 
-def add_rollout_lead(routes: Routes, lead: RolloutLead) -> None:
-    """Rows of the rollout leader."""
-    for kind in FOR_ROLLOUT_LEAD:
-        routes.add(kind, lead.on_message)
+def add_rollout_service(routes: Routes, service: RolloutService) -> None:
+    for kind in FOR_ROLLOUT_SERVICE:
+        routes.add(kind, service.on_message)

@@ -1,26 +1,18 @@
 """The elastic pool as a pure state machine: event in, new pool and effects out.
 
-A node is in one of six states:
+    STARTING --engine ready--> ROLLOUT, or TRAIN once it is a member with its state
+    ROLLOUT  --move--> TO_TRAIN --drained, engine ready, member, state arrived--> TRAIN
+    TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
+    any      --heartbeat lost--> LOST --returned--> STARTING
 
-    STARTING --engine ready--> ROLLOUT | (member with its state) TRAIN          first start, restart after a crash,
-    return after a loss ROLLOUT  --move--> TO_TRAIN   --drained, engine ready, member, state arrived--> TRAIN TRAIN
-    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT any      --heartbeat lost-->
-    LOST --returned--> STARTING
-
-Only nodes of the ``hybrid`` component move; ``train`` and ``rollout`` nodes are the core and keep their role for life.
-
-*Membership* is the numbered set of data-parallel replicas.  Every wish to change it becomes a proposal with the next
-number; a newer proposal replaces one that is still forming.  A node is proposed once its training engine answers, so
-that members never wait for an engine to start, and it counts as a trainer (TRAIN) only when it is a member *and* its
-weights and optimizer state have arrived, in whatever order the two happen.  Trainers adopt a proposal at a step
-boundary; the generation is current once every rank in it has said so.  A leaving node works as a trainer until the
-generation that no longer holds it is complete; if it has meanwhile become the only one that holds the training state,
-its move is called off.  The first generation waits for all core training nodes, so that a run does not form one group
-per node while they come up.
-
-`advance` raises `IllegalTransition` for an event that cannot happen in the present state (a core node ordered to move,
-a second order while the first is under way): the caller logs it and keeps the old pool.  Confirmations of a superseded
-generation are normal late messages and change nothing.
+- Only ``hybrid`` nodes move; ``train`` and ``rollout`` nodes are the core.
+- A training engine answers -> the next *membership* (numbered set of replicas) is proposed, instead of one still
+  forming.
+- Every rank of a proposal has confirmed it, at a step boundary -> it is the current generation.
+- A member has weights and optimizer state -> it counts as a trainer.
+- A node leaves -> it trains until a generation without it is complete.
+- A leaving node is the last that holds the state -> its move is called off.
+- The first generation waits for all core training nodes: a run does not form one group per node.
 """
 
 from __future__ import annotations
@@ -36,8 +28,6 @@ Component = Literal["train", "hybrid", "rollout"]
 
 
 class NodeState(StrEnum):
-    """State of a pool node."""
-
     STARTING = "starting"
     TRAIN = "train"
     TO_ROLLOUT = "to_rollout"
@@ -47,38 +37,33 @@ class NodeState(StrEnum):
 
 
 class IllegalTransition(Exception):
-    """An event that is impossible in the present state of the pool."""
+    """The event is impossible in the present state of the pool; the caller logs it and keeps the old pool."""
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One node."""
-
     rank: int
     component: Component
     state: NodeState
     role: Role
-    """The role it has, or is on its way to."""
+    """The role it has, or is moving to."""
     draining: bool = False
     """Ordered to train, with turns still in flight."""
     engine_ready: bool = False
     """Whether the engine of ``role`` answers."""
     has_state: bool = False
-    """Whether its training engine holds the current weights and optimizer state (kept by a leaving node until it is
-    freed)."""
+    """Its training engine holds the current weights and optimizer state; a leaving node has it until it is freed."""
     member_of: int = -1
     """Last generation its present training engine confirmed."""
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """A numbered set of training replicas; the one a run starts from is empty."""
+    """A numbered set of training replicas; a run starts from an empty one."""
 
     generation: int
     ranks: tuple[int, ...]
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The whole pool."""
-
     nodes: dict[int, Node]
     membership: Membership
     """Latest complete generation."""
@@ -118,7 +103,7 @@ class StateArrived(msgspec.Struct, frozen=True):
 
 
 class MemberOf(msgspec.Struct, frozen=True):
-    """The node's training engine formed the group of this generation."""
+    """The node's training engine formed this generation's group; one of a superseded generation changes nothing."""
 
     rank: int
     generation: int
@@ -138,7 +123,7 @@ class HeartbeatLost(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A lost node answers again; whatever it held is gone."""
+    """A lost node is heard again; whatever it held is gone."""
 
     rank: int
 
@@ -162,51 +147,33 @@ class OrderStandby(msgspec.Struct, frozen=True):
     kind: Role
 
 
-class OpenTurns(msgspec.Struct, frozen=True):
-    """The router may send turns to this node."""
-
-    rank: int
-
-
 class OrderDrain(msgspec.Struct, frozen=True):
     """Send no new turns to this node; report `Drained` when those in flight are answered or moved."""
 
     rank: int
 
 
-class ResubmitTurns(msgspec.Struct, frozen=True):
-    """The node's turns in flight are gone: send them elsewhere."""
-
-    rank: int
-
-
 class FormMembership(msgspec.Struct, frozen=True):
-    """At the next step boundary, form this generation; each member reports `MemberOf`, a new one `StateArrived` too."""
+    """Form this generation at the next step boundary; members report `MemberOf`, new ones `StateArrived` too."""
 
     membership: Membership
 
 
-Effect = Union[OrderStart, OrderStandby, OpenTurns, OrderDrain, ResubmitTurns, FormMembership]
+Effect = Union[OrderStart, OrderStandby, OrderDrain, FormMembership]
 
 # Transitions --------------------------------------------------------------------------------------
 
 
-def start(
-    nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout", generation: int = 0
-) -> tuple[Pool, tuple[Effect, ...]]:
-    """A pool whose nodes ``(rank, component)`` all have to start their engine; ``generation`` is the last one used
-    before (a resumed run)."""
+def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout") -> tuple[Pool, tuple[Effect, ...]]:
+    """A pool whose nodes ``(rank, component)`` all have to start their engine."""
     made: dict[int, Node] = {}
     for rank, component in nodes:
         made[rank] = Node(rank, component, NodeState.STARTING, hybrid_role if component == "hybrid" else component)
-    return Pool(made, Membership(generation, ()), generation), tuple(
-        OrderStart(node.rank, node.role) for node in made.values()
-    )
+    return Pool(made, Membership(0, ()), issued=0), tuple(OrderStart(node.rank, node.role) for node in made.values())
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
-    """Ranks that count as training replicas now: members whose state has arrived, leaving ones included until they
-    are freed."""
+    """Training replicas now: members with their state, leaving ones until they are freed."""
     nodes = (pool.nodes[rank] for rank in pool.membership.ranks)
     return tuple(
         n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state)
@@ -214,7 +181,6 @@ def trainers(pool: Pool) -> tuple[int, ...]:
 
 
 def rollout_nodes(pool: Pool) -> tuple[int, ...]:
-    """Ranks that accept turns now."""
     return tuple(rank for rank, node in pool.nodes.items() if node.state is NodeState.ROLLOUT)
 
 
@@ -273,7 +239,7 @@ def _engine_ready(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effec
     started = node.state is not NodeState.LOST and not node.draining and not node.engine_ready
     _require(started and kind == node.role and not (kind == "rollout" and node.has_state), node, f"{kind} engine ready")
     if kind == "rollout":
-        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), (OpenTurns(node.rank),)
+        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), ()
     return _propose(_put(pool, node, engine_ready=True))
 
 
@@ -298,13 +264,12 @@ def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect
     _require(node.state is not NodeState.LOST, node, f"{kind} engine died")
     if kind == "rollout":
         if node.draining:
-            return _put(pool, node, draining=False), (ResubmitTurns(node.rank), OrderStart(node.rank, "train"))
+            return _put(pool, node, draining=False), (OrderStart(node.rank, "train"),)
         if node.role != "rollout" or node.has_state:
             return pool, ()  # a standby: the next move pays a cold start
-        restart: tuple[Effect, ...] = (OrderStart(node.rank, "rollout"),)
         if node.state is NodeState.ROLLOUT:
-            return _put(pool, node, state=NodeState.STARTING, engine_ready=False), (ResubmitTurns(node.rank), *restart)
-        return pool, restart
+            pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
+        return pool, (OrderStart(node.rank, "rollout"),)
     if node.state is NodeState.TO_ROLLOUT and node.has_state:
         return _put(pool, node, has_state=False, member_of=-1), (OrderStart(node.rank, "rollout"),)
     if node.role != "train" or node.draining:
@@ -319,16 +284,14 @@ def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect
 def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     if node.state is NodeState.LOST:
         return pool, ()
-    held_turns = node.state is NodeState.ROLLOUT or node.draining
     # A core trainer that is lost before the first generation is one the others wait for no longer.
     changes = (node.role == "train" and node.engine_ready) or not pool.membership.ranks
     lost = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
-    lost, effects = _propose(lost) if changes else (lost, ())
-    return lost, ((ResubmitTurns(node.rank), *effects) if held_turns else effects)
+    return _propose(lost) if changes else (lost, ())
 
 
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
-    """Replace whatever is forming by the next generation over all training engines that answer."""
+    """Propose the next generation, over all training engines that answer."""
     nodes = pool.nodes.values()
     wanted = tuple(sorted(n.rank for n in nodes if n.role == "train" and n.engine_ready))
     if not wanted:

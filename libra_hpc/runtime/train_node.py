@@ -1,9 +1,9 @@
-"""The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them) and speaks
-for the replica as a whole.
+"""The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them).
 
-Every message goes to all processes; the replica has answered once every process has, with local rank 0's answer.  When
-one process dies the others are ended too, because a replica is only whole.  The next start restores from the newest
-whole in-memory snapshot or checkpoint, whichever has the higher step.
+- A message to the replica -> every process gets it.
+- Every process has answered -> the replica has, with local rank 0's answer.
+- One process dies -> the others are ended, because a replica is only whole.
+- The next start -> restores from the newest whole snapshot or checkpoint, whichever has the higher step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
 from libra_hpc.process.visible_devices import MAX_STARTS, engine_environment
-from libra_hpc.protocol.mesh import (
-    EngineDied,
-    EngineIsReady,
-    Fatal,
-    FromReplica,
-    Publish,
-    WeightsCurrent,
-    WeightsWanted,
-)
+from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -58,19 +50,17 @@ from .replica_watch import ReplicaWatch
 KIND = "train"
 ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
 """Answers that count as the same answer to one request."""
-LOOK_S = 1.0
-"""Between two looks at whether the replica makes progress."""
+WATCH_S = 1.0
+"""Between two checks of whether the replica makes progress."""
 KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
 REPEAT_S = 60.0
 """Between two events about a process that does not end."""
 WARNING_S = 60.0
-"""A full file system fails a snapshot at every one of them: one event a minute says it."""
+"""A full file system fails every snapshot: one event a minute is enough."""
 
 
 class TrainNode:
-    """See the module docstring."""
-
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._children: list[Child] = []
@@ -84,32 +74,29 @@ class TrainNode:
         self._ordered_at = 0.0
         self._warned_at = float("-inf")
         self._killed_at: float | None = None
-        """When all processes of the replica were to end."""
+        """When all processes of the replica were to end (monotonic seconds)."""
         self._stuck_at = float("-inf")
-        """Of the last event about one that does not."""
+        """When an event last named one that does not."""
         self._stopping = False
         self._publisher = Publisher(context.send)
         self.step = -1
 
     @property
     def states(self) -> dict[str, str]:
-        """State of the replica, once it was started."""
         return {} if self._state == "none" else {f"t{self._context.rank}": self._state}
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id of every live worker."""
         return {child.name: child.pid for child in self._children if not child.ended}
 
     async def start(self) -> None:
-        """Build the replica, or end its standby."""
         self._ordered_at = time.monotonic()
         if self._state == "standby":
             self._state = "ready"
-            self._context.send(0, EngineIsReady(self._context.rank, KIND, 0.0))
+            self._context.send(0, wire.EngineIsReady(self._context.rank, KIND, 0.0))
             return
         if self._state == "ready":
-            self._context.send(0, EngineIsReady(self._context.rank, KIND, 0.0))
+            self._context.send(0, wire.EngineIsReady(self._context.rank, KIND, 0.0))
             return
         async with self._spawning:
             while any(not child.ended for child in self._children):
@@ -125,7 +112,6 @@ class TrainNode:
                 child.send(Standby())
 
     async def stop(self) -> None:
-        """End every process of the replica."""
         self._stopping = True
         for child in self._children:
             child.stopping = True
@@ -133,8 +119,7 @@ class TrainNode:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def reset(self) -> None:
-        """Be as just constructed: end every process and report nothing of it; this node was declared lost and is
-        taken back."""
+        """End every process unreported: a lost node is readmitted."""
         async with self._spawning:
             children, self._children = self._children, []
             self._state, self._ready, self._answers, self.step = "none", {}, {}, -1
@@ -146,7 +131,6 @@ class TrainNode:
             await asyncio.gather(*(child.stop() for child in children))
 
     def on_message(self, message: ToWorker) -> None:
-        """Pass an order of the train leader to every process."""
         if isinstance(message, Export):
             message = Export(str(self._export_path(message.version)), message.version)
         if self._state == "ready":
@@ -155,15 +139,14 @@ class TrainNode:
             child.send(message)
 
     async def watch(self) -> None:
-        """End a replica that makes no progress; it is then rebuilt as after any other death.  Runs as long as the
-        agent."""
-        looked = time.monotonic()
+        """End a replica that makes no progress, until cancelled; it is rebuilt as after any other death."""
+        checked_at = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(WATCH_S)
             now = time.monotonic()
-            if stall := stall_of(now - looked, LOOK_S):
+            if stall := stall_of(now - checked_at, WATCH_S):
                 self._watch.discount(stall)
-            looked = now
+            checked_at = now
             for reason in self._watch.late(now):
                 self._log_part("slow", reason)
             if (reason := self._watch.hung(now)) and not self._stopping:
@@ -171,39 +154,38 @@ class TrainNode:
                 self._log_part("hung", reason)
                 if hopeless:
                     where = self._context.logs / f"{self._children[0].name}.log"
-                    self._context.send(
-                        0, Fatal(self._context.rank, f"training replica: {reason}; {hopeless}; see {where}")
-                    )
+                    self._fail(f"training replica: {reason}; {hopeless}; see {where}")
                 self._killed_at = now
                 await asyncio.gather(*(child.end_hung() for child in self._children))
             self._check_ended(now)
 
     def _check_ended(self, now: float) -> None:
-        """A process that SIGKILL does not end counts as ended; an event a minute names it as long as it lives."""
+        """Count a process that SIGKILL does not end as ended; an event a minute names it."""
         if self._killed_at is None:
             return
         stuck = [child for child in self._children if child.pid and not child.ended]
-        said = self._stuck_at >= self._killed_at and now - self._stuck_at < REPEAT_S
+        logged = self._stuck_at >= self._killed_at and now - self._stuck_at < REPEAT_S
         if not stuck:
             self._killed_at = None
-        elif now - self._killed_at > KILL_S and not said and not self._stopping:
+        elif now - self._killed_at > KILL_S and not logged and not self._stopping:
             self._stuck_at = now
             names = ", ".join(f"{child.name} (process {child.pid})" for child in stuck)
             reason = f"{names} lives {now - self._killed_at:.0f} s after SIGKILL, so it waits inside the kernel"
             self._log_part("hung", reason)
             self._ended(stuck[0], reason)
 
+    def _fail(self, reason: str) -> None:
+        self._context.send(0, wire.Fatal(self._context.rank, reason))
+
     def _log_part(self, kind: str, reason: str) -> None:
         self._context.log(kind, rank=self._context.rank, part=f"t{self._context.rank}", reason=reason)
 
-    def on_publish(self, message: Publish) -> None:
-        """A version is committed: send its file on its way."""
+    def on_publish(self, message: wire.Publish) -> None:
         self._publisher.publish(message.version, self._export_path(message.version), message.crc32, message.ranks)
 
-    def on_wanted(self, message: WeightsWanted) -> None:
-        """A rollout node asks for the newest weights."""
+    def on_wanted(self, message: wire.WeightsWanted) -> None:
         if not self._publisher.answer(message.rank, message.have):
-            self._context.send(message.rank, WeightsCurrent(message.have))
+            self._context.send(message.rank, wire.WeightsCurrent(message.have))
 
     def _export_path(self, version: int) -> Path:
         return self._context.shared_memory / f"export-{version:08d}.safetensors"
@@ -244,9 +226,18 @@ class TrainNode:
             name = f"t{context.rank}.{local_rank}"
             path = context.private / f"{name}.json"
             write_config(worker, path)
-            child = Child(name, context.private / f"{name}.sock", to_worker, from_worker, self._message, self._exited)
+            child = Child(
+                name,
+                context.private / f"{name}.sock",
+                outbound=to_worker,
+                inbound=from_worker,
+                on_message=self._message,
+                on_exit=self._exited,
+            )
             self._children.append(child)
-            environment = engine_environment(os.environ, config.slurm.device, 0, train.tp * train.pp, train.threads)
+            environment = engine_environment(
+                os.environ, config.slurm.device, first=0, count=train.tp * train.pp, threads=train.threads
+            )
             await child.start(
                 trainer_command(config, context.component, path), environment, context.logs / f"{name}.log"
             )
@@ -283,13 +274,13 @@ class TrainNode:
                 self._watch.ready(time.monotonic())
                 seconds = time.monotonic() - self._ordered_at
                 self._context.log("replica_ready", rank=self._context.rank, step=self.step, seconds=seconds)
-                self._context.send(0, EngineIsReady(self._context.rank, KIND, seconds))
+                self._context.send(0, wire.EngineIsReady(self._context.rank, KIND, seconds))
             return
         now = time.monotonic()
         if isinstance(message, Alive):
             self._watch.alive(local_rank, message, now)
             if message.phase in BUSY and not local_rank:
-                self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
+                self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
         if isinstance(message, Warned):
             if now - self._warned_at >= WARNING_S:
@@ -300,7 +291,7 @@ class TrainNode:
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
             self._watch.answered(message, now)
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
-            self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, message))
+            self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
         # Local rank 0 alone writes files, so it alone may have failed to.
         asked = ASKED.get(type(message), type(message)).__name__
@@ -312,7 +303,7 @@ class TrainNode:
             self._watch.answered(answer, now)
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
-            self._context.send(self._context.layout.train_leader, FromReplica(self._context.rank, answer))
+            self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, answer))
 
     def _exited(self, child: Child, code: int) -> None:
         name = f"worker process {child.name}"
@@ -331,13 +322,11 @@ class TrainNode:
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
         if self._failed_starts >= MAX_STARTS:
-            self._context.send(
-                0, Fatal(self._context.rank, f"{reason} {self._failed_starts} times before it was ready; see {where}")
-            )
+            self._fail(f"{reason} {self._failed_starts} times before it was ready; see {where}")
             return
         if not self._budget.spend(time.monotonic()):
             times = f"the replica ended {self._budget.spent} times within {self._budget.window_s:.0f} s"
-            self._context.send(0, Fatal(self._context.rank, f"{reason}, and {times}; see {where}"))
+            self._fail(f"{reason}, and {times}; see {where}")
             return
-        self._context.send(0, EngineDied(self._context.rank, KIND, reason))
-        self._context.send(self._context.layout.train_leader, EngineDied(self._context.rank, KIND, reason))
+        self._context.send(0, wire.EngineDied(self._context.rank, KIND, reason))
+        self._context.send(self._context.layout.train_leader, wire.EngineDied(self._context.rank, KIND, reason))

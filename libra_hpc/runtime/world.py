@@ -1,11 +1,10 @@
 """How the agents find each other: MPI numbers them and carries their addresses, once, at the start.
 
-After `meet` no agent calls MPI again.  A message library that survives a dead member is needed from then on, and MPI is
-none: MPICH over UCX ends every process that has a TCP connection to one that died (docs/architecture.md).  Messages go
-over sockets of our own (`libra_hpc.runtime.links`).
+After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/architecture.md).  Messages go over
+sockets of our own (`libra_hpc.runtime.links`).
 
 - All ranks on one machine -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
-- Rank 0 draws a secret for the run; who connects must prove that it knows it.
+- Rank 0 draws a secret for the run; who connects must prove that it has it.
 - A rank that cannot reach rank 0 -> every rank raises the same sentence.
 """
 
@@ -35,17 +34,19 @@ from mpi4py import MPI  # noqa: E402  (the choice must be made first)
 MEET_S = 90
 """A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
 REACH_S = 5.0
-"""For one address of rank 0 to answer.  Half: a busy switch looks like a wrong address; double: several wrong ones
-use up `MEET_S`."""
+"""For one address of rank 0 to answer.
+
+Half: a busy switch looks like a wrong address; double: several wrong ones use up `MEET_S`.
+"""
 RECORD_BYTES = 4096
-"""Room for what a rank tells the others; a node with 20 addresses uses 500."""
+"""Room for what a rank sends the others; a node with 20 addresses uses 500."""
 SECRET_BYTES = 32
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
 """Interfaces by prefix that never lead to another node."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a rank listens: addresses to be tried in this order, all with one port."""
+    """Where a rank listens: addresses in order of trial, all with one port."""
 
     host: str
     addresses: tuple[str, ...]
@@ -53,7 +54,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class NoWorld(OperationError):
-    """The ranks have met, but cannot go on; ``rank`` is the own one."""
+    """The ranks have met but cannot go on; ``rank`` is the own one."""
 
     def __init__(self, rank: int, problem: str) -> None:
         super().__init__(problem)
@@ -61,22 +62,21 @@ class NoWorld(OperationError):
 
 
 class World(msgspec.Struct, frozen=True):
-    """The ranks of one start, as one of them sees them."""
+    """The ranks of one start, from the view of one of them."""
 
     rank: int
     endpoints: tuple[Endpoint, ...]
     secret: bytes
     listener: socket.socket
-    """Bound and listening since before any rank knew of it."""
+    """Bound and listening before any rank has its address."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return len(self.endpoints)
 
 
 class _Place(msgspec.Struct):
-    """First round: which machine a rank is on, and why it cannot go on, if so."""
+    """First round: a rank's machine, and why it cannot go on, if so."""
 
     machine: str
     problem: str = ""
@@ -94,9 +94,10 @@ Record = TypeVar("Record", _Place, Endpoint, _Reached)
 def meet(interface: str = "", problem: str = "") -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem`` is a reason of the caller's why this rank cannot go on.  Raises `NoWorld`, on every rank alike, with the
-    first problem of any rank.  A rank that fails inside MPI leaves the others waiting there, where no Python runs.  So
-    the kernel ends this process with SIGALRM after `MEET_S`; whoever started it may try again.
+    ``problem``: why the caller cannot go on.  Raises `NoWorld` on every rank alike, with the first problem of any.
+
+    A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
+    with SIGALRM after `MEET_S`, and whoever started it may try again.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MEET_S)
@@ -129,8 +130,7 @@ def meet(interface: str = "", problem: str = "") -> World:
 
 
 def own_addresses(interface: str = "") -> list[str]:
-    """Addresses of this machine that another one may reach, the one its name resolves to first; with a name, those
-    of that interface."""
+    """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
     found = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():
@@ -153,12 +153,11 @@ def _interfaces() -> str:
 
 
 def _machine() -> str:
-    """Unlike that of any other machine, and of any container with a network of its own."""
+    """A name unlike that of any other machine or container with a network of its own."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _listen(address: str, size: int) -> socket.socket:
-    """A listening socket on one address; on all interfaces where none is given."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=2 * size)
@@ -171,7 +170,7 @@ def _listen(address: str, size: int) -> socket.socket:
 
 
 def _reach(first: Endpoint, own: Endpoint) -> str:
-    """Why rank 0 cannot be reached from here, or nobody can reach this rank; empty if both can."""
+    """Why rank 0 cannot be reached from here, or nobody can reach this rank; else empty."""
     if not own.addresses:
         return f"{own.host} has no network address that other nodes can reach"
     for address in first.addresses:
@@ -186,12 +185,11 @@ def _reach(first: Endpoint, own: Endpoint) -> str:
 
 
 def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
-    """Everyone's record, by rank."""
     body = msgspec.msgpack.encode(record)
     encoded = LENGTH.pack(len(body)) + body
     if len(encoded) > RECORD_BYTES:
         raise OperationError(
-            f"what {socket.gethostname()} says of itself takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
+            f"the record of {socket.gethostname()} takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
         )
     everyone = bytearray(RECORD_BYTES * comm.Get_size())
     comm.Allgather([encoded.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
@@ -204,7 +202,7 @@ def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
 
 
 def _raise_first(problems: list[str]) -> None:
-    """Every rank sees the same problems, so all raise, or none."""
+    """Raise on every rank or on none: all see the same problems."""
     for problem in problems:
         if problem:
             rank = MPI.COMM_WORLD.Get_rank()

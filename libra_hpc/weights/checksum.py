@@ -1,5 +1,4 @@
-"""The checksum of a weight file, which every end of its journey computes: exporter, and engine before it touches a
-parameter."""
+"""The checksum of a weight file: the exporter computes it, and an engine before it changes a parameter."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Flow of weight files from one node of the tree to its children: chunks leave as fast as each child takes them.
+"""Sends weight files from one node of the tree to its children, as fast as each child takes the chunks.
 
-- A child has at most `IN_FLIGHT` chunks that it has not taken; when it takes one, the next is read and sent.
+- A child took a chunk -> the next is read and sent; at most `IN_FLIGHT` are not taken.
 - Another file is started for a child -> unsent chunks of the one before are dropped.
-- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends.  It asks for
-  weights when it is back.
+- The mesh drops a chunk (the child is lost), or the file cannot be read -> the child's stream ends; it asks again
+  later.
 
-Every chunk is a copy of its own, so a file may be removed while a chunk of it still waits to be sent.
+Every chunk is a copy, so a file may be removed while a chunk of it waits to be sent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple
 from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
 
 CHUNK_BYTES = 16 << 20
-"""Large enough that the network's bandwidth is reached, small enough that a tree of depth 5 starts its last hop
-after 80 MiB."""
+"""Large enough to reach the network's bandwidth; small enough that a tree of depth 5 starts its last hop after 80
+MiB."""
 IN_FLIGHT = 4
 """Chunks: one on the wire, three for the pauses of the sender's loop.
 
@@ -44,18 +44,13 @@ class WeightFile(NamedTuple):
 
 
 class _Stream:
-    """A file on its way to one child."""
-
     def __init__(self, file: WeightFile, relay: tuple[int, ...]) -> None:
         self.file, self.relay = file, relay
         self.offset = 0
         self._handle = file.path.open("rb", buffering=0)
 
     def read(self, available: int) -> bytes:
-        """The next chunk out of the first ``available`` bytes; empty when there is none.
-
-        Raises `OSError` when the file lacks it.
-        """
+        """The next chunk out of the first ``available`` bytes, or nothing; raises `OSError` when the file lacks it."""
         wanted = min(CHUNK_BYTES, available - self.offset)
         if wanted <= 0:
             return b""
@@ -69,8 +64,6 @@ class _Stream:
 
 
 class Flow:
-    """The streams to all children."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self._streams: dict[int, _Stream] = {}
@@ -78,7 +71,7 @@ class Flow:
         self._available = 0
 
     def start(self, file: WeightFile, available: int, rank: int, relay: tuple[int, ...]) -> None:
-        """Send a file from its beginning, as far as it is ``available``, to one child."""
+        """Send a file to one child from its beginning, as far as it is ``available``."""
         before = self._streams.get(rank)
         if before is not None and before.file.version == file.version:
             # It asked for itself alone; those behind it still need the file.
@@ -91,13 +84,12 @@ class Flow:
         self._post(rank)
 
     def grow(self, available: int) -> None:
-        """So many bytes of the file that is sent exist by now."""
+        """So many bytes of the file exist by now."""
         self._available = available
         for rank in list(self._streams):
             self._post(rank)
 
     def drop(self) -> None:
-        """Send no more chunks."""
         for rank in list(self._streams):
             self._end(rank)
 
@@ -115,7 +107,7 @@ class Flow:
             if stream.offset == file.size:
                 self._end(rank)
             self._in_flight[rank] += 1
-            chunk = WeightsChunk(file.version, offset, file.size, file.crc32, stream.relay)
+            chunk = WeightsChunk(file.version, offset, size=file.size, crc32=file.crc32, relay=stream.relay)
             self._send(rank, chunk, blob, partial(self._taken, rank))
 
     def _taken(self, rank: int, arrives: bool) -> None:

@@ -25,18 +25,16 @@ class Incoming:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte was received."""
         return self.received == self.file.size
 
     @property
     def intact(self) -> bool:
-        """Whether the checksum of what was received is that of the file."""
         return self._sum == self.file.crc32
 
     def write(self, chunk: bytes | bytearray) -> None:
         """Append a chunk; raises `OSError` when there is no room.
 
-        Summed as it comes: the agent's loop must not stop for the seconds that the sum of a whole file takes.
+        It is summed at once: the agent's loop must not stop for the seconds that the sum of a whole file takes.
         """
         view = memoryview(chunk)
         while view:
@@ -44,13 +42,11 @@ class Incoming:
         self._sum = zlib.crc32(chunk, self._sum)
         self.received += len(chunk)
 
-    def keep(self, path: Path) -> WeightFile:
-        """Give the complete file its name."""
+    def finish(self, path: Path) -> WeightFile:
         self._handle.close()
         self.file.path.replace(path)
         return self.file._replace(path=path)
 
     def abandon(self) -> None:
-        """Remove it."""
         self._handle.close()
         self.file.path.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
-"""Megatron-Core parameter names and layouts <-> Hugging Face ones, for any tensor- and pipeline-parallel split.
+"""Parameter names and layouts of Megatron-Core <-> Hugging Face, for any tensor- and pipeline-parallel split.
 
-The mapping holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ:
-``linear_qkv`` interleaves per query group (its q heads, its k head, its v head), and ``linear_fc1`` holds gate and up
-halves *per tensor-parallel rank*.  A pipeline stage numbers its layers from 0. Ranks of a replica are ``stage * tp +
-tensor rank``.
+It holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ:
+
+- ``linear_qkv`` interleaves per query group: its q heads, its k head, its v head.
+- ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.
+
+A pipeline stage numbers its layers from 0.  Ranks of a replica are ``stage * tp + tensor rank``.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from libra_hpc.hardware.architecture import Architecture
 
 
 class ReplicaPlace(NamedTuple):
-    """Place of this process in its replica."""
-
     tp: int
     tp_rank: int
     pp: int
@@ -75,7 +75,6 @@ def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
 
 
 def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shape of every Hugging Face tensor of the model."""
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
     by_suffix: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (q, hidden),
@@ -118,8 +117,10 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
 
 
 def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[torch.Tensor]:
-    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks; fresh
-    contiguous memory."""
+    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks.
+
+    They are fresh, contiguous memory.
+    """
     if entry.layout == "gated":
         halves = [part.chunk(2) for part in parts]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
@@ -134,8 +135,10 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
 def load(
     tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace
 ) -> None:
-    """Copy Hugging Face tensors into ``tensors`` (by Megatron-Core name, this rank's parts); raises `ValueError`
-    when a shape differs."""
+    """Copy Hugging Face tensors into ``tensors``: this rank's parts, by Megatron-Core name.
+
+    Raises `ValueError` when a shape differs.
+    """
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         source = from_hf(entry, get, shape, split)
         if source.shape != tensors[name].shape:
@@ -147,8 +150,7 @@ def load(
 
 
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
-    """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks take part and get an empty
-    dict.
+    """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks get an empty dict.
 
     Collective over the replica.  ``tensors`` are this rank's parts by Megatron-Core name, all of one dtype.
     """

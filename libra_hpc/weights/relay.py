@@ -1,16 +1,14 @@
-"""Weight relay: a version's file travels from the training node that exported it down a binomial tree of rollout nodes.
+"""Relays a version's weight file from the training node that exported it down a binomial tree of rollout nodes.
 
 The file is HF-named safetensors in /dev/shm, cut in chunks (`libra_hpc.weights.flow`).  A chunk is forwarded as soon as
-it is stored, so the depth of the tree costs one chunk.  Only the finished, checksummed file goes to the engines.
+it is stored; only the finished file with the right checksum goes to the engines.
 
-- A newer version is published -> unsent chunks of the older one are dropped, and receivers drop what they have of it.
+- A newer version is published -> unsent chunks of the older one are dropped, and what receivers have of it.
 - No chunk of an announced version, or no answer to a request, within the limit -> ``weights_stalled``; asks again.
 - The checksum is wrong -> ``weights_corrupt``; asks again later.
 - /dev/shm has no room -> ``weights_not_stored``; all but the newest version is removed; asks again later.
-- Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MOST_S`, until a version is complete.
-
-Receivers ask for what they miss (`WeightsWanted`): a node that joins, a rebuilt engine, a subtree whose inner node
-died.
+- Later -> after `RETRY_S`, after twice that, ... at most `RETRY_MAX_S`, until a version is complete.
+- A node joins, an engine is rebuilt, an inner node of the tree dies -> receivers ask for what they miss.
 """
 
 from __future__ import annotations
@@ -25,12 +23,14 @@ from .flow import Flow, Send, WeightFile, halves
 from .incoming import Incoming
 
 KEEP_VERSIONS = 2
-"""An engine may still be reading the previous file when the next one is complete."""
+"""An engine may still read the previous file when the next one is complete."""
 RETRY_S = 10.0
-"""An engine that closes an older version, or a person, frees memory: neither at once.  A corrupt source stays
-corrupt."""
-RETRY_MOST_S = 60.0
-"""Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made."""
+"""An engine that closes an older version, or a person, frees memory: neither at once."""
+RETRY_MAX_S = 60.0
+"""Longest pause between two requests.
+
+Half: more events of a node that stays full; double: up to two minutes more of old weights after room was made.
+"""
 
 
 class Publisher:
@@ -48,12 +48,14 @@ class Publisher:
         for head, rest in halves(ranks):
             self._flow.start(file, file.size, head, rest)
         for rank in ranks:
-            self._send(rank, WeightsChunk(version, 0, file.size, crc32, ()), b"", lambda taken: None)
+            self._send(
+                rank, WeightsChunk(version, offset=0, size=file.size, crc32=crc32, relay=()), b"", lambda taken: None
+            )
         if previous is not None and previous.path != path:
             _prune(path.parent, path.name.split("-")[0])
 
     def answer(self, rank: int, have: int) -> bool:
-        """Send the newest version to one rank, from its beginning; False when it already has it."""
+        """Send the newest version to one rank; False when it already has it."""
         if self._file is None or self._file.version <= have:
             return False
         self._flow.start(self._file, self._file.size, rank, ())
@@ -63,8 +65,7 @@ class Publisher:
 class Receiver:
     """The receiving and forwarding end, on a rollout node; times are seconds of ``time.monotonic``.
 
-    ``complete`` is called with each checked file, ``request`` to send a `WeightsWanted` of this version, ``log`` with
-    an event.
+    ``complete`` gets each checked file; ``request`` sends a `WeightsWanted`; ``log`` writes an event.
     """
 
     def __init__(
@@ -82,26 +83,20 @@ class Receiver:
         self._deadlines = Deadlines(DeadlineSettings(deadlines.floor_s, deadlines.floor_s, deadlines.factor))
         self._flow = Flow(send)
         self._forwarded: set[int] = set()
-        """Children that the present version was started for."""
         self._incoming: Incoming | None = None
         self._refused = -1
         """A version that could not be stored, or was corrupt."""
         self._announced = -1
-        """A version of which no chunk has come yet."""
         self._failures = 0
         self._retry_at = float("inf")
         self.newest: WeightFile | None = None
 
     @property
     def version(self) -> int:
-        """The newest complete version, -1 without one."""
         return -1 if self.newest is None else self.newest.version
 
     def chunk(self, message: WeightsChunk, blob: bytes | bytearray, now: float) -> None:
-        """Take one chunk, forward it, and finish the file when it was the last.
-
-        Chunks that came on another path already are passed over.
-        """
+        """Take one chunk, forward it, and finish the file when it was the last."""
         if not blob:
             self._expect(message.version, now)
             return
@@ -131,11 +126,10 @@ class Receiver:
             self._request(have)
 
     def answered(self) -> None:
-        """There is nothing newer."""
         self._deadlines.forget("request")
 
     def watch(self, now: float) -> None:
-        """To be called about once a second: notices what does not arrive."""
+        """Find what does not arrive; to be called about once a second."""
         overdue = self._deadlines.pending(now)
         if overdue:
             version, received = max(self.version, self._announced), 0
@@ -150,11 +144,10 @@ class Receiver:
             self.ask(self.version, now)
 
     def discount(self, seconds: float) -> None:
-        """This process was stopped for so long."""
         self._deadlines.discount(seconds)
 
     def reset(self) -> None:
-        """Be as just constructed: forget and remove every file."""
+        """Be as just constructed, and remove every file."""
         self._abandon()
         self._expected()
         self._deadlines.clear()
@@ -162,7 +155,7 @@ class Receiver:
         _prune(self._folder, "weights", keep=0)
 
     def _expect(self, version: int, now: float) -> None:
-        """A version was published.  The one that is waited for longest counts: every step may announce another."""
+        """A version was published; the one waited for longest counts, because every step may announce another."""
         present = self.version if self._incoming is None else self._incoming.file.version
         if self._announced < 0 and version > max(present, self._refused):
             self._announced = version
@@ -173,7 +166,7 @@ class Receiver:
         self._deadlines.forget("announced")
 
     def _file_of(self, message: WeightsChunk) -> Incoming | None:
-        """Where a chunk belongs; None for a chunk that is of no use."""
+        """Where a chunk belongs; None for one that is of no use."""
         incoming = self._incoming
         present = self.version if incoming is None else incoming.file.version
         if message.version < present or message.version <= max(self.version, self._refused):
@@ -199,29 +192,28 @@ class Receiver:
     def _finish(self, incoming: Incoming, now: float) -> None:
         version = incoming.file.version
         if not incoming.intact:
-            self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._put_off(version, now))
+            self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._postpone(version, now))
             return
         self._deadlines.forget("chunk")
-        self.newest = incoming.keep(self._folder / f"weights-{version:08d}.safetensors")
+        self.newest = incoming.finish(self._folder / f"weights-{version:08d}.safetensors")
         self._incoming, self._failures = None, 0
         _prune(self._folder, "weights")
         self._complete(self.newest)
 
     def _not_stored(self, version: int, reason: str, now: float) -> None:
-        self._log("weights_not_stored", version=version, reason=reason, retry_s=self._put_off(version, now))
+        self._log("weights_not_stored", version=version, reason=reason, retry_s=self._postpone(version, now))
         _prune(self._folder, "weights", keep=1)
 
-    def _put_off(self, version: int, now: float) -> float:
+    def _postpone(self, version: int, now: float) -> float:
         """Take nothing of a version for a while; returns the seconds."""
         self._abandon()
         self._expected()
-        wait_s = min(RETRY_MOST_S, RETRY_S * 2**self._failures)
+        wait_s = min(RETRY_MAX_S, RETRY_S * 2**self._failures)
         self._failures += 1
         self._refused, self._retry_at = version, now + wait_s
         return wait_s
 
     def _abandon(self) -> None:
-        """Drop an unfinished file, and the streams that read from it."""
         self._deadlines.forget("chunk")
         self._flow.drop()
         self._forwarded.clear()

@@ -1,9 +1,8 @@
 """Write a safetensors file tensor by tensor, straight from where the tensors are.
 
-safetensors' own ``save_file`` wants all tensors on the host first and copies each once more; gathering them on the
-device before that takes the memory of a second copy of the weights there, which a training device does not have.  The
-format is simple enough to be filled in place: the length of the header (8 bytes), the header (JSON: type, shape and
-place of every tensor), the data.
+safetensors' own ``save_file`` needs all tensors on the host and copies each again; gathering them on the device takes
+the memory of a second copy of the weights.  The format is filled in place: the length of the header (8 bytes), the
+header (JSON: type, shape and place of every tensor), the data.
 
 Source: the format's description, https://github.com/huggingface/safetensors.
 """
@@ -26,10 +25,10 @@ ALIGNMENT = 8
 def write_safetensors(
     path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write ``path``; ``tensors`` yields each name of ``shapes`` once, in any order, all of ``dtype``, and one of them
-    is held at a time.
+    """Write ``path`` with one tensor in memory at a time.
 
-    Raises `OSError` when the file system has no room for the file.
+    ``tensors`` yields each name of ``shapes`` once, in any order, all of ``dtype``.  Raises `OSError` when the file
+    system has no room for the file.
     """
     size = torch.empty((), dtype=dtype).element_size()
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

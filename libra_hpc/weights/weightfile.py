@@ -1,9 +1,12 @@
-"""Is this file the weights it is said to be?  Checked completely before vLLM touches a parameter.
+"""Checks that a file is the weights it should be, completely before vLLM changes a parameter.
 
-vLLM cannot undo a half-applied update, so everything that can be known beforehand is: the checksum of the whole file,
-that the safetensors header covers it exactly (no truncation), and that names and shapes are those of the model folder
-the engine was started from.  `check_weight_file` uses no state and spends its time in reads and ``zlib.crc32``, both
-outside the interpreter lock: run it in a thread while the engine keeps generating.
+vLLM cannot undo a half-applied update, so everything is checked before:
+
+- the checksum of the whole file;
+- that the safetensors header covers it exactly;
+- that names and shapes are those of the model folder the engine was started from.
+
+`check_weight_file` spends its time outside the interpreter lock: run it in a thread while the engine generates.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WeightFileError(Exception):
-    """The file must not be applied; the message is one sentence saying why."""
+    """The file must not be applied; the message is one sentence with the reason."""
 
 
 def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes in a safetensors file; raises `WeightFileError` when it is truncated, malformed, or
-    holds other than floats."""
+    """Tensor names and shapes in a safetensors file.
+
+    Raises `WeightFileError` when it is truncated, malformed, or holds other than floats.
+    """
     out: dict[str, tuple[int, ...]] = {}
     try:
         with safe_open(str(path), framework="pt") as file:

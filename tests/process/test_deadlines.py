@@ -57,18 +57,18 @@ def test_a_budget_counts_restarts_per_time_not_in_all() -> None:
 
 
 def test_a_limit_that_was_exceeded_doubles_until_an_operation_ends() -> None:
-    deadlines, limits, said = Deadlines(DeadlineSettings(floor_s=2.0, first_s=100.0, factor=10.0)), [], []
+    deadlines, limits, reasons = Deadlines(DeadlineSettings(floor_s=2.0, first_s=100.0, factor=10.0)), [], []
     for _ in range(GIVE_UP):
         deadlines.begin("start", 1, 0.0)
         deadlines.begin("start", 2, 0.0)
         limits.append(deadlines.limit("start"))
         assert not deadlines.pending(limits[-1])
         assert len(deadlines.pending(limits[-1] + 1.0)) == 2
-        said.append([deadlines.exceeded(key) for key in (1, 2)])
+        reasons.append([deadlines.exceeded(key) for key in (1, 2)])
         assert deadlines.exceeded(1) == "", "given up once"
     assert limits == [100.0, 200.0, 400.0, 800.0]
-    assert said[:-1] == [["", ""]] * (GIVE_UP - 1)
-    assert said[-1][0].startswith("start did not end 4 times in a row, the last time within 800 s; raise deadlines.")
+    assert reasons[:-1] == [["", ""]] * (GIVE_UP - 1)
+    assert reasons[-1][0].startswith("start did not end 4 times in a row, the last time within 800 s; raise deadlines.")
     deadlines.begin("start", 1, 0.0)
     deadlines.end(1, 20.0)
     assert deadlines.limit("start") == 200.0

@@ -52,7 +52,7 @@ def test_a_line_has_every_column(tmp_path: Path) -> None:
     (report,) = world.of(StepReport)
     scene = Scene(tmp_path, config=RunConfig())
     scene.hello()
-    scene.tell((1, report), (1, TrainingFinished(1)))
+    scene.deliver((1, report), (1, TrainingFinished(1)))
     asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
     (line,) = read_lines(scene.run.metrics)
     assert set(line) == COLUMNS

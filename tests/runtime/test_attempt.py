@@ -9,13 +9,7 @@ import msgspec
 import pytest
 
 from libra_hpc.protocol.mesh import Welcome
-from libra_hpc.runtime.attempt import (
-    complete_checkpoint,
-    forget_steps_after,
-    remove_old,
-    start_state,
-    whole_start_state,
-)
+from libra_hpc.runtime.attempt import complete_checkpoint, drop_steps_after, remove_old, start_state, whole_start_state
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import state_folders as folders
 
@@ -74,20 +68,20 @@ def test_steps_whose_lines_were_lost_with_the_coordinator_come_from_the_checkpoi
     # The coordinator was killed while it wrote step 5; the line of step 7 is of a step that is trained again.
     written = [{"t": float(step), "step": step, "loss": 0.5, "rollout_nodes": 1} for step in (1, 2, 3, 4, 7)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in written) + '{"t": 5.0, "step": 5, "lo')
-    forget_steps_after(run, 6)
+    drop_steps_after(run, 6)
     lines = list(read_lines(run.metrics))
     assert lines[:4] == written[:4]
     assert lines[4:] == [{"t": 105.0, "step": 5, "loss": 0.25}, {"t": 106.0, "step": 6, "loss": 0.25}]
-    forget_steps_after(run, 6)
+    drop_steps_after(run, 6)
     assert list(read_lines(run.metrics)) == lines
 
 
 def test_metrics_that_were_never_written_come_from_the_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    forget_steps_after(run, 0)
+    drop_steps_after(run, 0)
     assert not run.metrics.exists()
     save(run, 2, (folders.StepRecord(1, 1.0, {}), folders.StepRecord(2, 2.0, {})))
-    forget_steps_after(run, 2)
+    drop_steps_after(run, 2)
     assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]
 
 

@@ -38,9 +38,9 @@ from libra_hpc.runtime import records as records_module
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.attempt import start_state
 from libra_hpc.runtime.coordinator import Coordinator
-from libra_hpc.runtime.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, silent_nodes
+from libra_hpc.runtime.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, lost_nodes
+from libra_hpc.runtime.node_facts import NodeFacts
 from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.screen import NodeFacts
 from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
@@ -66,12 +66,14 @@ class Scene:
         )
         self.coordinator = Coordinator(self.context)
 
-    def tell(self, *messages: tuple[int, Any]) -> None:
+    def deliver(self, *messages: tuple[int, Any]) -> None:
         for source, message in messages:
             self.coordinator.on_message(source, message)
 
     def hello(self) -> None:
-        self.tell(*((rank, Hello(rank, "h", 1, c)) for rank, c in enumerate(("planner", "train", "hybrid", "rollout"))))
+        self.deliver(
+            *((rank, Hello(rank, "h", 1, c)) for rank, c in enumerate(("planner", "train", "hybrid", "rollout")))
+        )
 
     def orders(self, kind: type) -> list[tuple[int, Any]]:
         return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
@@ -79,13 +81,13 @@ class Scene:
 
 def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_generation(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.tell((1, Hello(1, "h", 1, "train")))
+    scene.deliver((1, Hello(1, "h", 1, "train")))
     assert not scene.orders(StartEngine)
     scene.hello()
     assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
-    scene.tell((1, EngineIsReady(1, "train", 1.0)))
+    scene.deliver((1, EngineIsReady(1, "train", 1.0)))
     assert [(rank, m.ranks) for rank, m in scene.orders(FormGeneration)] == [(1, (1,))]
-    scene.tell((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
+    scene.deliver((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
     assert scene.orders(Roles)[-1][1].states == {1: "train", 2: "starting", 3: "rollout"}
     assert scene.orders(Roles)[-1][1].receivers == (3,)
 
@@ -97,7 +99,7 @@ def run_until_over(scene: Scene) -> None:
 def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
     scene.hello()
-    scene.tell(
+    scene.deliver(
         (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, replicas=1, train_s=0.1)),
         (1, TrainingFinished(1)),
     )
@@ -114,7 +116,7 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     scene.hello()
     scene.coordinator.on_signal("SIGTERM")
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
-    scene.tell((1, TrainingFinished(7)))
+    scene.deliver((1, TrainingFinished(7)))
     run_until_over(scene)
     assert scene.run.read_json(scene.run.result) | {"t": 0} == {
         "state": "cancelled",
@@ -148,8 +150,8 @@ class Proposes:
 
 
 def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
-    """A run whose planner proposes at its first look, and whose training then ends at step ``reached``."""
-    monkeypatch.setattr("libra_hpc.runtime.coordinator.live_planner", lambda config: Proposes())
+    """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
+    monkeypatch.setattr("libra_hpc.runtime.live_planning.live_planner", lambda config: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
     (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
     scene = Scene(tmp_path, config=config)
@@ -159,7 +161,7 @@ def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config:
         task = asyncio.create_task(scene.coordinator.run())
         while not any(e["kind"] == "decision" for e in read_lines(scene.run.events)):
             await asyncio.sleep(0.01)
-        scene.tell((1, TrainingFinished(reached)))
+        scene.deliver((1, TrainingFinished(reached)))
         await asyncio.wait_for(task, 30)
 
     asyncio.run(play())
@@ -217,31 +219,31 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
 
     async def play() -> None:
         task = asyncio.create_task(scene.coordinator.run())
-        scene.tell(
+        scene.deliver(
             (1, EngineIsReady(1, "train", 1.0)),
             (1, MemberJoined(1, 1, 0, 0, 0.1)),
             (3, EngineIsReady(3, "rollout", 1.0)),
         )
-        scene.tell((1, step_report(1, step_s=1.0, replicas=1)))
+        scene.deliver((1, step_report(1, step_s=1.0, replicas=1)))
         await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
         assert not scene.orders(StopTraining)
-        scene.tell((2, EngineIsReady(2, "rollout", 1.0)))
+        scene.deliver((2, EngineIsReady(2, "rollout", 1.0)))
         await until(lambda: scene.orders(StopTraining))
-        scene.tell((1, TrainingFinished(3)))
+        scene.deliver((1, TrainingFinished(3)))
         await task
 
     asyncio.run(asyncio.wait_for(play(), 30))
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert scene.run.again(1).exists()
-    said = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
-    assert said == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
+    answers = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
+    assert answers == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
 
 
 def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 7}}))
     scene.hello()
     scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
-    scene.tell((1, TrainingFinished(7)))
+    scene.deliver((1, TrainingFinished(7)))
     run_until_over(scene)
     (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
     assert refused["reason"] == "the run is over: completed, step 7 is saved."
@@ -251,7 +253,7 @@ def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
 def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.hello()
-    scene.tell((3, Fatal(3, "engine r3.0 ended with 1")))
+    scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
     run_until_over(scene)
     result = scene.run.read_json(scene.run.result)
     assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
@@ -260,7 +262,7 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
 def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
     """Every node but one is heard, ``seconds`` later."""
     now[0] += seconds
-    scene.tell(*((other, Heartbeat(other, "", {}, {}, -1)) for other in range(4) if other != rank))
+    scene.deliver(*((other, Heartbeat(other, "", {}, {}, -1)) for other in range(4) if other != rank))
     scene.coordinator._check(now[0])
 
 
@@ -284,7 +286,7 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
     scene.coordinator.on_back(2)
     assert [rank for rank, _ in scene.orders(Reset)] == [2]
     assert not scene.orders(StartEngine), "its engines of before have to end first"
-    scene.tell((2, Hello(2, "h", 1, "hybrid")))
+    scene.deliver((2, Hello(2, "h", 1, "hybrid")))
     assert {rank for rank, m in scene.orders(RankBack) if m.rank == 2} == {0, 1, 3}
     assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(2, "rollout")]
     assert scene.orders(Roles)[-1][1].states[2] == "starting"
@@ -317,7 +319,7 @@ def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_
             assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
                 "no step is lost where training can save"
             )
-            scene.tell((1, TrainingFinished(7)))
+            scene.deliver((1, TrainingFinished(7)))
         run_until_over(scene)
         if used:
             result = scene.run.read_json(scene.run.result)
@@ -339,8 +341,8 @@ def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
         node.pid = 1
     assert discount(nodes, 1.1, 1.0, 1001.1) == 0.0
     assert discount(nodes, 31.0, 1.0, 1031.0) == 30.0
-    assert not silent_nodes(nodes, 0, (1,), {}, 1031.0)
-    assert [lost.rank for lost in silent_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
+    assert not lost_nodes(nodes, 0, (1,), {}, 1031.0)
+    assert [lost.rank for lost in lost_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
 
 
 def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_nothing() -> None:
@@ -352,7 +354,7 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     def lost(reporter: int, peer: int, **other: Any) -> list[tuple[int, str]]:
         beats = {rank: node.beat for rank, node in nodes.items()}
         nodes[reporter].beat = Heartbeat(reporter, "rollout", {}, {}, 0, (peer,))
-        found = silent_nodes(nodes, 0, (1,), other.get("gone", {}), other.get("now", 1010.0))
+        found = lost_nodes(nodes, 0, (1,), other.get("gone", {}), other.get("now", 1010.0))
         for rank, beat in beats.items():
             nodes[rank].beat = beat
         return [(silent.rank, silent.reason) for silent in found]
@@ -391,7 +393,7 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
 def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
     scene.hello()
-    scene.tell(
+    scene.deliver(
         (1, EngineIsReady(1, "train", 1.0)),
         (1, MemberJoined(1, 1, 0, 0, 0.1)),
         (2, EngineIsReady(2, "rollout", 1.0)),
@@ -401,15 +403,17 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
     for step in range(1, 7):
         split = Split(1, 2) if step < 5 else Split(2, 1)
         if step > 1:
-            scene.coordinator._planner.estimate = Measured(split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
-        scene.tell((1, step_report(step, step_s=2.5, wait_s=0.5, replicas=1)))
+            scene.coordinator._planning._planner.estimate = Measured(
+                split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
+            )
+        scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, replicas=1)))
         if step == 4:
             scene.coordinator._write_status()
             assert scene.coordinator._records._facts.flush(10.0)
             shown = decode_status(scene.run.status.read_bytes())
             assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
             assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
-    scene.tell((1, TrainingFinished(6)))
+    scene.deliver((1, TrainingFinished(6)))
     run_until_over(scene)
     assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
     assert decode_status(scene.run.status.read_bytes()).estimate is None
@@ -420,13 +424,13 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     scene.hello()
     why = "9 of the last 9 trajectories failed."
     report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), (), (("raised", 9, "KeyError: 'x'"),), why)
-    scene.tell((3, report))
+    scene.deliver((3, report))
     scene.coordinator._write_status()
     assert scene.coordinator._records._facts.flush(10.0)
     status = decode_status(scene.run.status.read_bytes())
     assert status.message == "9 of the last 9 trajectories failed; starting engines"
     assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])
-    scene.tell((1, Fatal(3, "gone")))
+    scene.deliver((1, Fatal(3, "gone")))
     run_until_over(scene)
     status = decode_status(scene.run.status.read_bytes())
     assert (status.state, status.message) == ("failed", "node 3: gone")

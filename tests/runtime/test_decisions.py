@@ -33,7 +33,7 @@ class Scene:
         self.log = DecisionLog(self.planner, lambda kind, **fields: self.events.append({"kind": kind, **fields}))
 
     def hold(self, reason: str, now: float) -> None:
-        self.log.look(PlanDecision("hold", -1, reason, {}), now)
+        self.log.add(PlanDecision("hold", -1, reason, {}), now)
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.events]
@@ -41,8 +41,8 @@ class Scene:
 
 def test_a_hold_whose_figures_alone_change_is_counted() -> None:
     scene = Scene()
-    for look in range(500):
-        scene.hold(f"hold: {look} of 600 steps measured, {look / 7:.2f} s", float(look))
+    for number in range(500):
+        scene.hold(f"hold: {number} of 600 steps measured, {number / 7:.2f} s", float(number))
     assert scene.kinds() == ["decision"]
     assert scene.log.last is not None
     assert (scene.log.last.looks, scene.log.last.at) == (500, 499.0)
@@ -55,7 +55,7 @@ def test_a_hold_whose_figures_alone_change_is_counted() -> None:
 
 def test_a_move_carries_inputs_candidates_and_predicted_gain() -> None:
     scene = Scene()
-    scene.log.look(MOVE, 7.0)
+    scene.log.add(MOVE, 7.0)
     (event,) = scene.events
     assert (event["action"], event["nodes"], event["triggers"], event["predicted_gain_s"]) == (
         "to_train",
@@ -65,13 +65,13 @@ def test_a_move_carries_inputs_candidates_and_predicted_gain() -> None:
     )
     assert event["numbers"] == {"batch_s": 2.0, "after_s": 1.5}
     assert event["candidates"][0]["gain_s"] == 90.0
-    scene.log.look(MOVE, 9.0)
+    scene.log.add(MOVE, 9.0)
     assert scene.kinds() == ["decision", "decision"], "every move is an event of its own"
 
 
 def test_what_a_move_brought_follows_once() -> None:
     scene = Scene()
-    scene.log.look(MOVE, 7.0)
+    scene.log.add(MOVE, 7.0)
     scene.planner.outcomes.append(MoveOutcome(30.0, "to_train", 4, 0.5, 0.3, 2))
     scene.hold("hold: fine", 31.0)
     scene.hold("hold: fine", 32.0)
@@ -83,7 +83,7 @@ def test_what_a_move_brought_follows_once() -> None:
 
 def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path) -> None:
     scene = Scene()
-    scene.log.look(MOVE, 7.0)
+    scene.log.add(MOVE, 7.0)
     made = msgspec.structs.replace(synthetic.make_status(RunDir(tmp_path)), decision=scene.log.last)
     decision = status_dict(made)["decision"]
     assert (decision["nodes"], decision["looks"], decision["candidates"][0]["train"]) == ((4, 5), 1, 3)

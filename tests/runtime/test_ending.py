@@ -18,7 +18,7 @@ def test_the_last_step_completes_the_run_and_the_first_end_stands() -> None:
     assert run.state == "completed"
 
 
-def test_training_that_stops_without_having_been_told_to_is_not_a_completed_run() -> None:
+def test_training_that_stops_without_an_order_to_is_not_a_completed_run() -> None:
     run = ending()
     run.finished(4, False, 0.0)
     assert run.state == "restarting"

@@ -21,9 +21,15 @@ from libra_hpc.telemetry.rundir import RunDir
 
 class FakeChild:
     def __init__(
-        self, name: str, path: Path, out: Any, back: Any, message: Callable[..., None], exited: Callable[..., None]
+        self,
+        name: str,
+        path: Path,
+        outbound: Any,
+        inbound: Any,
+        on_message: Callable[..., None],
+        on_exit: Callable[..., None],
     ) -> None:
-        self.name, self.message, self.exited = name, message, exited
+        self.name, self.message, self.exited = name, on_message, on_exit
         self.ends = 0
         self.got: list[Any] = []
         self.starting = FakeChild.slow_start
@@ -86,7 +92,7 @@ class Scene:
     def child(self) -> Any:
         return self.hosts._children[0]
 
-    def say(self, message: Any, at: float) -> None:
+    def send(self, message: Any, at: float) -> None:
         self.now = at
         self.child.message(self.child, message)
 
@@ -100,16 +106,16 @@ class Scene:
         return [m.fields for m in self.sent if isinstance(m, Log) and m.kind == kind]
 
 
-def test_a_host_without_a_sign_of_life_is_said_to_be_slow_then_ended_and_followed(
+def test_a_host_without_a_sign_of_life_is_reported_slow_then_ended_and_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
-        scene.say(HostReady("toy"), 1.0)
-        scene.say(STEPPED, 1.5)
+        scene.send(HostReady("toy"), 1.0)
+        scene.send(STEPPED, 1.5)
         for second in range(2, 8):
-            scene.say(HostAlive(), float(second))
+            scene.send(HostAlive(), float(second))
         first = scene.child
         await scene.watch(17.0)
         assert scene.events("slow") == []
@@ -138,10 +144,10 @@ def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(
         await scene.hosts.start()
         await scene.watch(99.0)
         assert scene.child.ends == 0
-        scene.say(HostReady("toy"), 99.5)
-        scene.say(HostAlive(), 100.5)
-        scene.say(STEPPED, 101.0)
-        scene.say(EpisodeFailed("0.0.0", "x"), 119.0)
+        scene.send(HostReady("toy"), 99.5)
+        scene.send(HostAlive(), 100.5)
+        scene.send(STEPPED, 101.0)
+        scene.send(EpisodeFailed("0.0.0", "x"), 119.0)
         await scene.watch(138.0)
         assert (scene.child.ends, len(scene.seen)) == (0, 4)
         await scene.watch(140.0)
@@ -158,8 +164,8 @@ def test_a_late_load_of_data_before_the_first_step_has_the_longer_deadline(
         await scene.hosts.start()
         for number in range(2):
             at = 1000.0 * number
-            scene.say(HostReady("toy"), at + 1.0)
-            scene.say(HostAlive(), at + 1.0)
+            scene.send(HostReady("toy"), at + 1.0)
+            scene.send(HostAlive(), at + 1.0)
             await scene.watch(at + 100.0)
             assert (scene.child.ends, len(scene.events("hung"))) == (0, number)
             await scene.watch(at + 102.0)
@@ -174,9 +180,9 @@ def test_a_step_may_hold_up_the_host_for_as_long_as_the_task_declares(
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
-        scene.say(HostReady("toy", busy_s=1800.0), 1.0)
-        scene.say(STEPPED, 2.0)
-        scene.say(HostAlive(), 3.0)
+        scene.send(HostReady("toy", busy_s=1800.0), 1.0)
+        scene.send(STEPPED, 2.0)
+        scene.send(HostAlive(), 3.0)
         await scene.watch(1800.0)
         assert scene.child.ends == 0
         await scene.watch(1804.0)
@@ -191,7 +197,7 @@ def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_again(
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
-        scene.say(HostReady("toy"), 1.0)
+        scene.send(HostReady("toy"), 1.0)
         scene.hosts._down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
         for early in (False, True):
             monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
@@ -201,7 +207,7 @@ def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_again(
             assert scene.child is not old
             scene.hosts.send(0, CloseEpisode("during its start"))
             if early:
-                scene.say(HostReady("toy"), 2.0)
+                scene.send(HostReady("toy"), 2.0)
             FakeChild.slow_start.set_result(None)
             await asyncio.sleep(0.001)
             scene.hosts.send(0, CloseEpisode("later"))
@@ -214,8 +220,8 @@ def test_a_stall_of_the_watcher_itself_counts_for_nobody(tmp_path: Path, monkeyp
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
-        scene.say(HostReady("toy"), 1.0)
-        scene.say(HostAlive(), 2.0)
+        scene.send(HostReady("toy"), 1.0)
+        scene.send(HostAlive(), 2.0)
         scene.hosts.discount(30.0)
         await scene.watch(33.0)
         assert not scene.sent
@@ -234,7 +240,7 @@ def test_a_host_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatc
             "environment host cannot be started: No space left on device"
         ] * 2
         assert len(scene.downs) == 1, "once one is there"
-        scene.say(HostReady("toy"), 1.0)
+        scene.send(HostReady("toy"), 1.0)
         assert scene.seen == [HostReady("toy")]
 
     asyncio.run(main())
@@ -248,12 +254,12 @@ def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(
         await scene.hosts.start()
         for number in range(20):
             scene.now = 100.0 * number
-            scene.say(HostReady("toy"), scene.now)
+            scene.send(HostReady("toy"), scene.now)
             scene.child.exited(scene.child, 1)
             await asyncio.sleep(0.001)
         assert (scene.failed, len(scene.downs)) == ([], 20)
         for number in range(6):
-            scene.say(HostReady("toy"), 5000.0 + number)
+            scene.send(HostReady("toy"), 5000.0 + number)
             scene.child.exited(scene.child, 1)
             await asyncio.sleep(0.001)
         assert len(scene.failed) == 1

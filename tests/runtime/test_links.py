@@ -68,7 +68,7 @@ def test_frames_and_blobs_of_every_size_arrive_in_order() -> None:
     play(script)
 
 
-def test_who_does_not_know_the_secret_is_turned_away_and_harms_nobody() -> None:
+def test_a_caller_without_the_secret_is_turned_away_and_harms_nobody() -> None:
     async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
         broken: list[int] = []
         stranger = World(0, ranks[0].endpoints, secrets.token_bytes(32), ranks[0].listener)
@@ -95,7 +95,9 @@ def test_a_frame_beyond_all_sizes_ends_the_connection() -> None:
     play(script)
 
 
-def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_said_once_and_a_new_one_is_reached_after_reopen() -> None:
+def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_reported_once_and_a_new_one_is_reached_after_reopen() -> (
+    None
+):
     async def main() -> None:
         ranks = worlds()
         port = ranks[1].endpoints[1].port
@@ -159,7 +161,7 @@ def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered
         mesh.reopen(1)
         mesh.send(1, RankLost(3), b"", taken.append)
         await until(lambda: len(received) == 2)
-        assert (mesh.unreachable(), taken) == ((1,), [True, False, True]), "what was lost is still to be said"
+        assert (mesh.unreachable(), taken) == ((1,), [True, False, True]), "what was lost is still to be reported"
         mesh.remember(1)
         assert mesh.unreachable() == ()
 

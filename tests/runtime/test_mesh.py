@@ -311,5 +311,5 @@ def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
         sys.executable,
         str(program),
     ]
-    told = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
-    assert told.stdout == "exit codes by rank: -14 15 -14\n"
+    result = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert result.stdout == "exit codes by rank: -14 15 -14\n"

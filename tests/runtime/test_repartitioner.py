@@ -69,7 +69,7 @@ class Job:
         assert write_once(self.run.order, encode_order(made))
         return made.id
 
-    def told(self) -> list[tuple[str, str, str]]:
+    def answers(self) -> list[tuple[str, str, str]]:
         return [(e["kind"], e["by"], e.get("order", "")) for e in read_lines(self.run.events)]
 
     def reasons(self) -> list[str]:
@@ -94,7 +94,7 @@ def test_nothing_is_touched_before_it_is_carried_out(job: Job) -> None:
     repartitioner.carry_out(7)
     assert (job.config().train.tp, job.config().rollout.tp) == (2, [1, 2])
     assert job.run.again(2).exists()
-    assert job.told() == [("repartitioned", "planner", "")]
+    assert job.answers() == [("repartitioned", "planner", "")]
     assert (
         repartitioner.last
         == "after step 7 by the planner: 1 node trains with TP2, 1 hybrid, 1 rolls out with 1xTP1, 1xTP2"
@@ -138,7 +138,7 @@ def test_an_order_waits_while_nodes_are_away_and_is_carried_out_once(job: Job) -
     after = job.rank_0(step=7)
     assert not after.poll("")
     assert after.last.startswith("after step 7 by the operator: 1 node trains with TP2")
-    assert job.told() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]
+    assert job.answers() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_what_cannot_be_removed_is_not_answered_again(job: Job, monkeypatch: pyt
 def test_what_is_no_file_is_left_alone(job: Job) -> None:
     job.run.order.mkdir()
     assert not job.rank_0().poll("")
-    assert job.told() == []
+    assert job.answers() == []
 
 
 def killed_before(job: Job, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int = 7) -> None:
-    """Rank 0 dies while it carries out an order, before it does what ``name`` says."""
+    """Rank 0 dies while it carries out an order, before it calls ``name``."""
 
     def die(*arguments: Any, **fields: Any) -> None:
         raise KeyboardInterrupt
@@ -214,7 +214,7 @@ def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_
     order = job.order(train__tp=2)
     killed_before(job, monkeypatch, RunDir, "write_json")
     assert not job.rank_0(attempt=3).poll("")
-    assert job.told() == [("repartition_ordered", "operator", order), ("repartition_refused", "operator", order)]
+    assert job.answers() == [("repartition_ordered", "operator", order), ("repartition_refused", "operator", order)]
     assert "attempt 2 ended before it could be carried out" in job.reasons()[0]
     assert job.config() == CONFIG
     assert not job.run.order.exists()
@@ -228,7 +228,7 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_killed_later_it_is_carried_out_and_said_once(job: Job, death: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_later_it_is_carried_out_and_logged_once(job: Job, death: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, attempt = DEATHS[death]
     order = job.order(train__tp=2)
     killed_before(job, monkeypatch, owner, name)
@@ -236,7 +236,7 @@ def test_killed_later_it_is_carried_out_and_said_once(job: Job, death: str, monk
         again = job.rank_0(attempt=attempt, step=7)
         assert not again.poll("")
         assert again.last.startswith("after step 7 by the operator")
-    assert job.told() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]
+    assert job.answers() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]
     assert job.config().train.tp == 2
     assert not job.run.order.exists()
 
@@ -245,9 +245,9 @@ def test_an_order_that_the_run_outruns_is_refused(job: Job) -> None:
     repartitioner = job.rank_0()
     order = job.order(train__tp=2)
     repartitioner.give_up("the run is over: completed, step 30 is saved.")
-    assert job.told() == [("repartition_refused", "operator", order)]
+    assert job.answers() == [("repartition_refused", "operator", order)]
     repartitioner.give_up("")
-    assert len(job.told()) == 1
+    assert len(job.answers()) == 1
 
 
 def test_of_two_orders_the_second_is_not_written(job: Job) -> None:

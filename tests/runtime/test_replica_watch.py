@@ -154,13 +154,13 @@ def test_a_save_that_was_refused_is_not_waited_for() -> None:
 
 
 def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:
-    watch, now, said = ReplicaWatch(SETTINGS), 0.0, []
+    watch, now, reasons = ReplicaWatch(SETTINGS), 0.0, []
     for limit_s in (600.0, 1200.0, 2400.0, 4800.0):
         watch.started(now)
         assert watch.hung(now + limit_s) == ""
         now += limit_s + 1.0
         assert "start has not ended" in watch.hung(now)
-        said.append(watch.give_up(now))
+        reasons.append(watch.give_up(now))
         assert watch.hung(1e9) == ""
-    assert said[:3] == [""] * 3
-    assert said[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")
+    assert reasons[:3] == [""] * 3
+    assert reasons[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")

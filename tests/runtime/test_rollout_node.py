@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Scene:
-    """A node, a training side that has nothing newer unless told, and everything that was sent."""
+    """A node, a training side that has nothing newer unless set, and everything that was sent."""
 
     def __init__(self, folder: Path, engines: int, **sections: dict[str, Any]) -> None:
         config = RunConfig.model_validate(
@@ -156,8 +156,8 @@ def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_le
 def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_node, "ENDS_S", 0.2)
-    monkeypatch.setattr(rollout_node, "AGAIN_S", 0.2)
+    monkeypatch.setattr(rollout_node, "EXIT_S", 0.2)
+    monkeypatch.setattr(rollout_node, "REPEAT_S", 0.2)
     kill = Child.kill
 
     async def work() -> None:
@@ -170,7 +170,7 @@ def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
             monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
             try:
                 os.kill(made.pid(), signal.SIGSTOP)
-                await made.until(lambda: made.of(wire.EngineDown), "the leader knows")
+                await made.until(lambda: made.of(wire.EngineDown), "the leader was informed")
                 await made.until(lambda: len(made.events("hung")) >= 4, "it is logged again and again")
                 await made.node.start()
                 assert (made.node._engines["r2.0"].child, made.of(wire.EngineDied)) == (child, []), "no other beside it"

@@ -9,9 +9,9 @@ import pytest
 
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trainer import Export, StepDone
-from libra_hpc.runtime.rollout_lead import RolloutLead
 from libra_hpc.runtime.rollout_node import RolloutNode
-from libra_hpc.runtime.routes import Routes, add_engines, add_rollout_lead, add_train_leader
+from libra_hpc.runtime.rollout_service import RolloutService
+from libra_hpc.runtime.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.train.train_leader import TrainLeader
 
@@ -40,15 +40,15 @@ class Scene:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.leader = Part("leader", self.calls)
-        node, train, lead = (
+        node, train, service = (
             cast(RolloutNode, self.part("node")),
             cast(TrainNode, self.part("train")),
-            cast(RolloutLead, self.part("lead")),
+            cast(RolloutService, self.part("service")),
         )
         self.routes = Routes()
         add_engines(self.routes, node, train, self.spawn)
         add_train_leader(self.routes, cast(TrainLeader, self.leader), train, RANK, self.send)
-        add_rollout_lead(self.routes, lead)
+        add_rollout_service(self.routes, service)
 
     def part(self, name: str) -> Part:
         return Part(name, self.calls)
@@ -86,7 +86,7 @@ DONE = wire.TurnsDone(())
         (wire.StopTraining("enough"), [("leader.on_stop", "enough")]),
         (wire.EngineDied(4, "train", "why"), [("leader.on_replica_down", 4, "why")]),
         (wire.EngineDied(4, "rollout", "why"), []),
-        (DONE, [("lead.on_message", DONE)]),
+        (DONE, [("service.on_message", DONE)]),
     ],
 )
 def test_a_message_reaches_its_part(message: wire.MeshMessage, calls: list[tuple[Any, ...]]) -> None:

@@ -21,12 +21,10 @@ from libra_hpc.runtime.states import (
     Membership,
     MoveOrdered,
     NodeState,
-    OpenTurns,
     OrderDrain,
     OrderStandby,
     OrderStart,
     Pool,
-    ResubmitTurns,
     Returned,
     StateArrived,
     advance,
@@ -100,7 +98,7 @@ def test_to_rollout_leaves_with_the_next_generation() -> None:
     assert effects == [OrderStandby(3, "train"), OrderStart(3, "rollout")]
     assert trainers(pool) == (1,)
     pool, effects = play(pool, EngineAnswers(3, "rollout"))
-    assert effects == [OpenTurns(3)]
+    assert effects == []
     assert rollout_nodes(pool) == (2, 3)
 
 
@@ -135,12 +133,12 @@ def test_a_leaving_node_stays_when_it_is_the_last_with_the_state() -> None:
     assert trainers(pool) == (3,)
 
 
-def test_a_killed_rollout_engine_gives_its_turns_back() -> None:
+def test_a_rollout_engine_that_died_is_started_again() -> None:
     pool, effects = play(running(), EngineEnded(2, "rollout"))
-    assert effects == [ResubmitTurns(2), OrderStart(2, "rollout")]
+    assert effects == [OrderStart(2, "rollout")]
     assert rollout_nodes(pool) == (3,)
     _, effects = play(running(), MoveOrdered(3, "train"), EngineEnded(3, "rollout"))
-    assert effects == [OrderDrain(3), ResubmitTurns(3), OrderStart(3, "train")], "dead is drained"
+    assert effects == [OrderDrain(3), OrderStart(3, "train")], "dead is drained"
 
 
 def test_a_lost_node_returns_to_its_role() -> None:
@@ -149,7 +147,8 @@ def test_a_lost_node_returns_to_its_role() -> None:
     pool, effects = play(pool, HeartbeatLost(3), Returned(3))
     assert effects == [OrderStart(3, "train")]
     pool, effects = play(pool, HeartbeatLost(2))
-    assert effects == [ResubmitTurns(2)]
+    assert effects == []
+    assert rollout_nodes(pool) == ()
 
 
 def test_a_standby_that_dies_changes_nothing() -> None:

@@ -97,7 +97,7 @@ class Scene:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    monkeypatch.setattr(module, "WATCH_S", 0.05)
     return tmp_path
 
 
@@ -109,7 +109,9 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
         # The join ends only once a member that never comes has appeared.
         scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
         await asyncio.sleep(2.5)
-        assert not [log for log in scene.of(Log) if log.kind == "hung"], "a process that waits says so every second"
+        assert not [log for log in scene.of(Log) if log.kind == "hung"], (
+            "a process that waits reports that every second"
+        )
         os.kill(pid, signal.SIGSTOP)
         await scene.until(lambda: scene.of(EngineDied))
         assert not Path(f"/proc/{pid}").exists()

@@ -1,4 +1,4 @@
-"""How ranks find each other: real MPI ranks on this machine, and what they say when they cannot go on."""
+"""How ranks find each other: real MPI ranks on this machine, and the sentence when they cannot go on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ranks_of_one_machine_listen_on_loopback_with_one_port_and_share_a_secre
         assert facts["listening"] == [facts["port"]], "MPI's own ports are closed once all have met"
 
 
-def test_an_interface_that_is_not_there_is_said_by_every_rank(tmp_path: Path) -> None:
+def test_an_interface_that_is_not_there_is_reported_by_every_rank(tmp_path: Path) -> None:
     for facts in meet(tmp_path, interface="ib7"):
         assert "slurm.interface = 'ib7'" in str(facts["problem"])
         assert "it has" in str(facts["problem"])

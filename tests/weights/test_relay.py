@@ -18,7 +18,7 @@ from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
 from libra_hpc.weights import flow, incoming
 from libra_hpc.weights.flow import IN_FLIGHT, halves
-from libra_hpc.weights.relay import KEEP_VERSIONS, RETRY_MOST_S, RETRY_S, Publisher, Receiver
+from libra_hpc.weights.relay import KEEP_VERSIONS, RETRY_MAX_S, RETRY_S, Publisher, Receiver
 
 FLOOR_S = 60.0
 DATA = bytes(range(256)) * 3
@@ -325,9 +325,9 @@ def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_
         assert len(net.asked[2]) == asked + 1
         publisher.answer(2, have=-1)
         net.run()
-    assert waits == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, RETRY_MOST_S, RETRY_MOST_S]
+    assert waits == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, RETRY_MAX_S, RETRY_MAX_S]
     monkeypatch.undo()
-    net.watch(net.now + RETRY_MOST_S)
+    net.watch(net.now + RETRY_MAX_S)
     publisher.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, DATA)]

@@ -17,7 +17,7 @@ from libra_hpc.rollout.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_lead import RolloutLead
+from libra_hpc.runtime.rollout_service import RolloutService
 from libra_hpc.runtime.storage import Storage
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.events import LineLog
@@ -26,7 +26,7 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.traces.read import read_trace
 
 
-def test_a_full_disk_costs_decisions_and_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     full = True
 
@@ -73,7 +73,7 @@ def trace(index: int, sample: int, reward: float = 0.0) -> dict[str, Any]:
     }
 
 
-def kept(*done: tuple[int, int]) -> Recovered:
+def recovered(*done: tuple[int, int]) -> Recovered:
     found: dict[int, list[Trajectory]] = {}
     for index, sample in done:
         found.setdefault(index, []).append(Trajectory(index, sample, 0))
@@ -81,13 +81,13 @@ def kept(*done: tuple[int, int]) -> Recovered:
     return Recovered(found, {})
 
 
-def lead(folder: Path, start: Welcome) -> tuple[RolloutLead, list[Any]]:
+def service(folder: Path, start: Welcome) -> tuple[RolloutService, list[Any]]:
     sent: list[Any] = []
     layout = RankLayout(("planner", "train", "rollout"))
     context = AgentContext(
         2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder
     )
-    return RolloutLead(context), sent
+    return RolloutService(context), sent
 
 
 def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     run.write_json(run.config, {})
 
     async def starts(welcome: Welcome, going_on: Recovered) -> None:
-        leader, sent = lead(tmp_path, welcome)
+        leader, sent = service(tmp_path, welcome)
         await leader._supersede(going_on)
         assert not [m for m in sent if isinstance(m, Log)]
 
@@ -103,10 +103,10 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     assert not run.trajectories.exists(), "the first start goes back on nothing"
     log = LineLog(run.trajectories)
     log.write_all([trace(0, 0, 0.1), trace(0, 1), trace(1, 0), trace(2, 0), trace(3, 0), trace(4, 0)])
-    asyncio.run(starts(Welcome(1, "c", 1, (3,)), kept((2, 0))))
+    asyncio.run(starts(Welcome(1, "c", 1, (3,)), recovered((2, 0))))
     log.write_all([trace(1, 0, 0.5), trace(4, 0, 0.5), trace(2, 1, 0.5)])
     log._handle.write(b'{"torn')
-    asyncio.run(starts(Welcome(2, "c", 3, (3,)), kept()))
+    asyncio.run(starts(Welcome(2, "c", 3, (3,)), recovered()))
     log.write_all([trace(4, 0, 0.9)])
     live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
     assert [(line["index"], line["sample"], line["reward"]) for line in series.trajectories(run)] == live

@@ -1,36 +1,20 @@
-"""The status snapshot, composed from what rank 0 knows: a pure function of the pool, the observations and the last
-heartbeats."""
+"""The status snapshot: a pure function of the pool, the observations and the last heartbeats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from libra_hpc.protocol.mesh import Heartbeat
 from libra_hpc.runtime import states
 from libra_hpc.telemetry.estimate import StageEstimate, step_accuracy
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
 
 from .agent_context import AgentContext
+from .node_facts import NodeFacts
 from .observations import Observations
 
 FINAL = ("completed", "failed", "cancelled")
 """States of a run in which its nodes do nothing any more."""
-
-
-class NodeFacts:
-    """What is known of one node; times are epoch seconds."""
-
-    def __init__(self, now: float) -> None:
-        self.host = ""
-        """Empty until its agent said hello."""
-        self.pid = 0
-        """Of its agent; 0 until then."""
-        self.beat: Heartbeat | None = None
-        self.seen = now
-        """When its last message came."""
-        self.since = now
-        """When it took its present state."""
 
 
 def compose_status(
@@ -51,8 +35,10 @@ def compose_status(
     notices: list[str],
     now: float,
 ) -> Status:
-    """One snapshot; ``gen_tokens`` are the generated tokens of the last global batch, ``notices`` what went wrong
-    lately, newest first."""
+    """One snapshot.
+
+    ``gen_tokens``: generated tokens of the last global batch; ``notices``: what went wrong lately, newest first.
+    """
     report, rewards = seen.report, seen.rewards
     paused = report.paused if report else ""
     if paused and state == "running":
@@ -86,7 +72,7 @@ def compose_status(
         resubmitted=report.resubmitted if report else 0,
         trained_trajectories=seen.trained,
         buckets=[BucketStatus(*bucket) for bucket in report.buckets] if report else [],
-        nodes=[_node(context, pool, rank, facts, state in FINAL, now) for rank, facts in nodes.items()],
+        nodes=[_node(context, pool, rank, facts, over=state in FINAL, now=now) for rank, facts in nodes.items()],
         decision=decision,
         message=message,
         estimate=estimate,
@@ -104,14 +90,14 @@ def _node(
     component = context.layout.components[rank]
     role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
     if over and role != "lost":
-        return NodeStatus(rank, facts.host, component, "ended", {}, -1, 0.0)
+        return NodeStatus(rank, facts.host, component, "ended", engines={}, version=-1, heartbeat_age_s=0.0)
     beat = facts.beat
     return NodeStatus(
         rank,
         facts.host,
         component,
         role,
-        beat.engines if beat else {},
-        beat.version if beat else -1,
-        max(0.0, now - facts.seen),
+        engines=beat.engines if beat else {},
+        version=beat.version if beat else -1,
+        heartbeat_age_s=max(0.0, now - facts.seen),
     )
