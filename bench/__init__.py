@@ -1,1 +1,1 @@
-"""Benchmarks: each prints one table and writes one JSON file under `bench/results/`; none is a test."""
+"""Benchmarks: each prints one table and writes one JSON file to `bench/results/`; none is a test."""

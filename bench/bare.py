@@ -1,9 +1,8 @@
-"""The bare loops that `bench/loop.py` compares with, each in a process of its own; prints one JSON line.
+"""The bare vLLM and Megatron loops that `bench/loop.py` compares with; prints one JSON line.
 
-``vllm``: the recorded prompts, all queued at once on an engine with the same arguments, each continued by the recorded
-number of tokens; no leader, no agent, no environment.  ``megatron``: mcore's model, DDP wrapper, schedule and optimizer
-over the recorded batches, packed the same way, with the plain policy-gradient sum as loss; no leader, no agent, no
-export, no snapshot, no metrics.
+* ``vllm``: the recorded prompts, all queued at once, continued by the recorded number of tokens.
+* ``megatron``: mcore's model, DDP wrapper, schedule and optimizer over the recorded batches, packed the same way, with
+  the plain policy-gradient sum as loss; no export, no snapshot, no metrics.
 """
 
 from __future__ import annotations
@@ -83,8 +82,14 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.train.train_engine import TrainEngine, init_world
 
     device = choose_device("cpu", 0, config.train.threads)
-    split = init_world(device, 1, 1, 0, local_store(), 60.0)
-    engine = TrainEngine(read_shape(Path(config.model.path)), device, torch.float32, split, optimizer_settings(config))
+    split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=60.0)
+    engine = TrainEngine(
+        shape=read_shape(Path(config.model.path)),
+        device=device,
+        dtype=torch.float32,
+        split=split,
+        settings=optimizer_settings(config),
+    )
     start(engine, Path(config.model.path), "")
     batches = msgspec.msgpack.decode(payload, type=list[Batch])
     run = get_forward_backward_func()

@@ -1,10 +1,9 @@
-"""Fifty faults in one run: what each costs, and whether the run learned what it would have learned without them.
-
-The quickstart's run with real engines (Megatron-Core, vLLM, environment hosts), once undisturbed and once with faults
-drawn from a seed, one after the other. A fault waits until the last one is over: every node at work again, and a new
-step committed.
+"""Fifty faults in one run: seconds each of them costs, and the reward against a run without faults.
 
     python -m bench.chaos [--faults 50] [--seed 0] [--steps 800] [--executor local]      about an hour on two cores
+
+The quickstart's run with real engines, once without faults and once with faults drawn from a seed.  A fault is injected
+when every node works again after the one before.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
 PATIENCE_S = 300.0
+"""Seconds without a new step after which the benchmark gives up."""
 AT_WORK = ("train", "rollout")
 OVERRIDES = {
     "components.hybrid.nodes": 1,
@@ -45,8 +45,10 @@ OVERRIDES = {
 
 
 class Kind(NamedTuple):
-    """A kind of fault: a signal to the agent of a rank, or to its child that runs ``module``; ``stopped_s`` > 0: it
-    is continued after so long."""
+    """A kind of fault: a signal to the agent of a rank, or to its child that runs ``module``.
+
+    ``stopped_s`` > 0: SIGCONT follows after this time.
+    """
 
     name: str
     weight: int
@@ -57,17 +59,39 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("vLLM engine killed", 9, (HYBRID, ROLLOUT), "libra_hpc.rollout.engine", signal.SIGKILL),
-    Kind("Megatron worker killed", 8, (TRAIN,), "libra_hpc.train.worker", signal.SIGKILL),
-    Kind("environment host killed", 7, (ROLLOUT,), "libra_hpc.tasks.host", signal.SIGKILL),
-    Kind("vLLM engine hangs", 4, (HYBRID, ROLLOUT), "libra_hpc.rollout.engine", signal.SIGSTOP),
-    Kind("Megatron worker hangs", 3, (TRAIN,), "libra_hpc.train.worker", signal.SIGSTOP),
-    Kind("environment host hangs", 3, (ROLLOUT,), "libra_hpc.tasks.host", signal.SIGSTOP),
-    Kind("planner killed", 4, (PLANNER,), "", signal.SIGKILL),
-    Kind("train leader killed", 4, (TRAIN,), "", signal.SIGKILL),
-    Kind("rollout leader killed", 4, (ROLLOUT,), "", signal.SIGKILL),
-    Kind("planner stopped for 8 s", 2, (PLANNER,), "", signal.SIGSTOP, 8.0),
-    Kind("hybrid node stopped for 25 s", 2, (HYBRID,), "", signal.SIGSTOP, 25.0),
+    Kind(
+        name="vLLM engine killed",
+        weight=9,
+        ranks=(HYBRID, ROLLOUT),
+        module="libra_hpc.rollout.engine",
+        number=signal.SIGKILL,
+    ),
+    Kind(
+        name="Megatron worker killed", weight=8, ranks=(TRAIN,), module="libra_hpc.train.worker", number=signal.SIGKILL
+    ),
+    Kind(
+        name="environment host killed", weight=7, ranks=(ROLLOUT,), module="libra_hpc.tasks.host", number=signal.SIGKILL
+    ),
+    Kind(
+        name="vLLM engine hangs",
+        weight=4,
+        ranks=(HYBRID, ROLLOUT),
+        module="libra_hpc.rollout.engine",
+        number=signal.SIGSTOP,
+    ),
+    Kind(
+        name="Megatron worker hangs", weight=3, ranks=(TRAIN,), module="libra_hpc.train.worker", number=signal.SIGSTOP
+    ),
+    Kind(
+        name="environment host hangs", weight=3, ranks=(ROLLOUT,), module="libra_hpc.tasks.host", number=signal.SIGSTOP
+    ),
+    Kind(name="planner killed", weight=4, ranks=(PLANNER,), module="", number=signal.SIGKILL),
+    Kind(name="train leader killed", weight=4, ranks=(TRAIN,), module="", number=signal.SIGKILL),
+    Kind(name="rollout leader killed", weight=4, ranks=(ROLLOUT,), module="", number=signal.SIGKILL),
+    Kind(name="planner stopped for 8 s", weight=2, ranks=(PLANNER,), module="", number=signal.SIGSTOP, stopped_s=8.0),
+    Kind(
+        name="hybrid node stopped for 25 s", weight=2, ranks=(HYBRID,), module="", number=signal.SIGSTOP, stopped_s=25.0
+    ),
 )
 
 
@@ -81,9 +105,7 @@ class Fault(NamedTuple):
 
 
 class Victim:
-    """A run in progress."""
-
-    def __init__(self, folder: Path, model: Path, steps: int, seed: int, executor: str) -> None:
+    def __init__(self, folder: Path, model: Path, *, steps: int, seed: int, executor: str) -> None:
         changes = {
             **OVERRIDES,
             "run.steps": steps,
@@ -136,7 +158,7 @@ class Victim:
         )
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Until the condition holds or the run is over; `SystemExit` when no step comes for `PATIENCE_S`."""
+        """Wait for the condition or the end of the run; `SystemExit` without a step for `PATIENCE_S`."""
         stepped, step = time.monotonic(), self.step()
         while not (condition() or self.over()):
             if self.step() != step:
@@ -149,7 +171,7 @@ class Victim:
 
 
 def inject(victim: Victim, kind: Kind, rank: int) -> Fault | None:
-    """Do it, and wait for what it takes; None when there is no such process at the moment."""
+    """Inject a fault and wait until all nodes work again; None without such a process."""
     pid = victim.child(rank, kind.module) if kind.module else victim.agent(rank)
     if not pid:
         return None
@@ -159,15 +181,15 @@ def inject(victim: Victim, kind: Kind, rank: int) -> Fault | None:
     if kind.stopped_s:
         time.sleep(kind.stopped_s)
         os.kill(pid, signal.SIGCONT)
-    # A moment later the fault is seen, and the status no longer that of before.
+    # Until the status shows the fault.
     time.sleep(3.0)
     victim.wait(lambda: victim.step() > before)
     if kind.number == signal.SIGSTOP and not kind.stopped_s:
-        # Until its deadline has passed a process that hangs looks like any other.
+        # A process that hangs is detected at its deadline.
         victim.wait(lambda: any(event["t"] > at for event in victim.events("hung")))
     victim.wait(victim.strong)
     full_s = time.monotonic() - began
-    # Steps that a restart went back behind are committed again, and their first lines are gone.
+    # Steps after the checkpoint of a restart are committed again, and their first lines are gone.
     later = [line["t"] for line in read_lines(victim.run.metrics) if line["t"] > at]
     return Fault(kind.name, before, min(later, default=time.time()) - at, full_s)
 
@@ -194,16 +216,16 @@ def disturbed(victim: Victim, faults: int, steps: int, seed: int) -> list[Fault]
 
 
 def facts(victim: Victim) -> dict[str, Any]:
-    """What must hold at the end, and the reward of the last fifth."""
+    """Invariants at the end of a run, and the reward of its last fifth."""
     run = victim.run
     rows = list(read_lines(run.metrics))
     newest = run.latest_checkpoint()
     assert newest is not None
     position = run.read_json(newest[1] / "state.json")
     last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
-    kept = victim.events("experience_kept")
+    recovered = victim.events("experience_kept")
     dropped: Counter[str] = Counter()
-    for event in kept:
+    for event in recovered:
         dropped.update(event["dropped"])
     return {
         "state": run.read_json(run.result).get("state"),
@@ -214,13 +236,12 @@ def facts(victim: Victim) -> dict[str, Any]:
         "restarts": len(victim.events("recovered")),
         "staleness_max": max(row["staleness_max"] for row in rows),
         "reward": sum(last) / len(last),
-        "kept": sum(event["trajectories"] for event in kept),
+        "kept": sum(event["trajectories"] for event in recovered),
         "dropped": dict(dropped),
     }
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -229,9 +250,9 @@ def main() -> None:
     arguments = parser.parse_args()
     model = policy(0)
     folder = Path(tempfile.mkdtemp(prefix="libra-chaos-"))
-    calm = Victim(folder / "calm", model, arguments.steps, arguments.seed, arguments.executor)
+    calm = Victim(folder / "calm", model, steps=arguments.steps, seed=arguments.seed, executor=arguments.executor)
     calm.wait(lambda: False)
-    victim = Victim(folder / "chaos", model, arguments.steps, arguments.seed, arguments.executor)
+    victim = Victim(folder / "chaos", model, steps=arguments.steps, seed=arguments.seed, executor=arguments.executor)
     faults = disturbed(victim, arguments.faults, arguments.steps, arguments.seed)
     ends = {"undisturbed": facts(calm), "disturbed": facts(victim)}
     if all(end["state"] == "completed" for end in ends.values()):
@@ -251,7 +272,12 @@ def main() -> None:
     )
     columns = ["fault", "times", "next step, median s", "max", "full strength, median s", "max"]
     report(
-        "chaos", "What a fault costs", columns, rows, notes, {"faults": [fault._asdict() for fault in faults], **ends}
+        "chaos",
+        title="What a fault costs",
+        columns=columns,
+        rows=rows,
+        notes=notes,
+        raw={"faults": [fault._asdict() for fault in faults], **ends},
     )
 
 

@@ -1,11 +1,9 @@
-"""What one scheduling decision costs: C-MLFQ at 10,000 turns in flight over 64 engines of three TP classes.
+"""Cost of one scheduling decision: C-MLFQ at 10,000 turns in flight over 64 engines of three TP classes.
 
-One decision = `Policy.key` (the step in the causal tree and the estimate) + `Policy.route` + the board's `sent` and
-`answered`.  The policy is warm: 4,000 trajectories of groups of eight have finished.  Each trajectory makes its next
-turn in random order, so caches see what a leader's do.  Times are of single calls, less the cost of reading the clock:
-wall time, which is what a turn waits, and the thread's CPU time, which leaves out what other processes of a shared
-machine take.  Every pass is a process of its own, compiled and interpreted (`libra_hpc.compiled`) by turns.  Each
-quantile is the median over the passes.
+A decision is `Policy.key` (the remaining work) + `Policy.route` + the board's `sent` and `answered`.
+4,000 trajectories in groups of eight have finished before.  Turns come in random order, so caches see what a leader's
+do.  Times are of single calls, minus reading the clock: wall time and CPU time of the thread.  Each pass is a process
+of its own, compiled and interpreted (`libra_hpc.compiled`) in turn.  Each quantile is the median over the passes.
 
     python -m bench.decisions [--passes 5]
 """
@@ -36,7 +34,7 @@ from libra_hpc.sched.protocol import Finished, TurnView
 INFLIGHT = 10_000
 LAYOUT = (1,) * 36 + (2,) * 18 + (4,) * 10
 LIMIT = 131_072
-"""Of the context."""
+"""Context tokens."""
 WARM = 4_000
 FINISHED = 2_000
 PASSES = 5
@@ -49,10 +47,10 @@ def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
     return tuple(
         Signal(
             rng.choice(("bash", "edit", "search")),
-            rng.choice(("ok", "ok", "error")),
-            rng.randrange(2000),
-            rng.expovariate(1.0),
-            rng.choice((0, 0, 1)),
+            outcome=rng.choice(("ok", "ok", "error")),
+            payload_tokens=rng.randrange(2000),
+            seconds=rng.expovariate(1.0),
+            exit_code=rng.choice((0, 0, 1)),
         )
         for _ in range(count)
     )
@@ -63,34 +61,58 @@ def record(rng: random.Random, name: str, prompt: str) -> Finished:
     made = signals(rng, 19)
     total = int(rng.lognormvariate(7.5, 1.0)) + 20
     at = tuple(total * (i + 1) // 20 for i in range(19))
-    return Finished(name, prompt, 0, "task", total, 20, at, made, 0)
+    return Finished(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=0,
+        task="task",
+        generated_tokens=total,
+        turns=20,
+        at_signal=at,
+        signals=made,
+        version=0,
+    )
 
 
 def busy_board() -> Board:
-    """64 engines that have reported."""
+    """A board of 64 engines with reports."""
     board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
     for i, tp in enumerate(LAYOUT):
         board.up(f"engine-{i}", tp, 300_000 * tp, 0)
         for n in range(3):
-            board.report(f"engine-{i}", EngineStats(0, 100, 0, 0.5, 5000 * n, 20_000 * n, 0, 0, 50 * n, 0.5 * n))
+            board.report(
+                f"engine-{i}",
+                EngineStats(
+                    version=0,
+                    running=100,
+                    waiting=0,
+                    kv_use=0.5,
+                    generated_tokens=5000 * n,
+                    prefill_tokens=20_000 * n,
+                    cached_tokens=0,
+                    preemptions=0,
+                    steps=50 * n,
+                    busy_s=0.5 * n,
+                ),
+            )
     return board
 
 
 def views(rng: random.Random, count: int, at: dict[str, str]) -> list[TurnView]:
-    """The next turns of ``count`` trajectories that have done six."""
+    """The seventh turns of ``count`` trajectories."""
     return [
         TurnView(
-            f"t{i}",
-            f"p{i // 8}",
-            i % 8,
-            "task",
-            rng.randrange(2000, 40_000),
-            rng.randrange(200, 6000),
-            6,
-            100.0,
-            at.get(f"t{i}", ""),
-            signals(rng, 6),
-            LIMIT,
+            trajectory=f"t{i}",
+            prompt_id=f"p{i // 8}",
+            sample=i % 8,
+            task="task",
+            context_tokens=rng.randrange(2000, 40_000),
+            attained_tokens=rng.randrange(200, 6000),
+            turns=6,
+            ready_at=100.0,
+            engine=at.get(f"t{i}", ""),
+            signals=signals(rng, 6),
+            max_context=LIMIT,
         )
         for i in range(count)
     ]
@@ -139,15 +161,15 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
     for i in order[:FINISHED]:
         done = record(rng, f"t{i}", f"p{i // 8}")
         done = Finished(
-            done.trajectory,
-            done.prompt_id,
-            i % 8,
-            "task",
-            done.generated_tokens + 6000,
-            8,
-            done.at_signal[:7],
-            nexts[i].signals,
-            0,
+            trajectory=done.trajectory,
+            prompt_id=done.prompt_id,
+            sample=i % 8,
+            task="task",
+            generated_tokens=done.generated_tokens + 6000,
+            turns=8,
+            at_signal=done.at_signal[:7],
+            signals=nexts[i].signals,
+            version=0,
         )
         start = clock()
         policy.finished(done, 102.0)
@@ -157,7 +179,7 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
 
 
 def children(passes: int) -> dict[str, list[dict[str, list[float]]]]:
-    """Quantiles of every pass by way of running and clock, as processes of their own made them."""
+    """Quantiles of every pass by build and clock, each from its own process."""
     found: dict[str, list[dict[str, list[float]]]] = {}
     ways = {"compiled": "", "interpreted": "1"} if compiled.in_use() else {"interpreted": "1"}
     for seed in range(passes):
@@ -200,10 +222,10 @@ def main() -> None:
     report(
         "decisions",
         "Cost of scheduling, microseconds",
-        ("what", "p50", "p90", "p99", "range of p50", "aim p50 / p99"),
-        rows,
-        notes,
-        raw,
+        columns=("what", "p50", "p90", "p99", "range of p50", "aim p50 / p99"),
+        rows=rows,
+        notes=notes,
+        raw=raw,
     )
 
 

@@ -1,8 +1,6 @@
-"""Model folders of real size with random weights, for measurements on a GPU: time and memory do not depend on what the
-weights say.
+"""Model folders of real size with random weights, for measurements of time and memory on a GPU.
 
-The tensors are those that trainer and engine expect (`libra_hpc.weights.names.hf_shapes`), bfloat16, drawn on the GPU
-and written to ``/dev/shm``.
+The tensors of `libra_hpc.weights.names.hf_shapes`, bfloat16, drawn on the GPU and written to ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from libra_hpc.weights.names import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
 SPREAD = 0.02
-"""Standard deviation of the weights, the usual one of an untrained transformer: activations neither vanish nor
-overflow."""
+"""Standard deviation of the weights, as in an untrained transformer: activations neither vanish nor overflow."""
 MAX_POSITIONS = 40960
 
 
@@ -54,7 +51,7 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 
 @contextmanager
 def random_model(shape: ModelShape) -> Iterator[Path]:
-    """A folder that engine and trainer accept, gone at the end of the context."""
+    """A model folder, deleted at the end of the context."""
     folder = SHARED_MEMORY / f"bench-{shape.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -1,11 +1,9 @@
-"""Are the step times that planner and simulator use those of this GPU?  Real vLLM steps of a model of real size against
-the operator tables.
+"""Step times of real vLLM engines on this GPU against the operator tables that planner and simulator use.
 
     python -m bench.gpu_steps --device h200 --models qwen3-4b,qwen3-8b
 
-For each model an engine with random weights is measured as `libra-hpc calibrate` does, and every measured step is
-compared with what the tables say of it.  Neither side knows the other: the tables come from operators measured
-elsewhere (`libra_hpc/hardware/tables`).
+For each model, `libra-hpc calibrate` measures an engine with random weights.  Every measured step is compared with the
+tables, which come from independent measurements (`libra_hpc/hardware/tables`).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from libra_hpc.rollout.group_state import quantile
 
 
 def kind(point: StepPoint) -> str:
-    """What a step was mainly about."""
+    """Class of a step: prefill or decode, and its size."""
     if point.prefill and point.decodes:
         return "both"
     if point.prefill:
@@ -39,8 +37,8 @@ def kind(point: StepPoint) -> str:
     return f"decode, {size} sequences, {'short' if point.kv_tokens / point.decodes < 3000 else 'long'}"
 
 
-def measure(model: Path, device: str, name: str, out: Path, max_model_len: int, max_num_seqs: int) -> None:
-    """Run the calibration in a process of its own, which gives the GPU back at its end."""
+def measure(model: Path, *, device: str, name: str, out: Path, max_model_len: int, max_num_seqs: int) -> None:
+    """Run the calibration in a separate process, which releases the GPU at its end."""
     config = EngineConfig(
         model=str(model),
         dtype="bfloat16",
@@ -69,7 +67,6 @@ def measure(model: Path, device: str, name: str, out: Path, max_model_len: int, 
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="h200", help="name in the device table")
     parser.add_argument("--models", default="qwen3-4b,qwen3-8b", help="names in the model table")
@@ -81,7 +78,14 @@ def main() -> None:
     for name in arguments.models.split(","):
         out = arguments.out / f"{arguments.device}-{name}.json"
         with random_model(model_shape(name)) as folder:
-            measure(folder, arguments.device, name, out, arguments.max_model_len, arguments.max_num_seqs)
+            measure(
+                folder,
+                device=arguments.device,
+                name=name,
+                out=out,
+                max_model_len=arguments.max_model_len,
+                max_num_seqs=arguments.max_num_seqs,
+            )
         found = load(out)
         tables, roofline = (lookup(arguments.device, name, 1, source=source) for source in ("tables", "roofline"))
         kinds: dict[str, list[StepPoint]] = {}
@@ -122,7 +126,8 @@ def main() -> None:
     columns = ["model", "steps", "number", "median, ms", "tables / real", "p10..p90", "roofline / real"]
     limits = f"contexts up to {arguments.max_model_len} tokens, up to {arguments.max_num_seqs} sequences"
     notes = [f"vLLM in bfloat16, TP 1, {limits}; long: 3,000 tokens and more."]
-    report("gpu_steps", f"Engine steps on {arguments.device} against the operator tables", columns, rows, notes, raw)
+    title = f"Engine steps on {arguments.device} against the operator tables"
+    report("gpu_steps", title=title, columns=columns, rows=rows, notes=notes, raw=raw)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Are the planner's training time and memory those of this GPU, and what does a node pay for changing sides there?
+"""Training time and memory on this GPU against the planner's cost model, and the cost of moving a node.
 
     python -m bench.gpu_train --device h200 --model qwen3-4b [--micro-tokens 4096,8192]
 
-A Megatron-Core replica of one GPU takes GRPO steps over random trajectories; seconds and the allocator's peak are
-compared with `TrainCost`, which knows the shape, the device's data sheet and the lengths.  Then the replica goes to
-standby and comes back, and writes its weights as at every step of a run.
+A Megatron-Core replica of one GPU runs GRPO steps over random trajectories.  Seconds and the allocator's peak are
+compared with `TrainCost`.  Then standby, return from standby and the export of weights are timed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from bench.gpu_model import random_model
 from bench.harness import median, report
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.lengths import Observed, sketch
+from libra_hpc.cost_models.lengths import TrajectoryLengths, sketch
 from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost
 from libra_hpc.hardware.architecture import read_shape
@@ -41,13 +40,12 @@ from libra_hpc.train.train_engine import TrainEngine, init_world
 
 TRAJECTORIES = 48
 LENGTHS = (256, 4096)
-"""Log-uniform between these; a third of a trajectory is generated."""
+"""Shortest and longest trajectory, tokens, log-uniform; a third of each is generated."""
 STEPS = 4
-"""The first one warms allocator and kernels up and is not counted."""
+"""Steps per setting; the first one warms up allocator and kernels and is not counted."""
 
 
 def trajectories(seed: int, vocab: int) -> list[Sample]:
-    """Random samples."""
     source = random.Random(seed)
     out = []
     for i in range(TRAJECTORIES):
@@ -56,18 +54,18 @@ def trajectories(seed: int, vocab: int) -> list[Sample]:
         tokens = [source.randrange(3, vocab) for _ in range(n)]
         out.append(
             Sample(
-                f"{seed}-{i}",
-                pack_i32(tokens),
-                bytes(mask),
-                pack_f32([-12.0 * m for m in mask]),
-                source.choice((-1.0, 1.0)),
+                uid=f"{seed}-{i}",
+                tokens=pack_i32(tokens),
+                loss_mask=bytes(mask),
+                logprobs=pack_f32([-12.0 * m for m in mask]),
+                advantage=source.choice((-1.0, 1.0)),
             )
         )
     return out
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until the GPU is done too."""
+    """Seconds of ``work``, with the GPU synchronized before and after."""
     torch.cuda.synchronize()
     begin = time.monotonic()
     work()
@@ -76,7 +74,6 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="h200", help="name in the device table")
     parser.add_argument("--model", default="qwen3-4b", help="name in the model table")
@@ -86,8 +83,14 @@ def main() -> None:
     rows, raw = [], []
     with random_model(shape) as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         cuda = choose_device("cuda", 0, 4)
-        split = init_world(cuda, 1, 1, 0, local_store(), 600.0)
-        engine = TrainEngine(read_shape(folder), cuda, torch.bfloat16, split, optimizer_settings(RunConfig()))
+        split = init_world(cuda, tp=1, pp=1, rank=0, store=local_store(), timeout_s=600.0)
+        engine = TrainEngine(
+            shape=read_shape(folder),
+            device=cuda,
+            dtype=torch.bfloat16,
+            split=split,
+            settings=optimizer_settings(RunConfig()),
+        )
         checkpoint.start(engine, folder, "")
         state_bytes = torch.cuda.memory_allocated()
         replicas = Replicas(engine, 600.0, 60.0)
@@ -101,11 +104,11 @@ def main() -> None:
                 lengths = [len(s.loss_mask) for s in samples]
                 loss_tokens = sum(sum(s.loss_mask) for s in samples)
                 done = trainer.step(TrainStep(engine.state.step + 1, 0, (tuple(samples),), (loss_tokens,)))
-                observed = [Observed(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
+                observed = [TrajectoryLengths(generated=n // 3, context=n, prompt=n - n // 3) for n in lengths]
                 cost = TrainCost(
                     shape, device, 8, BatchWork(TRAJECTORIES, sketch(observed, TRAJECTORIES), minibatches=1)
                 )
-                layout = TrainLayout(1, 1, 1, 1, 1, micro_tokens)
+                layout = TrainLayout(tp=1, pp=1, cp=1, ep=1, dp=1, micro_tokens=micro_tokens)
                 if number:
                     got.append((done.compute_s, done.optimizer_s))
                     expected.append(cost.time(layout))
@@ -113,7 +116,7 @@ def main() -> None:
             peak = torch.cuda.max_memory_allocated()
             seconds, predicted = median([c + o for c, o in got]), median([t.total for t in expected])
             mfu = median([t.mfu * t.total / (c + o) for t, (c, o) in zip(expected, got, strict=True)])
-            for label, real, said in (
+            for label, real, modelled in (
                 ("step, s", seconds, predicted),
                 ("  forward and backward, s", median([c for c, _ in got]), median([t.compute for t in expected])),
                 ("  optimizer, s", median([o for _, o in got]), median([t.optimizer for t in expected])),
@@ -130,7 +133,7 @@ def main() -> None:
                 ),
                 ("peak, GB", peak / 1e9, (memory.total - memory.workspace) / 1e9),
             ):
-                rows.append([f"micro {micro_tokens}", label, real, said, said / real])
+                rows.append([f"micro {micro_tokens}", label, real, modelled, modelled / real])
             raw.append(
                 {
                     "micro_tokens": micro_tokens,
@@ -157,11 +160,11 @@ def main() -> None:
     ]
     report(
         "gpu_train",
-        f"Training {arguments.model} on one {arguments.device} against the planner's model",
-        columns,
-        rows,
-        notes,
-        raw,
+        title=f"Training {arguments.model} on one {arguments.device} against the planner's model",
+        columns=columns,
+        rows=rows,
+        notes=notes,
+        raw=raw,
     )
 
 

@@ -1,8 +1,4 @@
-"""What the benchmarks share: one-process wiring of real engines without MPI, tiny inputs, and the report.
-
-`LocalMesh` delivers mesh messages inside one process through the event loop; everything else (leader, node halves,
-child processes) is the production code.
-"""
+"""Common parts of the benchmarks: a mesh without MPI, tiny policies, and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def rate(points: Rates) -> float:
 
 
 class LocalMesh:
-    """``send(rank, message, blob, done)`` to handlers in this process, one event-loop pass later."""
+    """Mesh messages inside one process, delivered one event-loop pass later; the rest is production code."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[Any, bytes], None]] = {}
@@ -49,7 +45,7 @@ class LocalMesh:
     def send(
         self, rank: int, message: Any, blob: bytes | memoryview = b"", done: Callable[[bool], None] | None = None
     ) -> None:
-        """Deliver soon; a message to a rank without handler is dropped."""
+        """Deliver to the handler of ``rank``; dropped without one."""
         handler = self.handlers.get(rank)
         if done is not None:
             asyncio.get_running_loop().call_soon(done, handler is not None)
@@ -58,7 +54,6 @@ class LocalMesh:
 
 
 def machine() -> dict[str, Any]:
-    """A description that makes the numbers comparable."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -78,7 +73,7 @@ def machine() -> dict[str, Any]:
 
 
 def policy(seed: int, steps: int = 3000) -> Path:
-    """A warm-started tiny policy, made once and kept under `models/`."""
+    """A warm-started tiny policy, made once under `models/`."""
     folder = POLICIES / f"bench-{seed}"
     if not (folder / "config.json").exists():
         print(f"making {folder.name} ({steps} supervised steps) ...", file=sys.stderr)
@@ -96,7 +91,6 @@ def policy(seed: int, steps: int = 3000) -> Path:
 
 
 def engine_environment() -> dict[str, str]:
-    """Environment of every engine process of a benchmark."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -135,7 +129,7 @@ def report(
 def by_work(
     pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]
 ) -> dict[str, list[Row]]:
-    """Play ``jobs``, (work, seed, ...), in order, and say each row as it comes; rows by work."""
+    """Run ``jobs`` (work, seed, ...) in order and print each row when it is there; rows by work."""
     found: dict[str, list[Row]] = {job[0]: [] for job in jobs}
     for job, row in zip(jobs, pool.map(play, jobs), strict=True):
         found[job[0]].append(row)
@@ -144,5 +138,4 @@ def by_work(
 
 
 def median(values: Sequence[float]) -> float:
-    """Median of a non-empty sequence."""
     return statistics.median(values)

@@ -1,12 +1,12 @@
-"""What knowing more would bring: C-MLFQ told the true lengths from the k-th turn of every trajectory on, against the
-clairvoyant oracle.
+"""What more information would bring: C-MLFQ with the true lengths from the k-th turn on, against the oracle.
 
-The same engines, batches and seeds as `bench.policies`.  Told are the tokens that are left and those that tools will
-add, not the seconds in tools, nor anything about the engines; decisions, costs and margins are those of the policy as
-it is.  ``never`` is the policy itself: the distance to the columns left of it is what knowledge would bring, and the
-distance of ``0`` to 1 is what the decisions lose.  ``its prompt`` is told, from the start, the law of its prompt's
-lengths (a lognormal with the mean and the scatter of all its samples, those to come included) and nothing of its own
-length but that it is not over yet: the most that anybody can know where siblings alone tell.  A clean start each time.
+Engines, batches and seeds are those of `bench.policies`; each policy starts without history.  The truth is the tokens
+left and those that tools will add; not the seconds in tools, nor the engines.  Columns:
+
+- ``0`` to ``10``: the truth from that turn on.  ``0`` minus 1 is what the decisions lose.
+- ``its prompt``: from the start, the lognormal of the lengths of its prompt, but nothing of its own length.  Siblings
+  cannot teach more.
+- ``never``: the policy as it is.
 
     python -m bench.knowledge [--seeds 5] [--work NAME|NAME] [--jobs 2]
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from libra_hpc import compiled
 
-# Before the scheduler is imported: nobody can inherit from compiled classes.
+# Before the scheduler is imported: compiled classes have no subclasses.
 os.environ[compiled.INTERPRETED] = "1"
 
 from bench.harness import by_work, report
@@ -32,70 +32,78 @@ from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.protocol import TurnView
-from libra_hpc.sched.tree import UPPER, CausalTree, Cursor
+from libra_hpc.sched.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
-from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.simulator.simulate import simulate
 
 PROMPT = "its prompt"
 FROM: dict[str, float] = {"0": 0, "1": 1, "4": 4, "10": 10, PROMPT: inf, "never": inf}
-"""Turns done when the truth is told."""
+"""By column: finished turns from which the truth is used."""
 NORMAL = NormalDist()
 SHOWN = "r2e, outcomes tell|r2e, siblings alone tell|search, outcomes tell|math, siblings tell"
 
 
-class Law(NamedTuple):
+class Lognormal(NamedTuple):
     """A lognormal: mean and standard deviation of the natural logarithm."""
 
     mean: float
-    scatter: float
+    deviation: float
 
     def left(self, attained: int) -> float:
-        """Expected rest of what is longer than ``attained``."""
+        """Expected tokens left of a length above ``attained``."""
         if not attained:
-            return exp(self.mean + 0.5 * self.scatter**2)
-        beyond = (self.mean - log(attained)) / self.scatter
+            return exp(self.mean + 0.5 * self.deviation**2)
+        beyond = (self.mean - log(attained)) / self.deviation
         if beyond < -6.0:
-            return attained * self.scatter / -beyond
+            return attained * self.deviation / -beyond
         return (
-            exp(self.mean + 0.5 * self.scatter**2) * NORMAL.cdf(beyond + self.scatter) / NORMAL.cdf(beyond) - attained
+            exp(self.mean + 0.5 * self.deviation**2) * NORMAL.cdf(beyond + self.deviation) / NORMAL.cdf(beyond)
+            - attained
         )
 
 
-def laws(work: Sequence[TrajectoryRecord]) -> dict[str, Law]:
-    """The law of every prompt; all prompts scatter alike."""
+def lognormals(work: Sequence[TrajectoryRecord]) -> dict[str, Lognormal]:
+    """The lognormal of every prompt; all have the same deviation."""
     groups: dict[str, list[float]] = {}
     for spec in work:
         groups.setdefault(spec.prompt_id, []).append(log(spec.generated))
-    scatter = sqrt(fmean(variance(group) for group in groups.values()))
-    return {prompt: Law(fmean(group), scatter) for prompt, group in groups.items()}
+    deviation = sqrt(fmean(variance(group) for group in groups.values()))
+    return {prompt: Lognormal(fmean(group), deviation) for prompt, group in groups.items()}
 
 
-class ToldTree(CausalTree):
-    """Estimates as they are until ``turns`` tools have answered, the truth from then on."""
+class InformedEstimator(RemainingWorkEstimator):
+    """Returns the truth once ``turns`` tools have answered, the usual estimates before."""
 
-    def __init__(self, truth: Mapping[str, TrajectoryRecord], turns: float, laws: Mapping[str, Law]) -> None:
+    def __init__(
+        self, truth: Mapping[str, TrajectoryRecord], turns: float, lognormals: Mapping[str, Lognormal]
+    ) -> None:
         super().__init__()
-        self._truth, self._turns, self._laws = truth, turns, laws
+        self._truth, self._turns, self._lognormals = truth, turns, lognormals
         self.names: dict[Cursor, str] = {}
         """The trajectory of each cursor."""
 
     def advance(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> float:
-        """See `CausalTree.advance`."""
+        """See `RemainingWorkEstimator.advance`."""
         super().advance(cursor, signals, attained, room)
-        return self._tell(cursor, self.names.get(cursor, ""), signals, attained, room)
+        return self._use_truth(cursor, signals, attained, room, name=self.names.get(cursor, ""))
 
-    def ahead(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
-        """See `CausalTree.ahead`."""
-        middle = super().ahead(cursor, signals, attained, room)
-        self._tell(middle, self.names.get(cursor, ""), signals, attained, room)
+    def peek(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
+        """See `RemainingWorkEstimator.ahead`."""
+        middle = super().peek(cursor, signals, attained, room)
+        self._use_truth(middle, signals, attained, room, name=self.names.get(cursor, ""))
         return middle
 
-    def _tell(self, cursor: Cursor, name: str, signals: tuple[Signal, ...], attained: int, room: float) -> float:
-        if name and self._laws:
-            left = self._laws[self._truth[name].prompt_id].left(attained)
-            cursor.left, cursor.reach = left * room / (left + room) if room < inf else left, min(UPPER * left, room)
+    def _use_truth(
+        self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float, *, name: str
+    ) -> float:
+        if name and self._lognormals:
+            left = self._lognormals[self._truth[name].prompt_id].left(attained)
+            cursor.left, cursor.reach = (
+                left * room / (left + room) if room < inf else left,
+                min(REACH_FACTOR * left, room),
+            )
         elif name and len(signals) >= self._turns:
             spec = self._truth[name]
             cursor.left = cursor.reach = max(1.0, float(spec.generated - attained))
@@ -103,12 +111,12 @@ class ToldTree(CausalTree):
         return cursor.left
 
 
-class Told(CausalMlfq):
-    """C-MLFQ with such a tree."""
+class Informed(CausalMlfq):
+    """C-MLFQ with such an estimator."""
 
-    def __init__(self, tree: ToldTree) -> None:
-        super().__init__(tree)
-        self._names = tree.names
+    def __init__(self, estimator: InformedEstimator) -> None:
+        super().__init__(estimator)
+        self._names = estimator.names
 
     def key(self, turn: TurnView, now: float) -> float:
         """See `CausalMlfq.key`."""
@@ -120,12 +128,18 @@ class Told(CausalMlfq):
 def play(job: tuple[str, int]) -> dict[str, float]:
     """Makespans over the oracle's."""
     name, seed = job
-    engines, settings = build_fleet(BUCKETS, GPUS, DEVICE, MODEL).engines, SimSettings(max_model_len=MAX_CONTEXT)
+    engines, settings = build_engines(BUCKETS, GPUS, DEVICE, MODEL).engines, SimSettings(max_model_len=MAX_CONTEXT)
     work = work_of(name, seed, 512)
     truth = dict(zip(trajectory_ids(work), work, strict=True))
     best = compare(work, engines, ["oracle"], settings)["oracle"].result.makespan_s
-    trees = {label: ToldTree(truth, turns, laws(work) if label == PROMPT else {}) for label, turns in FROM.items()}
-    return {label: simulate(work, engines, Told(tree), settings).makespan_s / best for label, tree in trees.items()}
+    estimators = {
+        label: InformedEstimator(truth, turns, lognormals(work) if label == PROMPT else {})
+        for label, turns in FROM.items()
+    }
+    return {
+        label: simulate(work, engines, Informed(estimator), settings).makespan_s / best
+        for label, estimator in estimators.items()
+    }
 
 
 def main() -> None:
@@ -141,10 +155,10 @@ def main() -> None:
         rows = by_work(pool, play, jobs, lambda row: ", ".join(f"{label} {ratio:.3f}" for label, ratio in row.items()))
     lines = [[name, *(interval([row[label] for row in found]) for label in FROM)] for name, found in rows.items()]
     notes = [
-        f"makespan over the oracle's, told from the k-th turn on; {options.seeds} seeds, 512 trajectories, {GPUS} x"
-        f" {DEVICE}, {MODEL}, {BUCKETS} repeated"
+        f"makespan over the oracle's, with the true lengths from the k-th turn on; {options.seeds} seeds, 512"
+        f" trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"
     ]
-    report("knowledge", "C-MLFQ that is told the truth", ("work", *FROM), lines, notes, rows)
+    report("knowledge", "C-MLFQ with the true lengths", columns=("work", *FROM), rows=lines, notes=notes, raw=rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Is the learning real?  Three seeds, each: warm-started policy -> the real loop (agents, Slurm or local ranks,
-Megatron, vLLM) with staleness bound 1, and the same seed synchronously (bound 0); both policies and the start are
-evaluated on the same 512 episodes at temperature 1.
+"""Reward before and after training through the real loop, asynchronous (eta 1) and synchronous (eta 0).
 
     python bench/learning.py [--seeds 0,1,2] [--steps 200] [--executor local]
+
+Each seed trains a warm-started policy with both staleness bounds.  All policies are evaluated on the same 512 episodes
+at temperature 1.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ every = 0
 """
 
 
-def train(folder: Path, model: Path, seed: int, steps: int, eta: int, executor: str) -> tuple[Path, float]:
-    """One run; returns its directory and the seconds it took from the first to the last step."""
+def train(folder: Path, model: Path, *, seed: int, steps: int, eta: int, executor: str) -> tuple[Path, float]:
+    """One run; returns its directory and the seconds from the first to the last step."""
     run_file = folder / f"run-{seed}-{eta}.toml"
     run_file.write_text(RUN_FILE.format(dir=folder / f"runs-{eta}", seed=seed, steps=steps, model=model, eta=eta))
     command = [
@@ -71,7 +72,6 @@ def train(folder: Path, model: Path, seed: int, steps: int, eta: int, executor: 
 
 
 def evaluate(folder: Path, config: Path) -> dict[str, Any]:
-    """Reward on the fixed episodes."""
     argv = [
         sys.executable,
         "-m",
@@ -91,7 +91,6 @@ def evaluate(folder: Path, config: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=200)
@@ -104,7 +103,9 @@ def main() -> None:
             begin = None
             for eta, label in ((1, "asynchronous, eta 1"), (0, "synchronous, eta 0")):
                 started = time.monotonic()
-                run, seconds = train(Path(name), model, seed, arguments.steps, eta, arguments.executor)
+                run, seconds = train(
+                    Path(name), model, seed=seed, steps=arguments.steps, eta=eta, executor=arguments.executor
+                )
                 begin = begin or evaluate(model, run / "config.json")
                 after = evaluate(run / "policy", run / "config.json")
                 metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -140,7 +141,8 @@ def main() -> None:
         f"{arguments.steps} steps of 8 prompts x 8 samples; evaluation: {EPISODES} fixed episodes at temperature 1;"
         " goal: gain >= 0.25 in every seed."
     ]
-    report("learning", "Learning through the real loop", columns, rows, notes, raw)
+    title = "Learning through the real loop"
+    report("learning", title=title, columns=columns, rows=rows, notes=notes, raw=raw)
 
 
 if __name__ == "__main__":

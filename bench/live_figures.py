@@ -1,9 +1,7 @@
-"""What a live run says about its scheduling policy: pure functions of the lines in `trajectories.jsonl` and of the
-engines' step logs.
+"""Figures of a scheduling policy from a live run: functions of `trajectories.jsonl` and the engines' step logs.
 
-The runs are synchronous (``eta = 0``): batch b is the prompts ``b * prompts .. (b + 1) * prompts - 1``, all of them
-start when the weights of the step before are applied, and nothing is trained meanwhile.  So the time from a batch's
-first start to its last end is the rollout's alone.
+The runs are synchronous (``eta = 0``): batch b has the prompts ``b * prompts .. (b + 1) * prompts - 1``, and nothing is
+trained meanwhile.  So the time from the first start to the last end of a batch is the rollout's alone.
 """
 
 from __future__ import annotations
@@ -24,25 +22,24 @@ Line = dict[str, Any]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the batches of one phase of one run."""
+    """Figures of one phase of one run."""
 
     policy: str
     seed: int
     phase: str
     batches: int
     batch_s: float
-    """Median over the batches: first start to last end."""
+    """First start to last end, median over the batches."""
     p50_s: float
-    """From a trajectory's start to its end."""
+    """Start to end of a trajectory; the same for p95 and p99."""
     p95_s: float
     p99_s: float
     tokens_per_s: float
-    """Generated, per second of rollout."""
+    """Generated tokens per second of rollout."""
     moves: float
-    """Turns on another engine than the trajectory's last, per batch."""
+    """Turns on another engine than the turn before, per batch."""
     reprefilled: float
-    """Context tokens that those left behind and the new engine had to prefill, per batch; what siblings had cached
-    there is not taken off."""
+    """Context tokens of those turns, per batch, whether or not siblings had cached them there."""
     turns: float
     """Per batch."""
     shares: dict[str, float]
@@ -50,9 +47,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-def figures(policy: str, seed: int, phase: str, lines: Sequence[Line], prompts: int) -> Figures:
-    """The figures of ``lines``, the trajectories of whole batches of ``prompts`` prompts; raises `OperationError`
-    when there are none."""
+def figures(policy: str, *, seed: int, phase: str, lines: Sequence[Line], prompts: int) -> Figures:
+    """Figures of the trajectories of whole batches of ``prompts`` prompts; raises `OperationError` without any."""
     if not lines:
         raise OperationError(f"{policy}, seed {seed}: no trajectory of phase {phase!r} has ended")
     batches: dict[int, list[Line]] = {}
@@ -86,8 +82,7 @@ def figures(policy: str, seed: int, phase: str, lines: Sequence[Line], prompts: 
 
 
 def moved(line: Line) -> list[int]:
-    """Context tokens left behind by each move of a trajectory: all that its next turn on another engine had before
-    the tool's answer."""
+    """Per move of a trajectory, the context tokens before the last tool's answer."""
     context, last, out = line["prompt_tokens"], "", []
     for turn in line["turns"]:
         if last and turn["engine"] != last:
@@ -98,7 +93,7 @@ def moved(line: Line) -> list[int]:
 
 
 def by_phase(lines: Iterable[Line], prompts: int, warm_up: int) -> dict[str, list[Line]]:
-    """Lines before and after the drift of the task mix, without those of the first ``warm_up`` batches of either."""
+    """Lines before and after the drift of the task mix, without the first ``warm_up`` batches of each phase."""
     phases: dict[str, list[Line]] = {}
     for line in lines:
         phases.setdefault("long prompts" if line["info"]["after_drift"] else "long chains", []).append(line)
@@ -110,13 +105,12 @@ def by_phase(lines: Iterable[Line], prompts: int, warm_up: int) -> dict[str, lis
 
 
 def step_ms(points: Sequence[StepPoint]) -> float:
-    """Median milliseconds of an engine's steps without prefill: what its degree is worth on this machine."""
+    """Median milliseconds of an engine's steps without prefill."""
     return 1e3 * median([point.seconds for point in points if not point.prefill])
 
 
 def table(found: Sequence[Figures], policies: Sequence[str], degrees: dict[str, int]) -> list[list[Any]]:
-    """Rows of phase and figure: each policy's median over the seeds, then the first policy over each other: median
-    and range of the ratios within a seed."""
+    """Rows by phase and figure: medians over the seeds, and ratios of the first policy to each other."""
     rows: list[list[Any]] = []
     names = {
         "batch_s": "rollout of a batch, s",
@@ -141,7 +135,7 @@ def table(found: Sequence[Figures], policies: Sequence[str], degrees: dict[str, 
 
 
 def _cells(values: dict[tuple[str, int], float], policies: Sequence[str]) -> list[Any]:
-    """Medians, and ratios of the first policy to each other; a ratio to nothing is none."""
+    """Medians of all policies; then median and range over the seeds of first policy / other (``-`` without any)."""
     first, *others = policies
     cells: list[Any] = [median([value for (policy, _), value in values.items() if policy == name]) for name in policies]
     for other in others:

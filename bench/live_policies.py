@@ -1,15 +1,14 @@
-"""Scheduling policies on real engines of two tensor-parallel degrees: the quickstart on the embedded Slurm, under each
-policy, with the same seeds.
-
-`examples/quickstart.toml` with two rollout nodes, one vLLM engine of TP=1 and one of TP=2, and no hybrid node;
-everything else is a run of a user: `libra-hpc submit`, Slurm, agents, Megatron, vLLM, environment host.  Three things
-are set so that the runs compare: ``eta = 0`` (see `bench.live_figures`), the planner is off, and no prompt is admitted
-before both engines are up (`bench.live_task`).  The policies take turns, in the reverse order with every other seed.
-
-The same seeds mean the same prompts and the same start of the policy network; what it samples differs from run to run,
-so the batches are equal in distribution only.
+"""Scheduling policies on real engines of TP=1 and TP=2: the quickstart on the embedded Slurm, with equal seeds.
 
     python bench/live_policies.py [--policies cmlfq,least_loaded] [--seeds 0,1,2] [--steps 40] [--json]
+
+`examples/quickstart.toml` with two rollout nodes and no hybrid node, submitted as by a user.  To make runs comparable:
+
+* ``eta = 0`` (see `bench.live_figures`), and the planner is off.
+* No prompt is admitted before both engines are up (`bench.live_task`).
+* The order of the policies is reversed with every other seed.
+
+Equal seeds give equal prompts and an equal start of the policy network; batches are equal in distribution only.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ ENGINES = {"r2.0": 1, "r3.0": 2}
 PROMPTS = 8
 """Prompts of a step, as in the quickstart."""
 WARM_UP = 2
-"""Batches of each phase that do not count: first steps of an engine are slow, and a policy has seen nothing of a new
-mix."""
+"""Batches of each phase that do not count: engines start slowly, and a policy has not seen the new mix."""
 PATIENCE_S = 600.0
-"""Longest run, some ten times the usual one."""
-LOOK_S = 0.5
-ASK_S = 10.0
-"""Seconds between two questions to Slurm whether the job still runs."""
-SAY_EVERY = 10
+"""Longest run, about ten times the usual one."""
+POLL_S = 0.5
+"""Seconds between two checks of a condition."""
+SLURM_POLL_S = 10.0
+"""Seconds between two queries of the job's state."""
+PROGRESS_STEPS = 10
 """Steps between two lines of progress."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run and what it says."""
+    """One run and its figures."""
 
     policy: str
     seed: int
     load: float
-    """Load average of the machine before the first prompt: the run's own start-up, and whatever else there is."""
+    """Load average of the machine before the first prompt, the run's own start included."""
     seconds: float
-    """From the first admission to the end."""
+    """From the first admission to the end of the run."""
     phases: list[Figures]
     step_ms: dict[str, float]
     """Engine -> median milliseconds of a step without prefill."""
@@ -74,19 +73,17 @@ class Run(msgspec.Struct, frozen=True):
     """Engine -> prompt tokens computed, warm-up included."""
 
 
-def say(text: str) -> None:
-    """A line of progress."""
+def progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """An embedded Slurm of this benchmark alone; yields the environment in which its commands and `libra-hpc` find
-    it."""
-    # Short: Slurm's sockets live below it.
+    """An embedded Slurm for this benchmark; yields the environment variables for its commands and `libra-hpc`."""
+    # A short path: Slurm's sockets are below it.
     home = Path(tempfile.mkdtemp(prefix="libra-", dir="/tmp"))
     try:
-        info = Cluster(home).up(say)
+        info = Cluster(home).up(progress)
         yield {**clean_environment(engine_environment()), **info.environment}
     finally:
         Cluster(home).down()
@@ -94,7 +91,7 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def overrides(scheduler: str, seed: int, steps: int, folder: Path) -> list[str]:
-    """What differs from the quickstart."""
+    """Settings that differ from the quickstart."""
     return [
         f"run.dir={folder / 'runs'}",
         f"run.seed={seed}",
@@ -115,9 +112,11 @@ def overrides(scheduler: str, seed: int, steps: int, folder: Path) -> list[str]:
     ]
 
 
-def start(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Path) -> RunDir:
-    """Submit a run and return once both engines are up; its prompts wait for ``folder / "gate"``.  Raises
-    `OperationError` when they never are."""
+def start(scheduler: str, *, seed: int, steps: int, env: dict[str, str], folder: Path) -> RunDir:
+    """Submit a run and wait until both engines are up; its prompts wait for ``folder / "gate"``.
+
+    Raises `OperationError` when the engines do not start.
+    """
     command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(RUN_FILE), "--json"]
     for override in overrides(scheduler, seed, steps, folder):
         command += ["-o", override]
@@ -128,14 +127,13 @@ def start(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Pa
 
 
 def up(run: RunDir) -> bool:
-    """Whether all engines have come up."""
     return ENGINES.keys() <= {event["engine"] for event in read_lines(run.events) if event["kind"] == "engine_ready"}
 
 
-def play(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Path) -> Run:
-    """One run from its submission to its figures.  Raises `OperationError` when it does not complete."""
+def play(scheduler: str, *, seed: int, steps: int, env: dict[str, str], folder: Path) -> Run:
+    """One run from submission to figures.  Raises `OperationError` when it does not complete."""
     folder.mkdir()
-    run = start(scheduler, seed, steps, env, folder)
+    run = start(scheduler, seed=seed, steps=steps, env=env, folder=folder)
     load, began = os.getloadavg()[0], time.monotonic()
     (folder / "gate").touch()
     follow(run, env, f"{scheduler}, seed {seed}", steps)
@@ -146,54 +144,55 @@ def play(scheduler: str, seed: int, steps: int, env: dict[str, str], folder: Pat
     logs = {name: read_steps(run.logs(1) / f"{name}.steps.jsonl")[1] for name in ENGINES}
     phases = by_phase(read_lines(run.trajectories), PROMPTS, WARM_UP)
     return Run(
-        scheduler,
-        seed,
-        load,
-        seconds,
-        [figures(scheduler, seed, phase, lines, PROMPTS) for phase, lines in phases.items()],
-        {name: step_ms(points) for name, points in logs.items()},
-        {name: sum(point.prefill for point in points) for name, points in logs.items()},
+        policy=scheduler,
+        seed=seed,
+        load=load,
+        seconds=seconds,
+        phases=[
+            figures(scheduler, seed=seed, phase=phase, lines=lines, prompts=PROMPTS) for phase, lines in phases.items()
+        ],
+        step_ms={name: step_ms(points) for name, points in logs.items()},
+        prefilled={name: sum(point.prefill for point in points) for name, points in logs.items()},
     )
 
 
 def wait(run: RunDir, env: dict[str, str], condition: Callable[[], bool], ended: bool = False) -> None:
-    """Until ``condition``, or an `OperationError` because the job is over (unless it may be) or patience is."""
-    began = asked = time.monotonic()
+    """Wait for ``condition``; `OperationError` after `PATIENCE_S` or, unless ``ended``, when the job has ended."""
+    began = queried = time.monotonic()
     while not condition():
         now, over = time.monotonic(), False
-        if now > asked + ASK_S and not ended:
-            asked, over = now, submit.state(run, env).state.ended
+        if now > queried + SLURM_POLL_S and not ended:
+            queried, over = now, submit.state(run, env).state.ended
         if (over and not condition()) or now > began + PATIENCE_S:
             result = run.read_json(run.result)
             raise OperationError(
                 f"{run.path}: {result.get('reason') or result.get('state') or 'the job made no progress'}; see"
                 f" {run.logs(1)}"
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def follow(run: RunDir, env: dict[str, str], name: str, steps: int) -> None:
-    """Until the run has completed, with a line every `SAY_EVERY` steps."""
-    said = 0
+    """Wait for the end of the run, with a line of progress every `PROGRESS_STEPS` steps."""
+    reported = 0
 
     def over() -> bool:
-        nonlocal said
+        nonlocal reported
         lines = list(read_lines(run.metrics))
-        if lines and len(lines) >= said + SAY_EVERY:
-            said = len(lines) - len(lines) % SAY_EVERY
-            say(f"{name}: step {len(lines)} of {steps}, reward {lines[-1]['reward']:.2f}")
+        if lines and len(lines) >= reported + PROGRESS_STEPS:
+            reported = len(lines) - len(lines) % PROGRESS_STEPS
+            progress(f"{name}: step {len(lines)} of {steps}, reward {lines[-1]['reward']:.2f}")
         return run.read_json(run.result).get("state") == "completed"
 
     wait(run, env, over)
 
 
 def order(policies: list[str], turn: int) -> list[str]:
-    """Every other seed in reverse: whoever comes first meets another machine than whoever comes last."""
+    """Reverse the order with every other seed, so that drift of the machine's speed cancels."""
     return policies[::-1] if turn % 2 else policies
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--policies",
@@ -206,20 +205,21 @@ def main() -> None:
     options = parser.parse_args()
     policies, seeds = options.policies.split(","), [int(seed) for seed in options.seeds.split(",")]
     policy(0)
-    # Ended from outside it still stops its cluster.
+    # SIGTERM must stop the cluster too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     runs: list[Run] = []
     try:
         with tempfile.TemporaryDirectory(prefix="libra-live-") as name, cluster() as env:
             for turn, seed in enumerate(seeds):
                 for scheduler in order(policies, turn):
-                    say(f"{scheduler}, seed {seed}: starting, {len(runs) + 1} of {len(seeds) * len(policies)}")
-                    run = play(scheduler, seed, options.steps, env, Path(name) / f"{scheduler}-{seed}")
+                    progress(f"{scheduler}, seed {seed}: starting, {len(runs) + 1} of {len(seeds) * len(policies)}")
+                    folder = Path(name) / f"{scheduler}-{seed}"
+                    run = play(scheduler, seed=seed, steps=options.steps, env=env, folder=folder)
                     runs.append(run)
                     words = ", ".join(f"{one.phase} {one.batch_s:.3f} s a batch" for one in run.phases)
-                    say(f"{scheduler}, seed {seed}: {words}; {run.seconds:.0f} s, load {run.load:.1f}")
+                    progress(f"{scheduler}, seed {seed}: {words}; {run.seconds:.0f} s, load {run.load:.1f}")
     finally:
-        # Whoever ends it early still gets the seeds that are complete.
+        # After an early end, the complete seeds are reported.
         whole = [run for run in runs if {other.policy for other in runs if other.seed == run.seed} == set(policies)]
         if whole and options.json:
             print(json.dumps(msgspec.to_builtins(whole), indent=1))
@@ -228,7 +228,7 @@ def main() -> None:
 
 
 def show(runs: list[Run], policies: list[str], steps: int) -> None:
-    """The table, and what explains it."""
+    """Report the table with notes."""
     columns = ["", *policies, *(f"{policies[0]} / {other}" for other in policies[1:])]
     degrees = "; ".join(
         f"TP={tp} " + ", ".join(f"{run.step_ms[name]:.1f}" for run in runs) for name, tp in ENGINES.items()
@@ -243,7 +243,8 @@ def show(runs: list[Run], policies: list[str], steps: int) -> None:
         f"Load averages at the starts of the runs: {', '.join(f'{run.load:.1f}' for run in runs)}.",
     ]
     rows = table([one for run in runs for one in run.phases], policies, ENGINES)
-    report("live_policies", "Scheduling policies on real engines", columns, rows, notes, msgspec.to_builtins(runs))
+    title = "Scheduling policies on real engines"
+    report("live_policies", title=title, columns=columns, rows=rows, notes=notes, raw=msgspec.to_builtins(runs))
 
 
 if __name__ == "__main__":

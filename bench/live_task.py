@@ -1,7 +1,7 @@
-"""The quickstart's task, held until a file appears, so that every batch of a run sees the same engines.
+"""The quickstart's task, held until a file appears, so that every batch of a run has the same engines.
 
-An engine of two processes starts some ten seconds after one of one; by then a short run on the first alone would be
-over.  The environment host reports ready only once its task is made, and without a host no prompt is admitted.
+An engine of TP=2 starts about 10 s after one of TP=1.  No prompt is admitted before the environment host is ready, and
+the host is ready when its task is constructed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from libra_hpc.tasks.base import TaskTokenizer
 from libra_hpc.tasks.keychain import KeyChain
 
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 class HeldKeyChain(KeyChain):
-    """`KeyChain`, made as soon as ``gate`` exists; whoever holds it back ends the host otherwise."""
+    """`KeyChain` whose construction waits for the file ``gate``."""
 
     def __init__(self, tokenizer: TaskTokenizer, *, gate: str, **options: Any) -> None:
         while not Path(gate).exists():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         super().__init__(tokenizer, **options)

@@ -1,10 +1,9 @@
-"""What the loop costs: rollout through the leader, agent half and environment host against the same prompts given to
-vLLM directly, and training through the train leader and agent half against a bare Megatron loop on the same batches.
-
-The parts run one after the other, so each has the machine to itself.  Rates are taken between 10 % and 90 % of the
-tokens: start and tail are not the loop's.
+"""Cost of the loop: rollout and training through leaders and agent halves against bare vLLM and Megatron.
 
     python bench/loop.py [--batches 40] [--repeat 3]
+
+The bare loops get the same prompts and batches.  The parts run one after the other; rates are taken between 10 % and
+90 % of the tokens, without start and tail.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LAYOUT = RankLayout(("planner", "train", "rollout"))
 
 
 def configuration(model: Path, batches: int) -> RunConfig:
-    """The quickstart's shape, with a gate that never closes: this measures the loop, not the trainer's pace."""
+    """The quickstart's shape with an open staleness gate, so that rollout never waits for training."""
     return RunConfig.model_validate(
         {
             "run": {"steps": batches},
@@ -62,11 +61,21 @@ def configuration(model: Path, batches: int) -> RunConfig:
 def make_context(config: RunConfig, run: RunDir, rank: int, mesh: LocalMesh) -> AgentContext:
     """A context without MPI."""
     private, shared = make_folders()
-    return AgentContext(rank, LAYOUT, config, run, 1, mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
+    return AgentContext(
+        rank=rank,
+        layout=LAYOUT,
+        config=config,
+        run=run,
+        attempt=1,
+        send=mesh.send,
+        start=wire.Welcome(0, "", 0, ()),
+        private=private,
+        shared_memory=shared,
+    )
 
 
 class RolloutRun:
-    """The rollout half of a run; batches are counted and thrown away."""
+    """The rollout half of a run; batches are collected, not trained."""
 
     def __init__(self, config: RunConfig, run: RunDir) -> None:
         self.mesh = LocalMesh()
@@ -127,14 +136,14 @@ class TrainRun:
             pass
 
         self.leader = TrainLeader(
-            config,
-            1,
-            0,
-            DataOrder(),
-            self.mesh.send,
-            2,
-            lambda: (),
-            saved,
+            config=config,
+            rank=1,
+            step=0,
+            order=DataOrder(),
+            send=self.mesh.send,
+            rollout_leader=2,
+            receivers=lambda: (),
+            saved=saved,
             rendezvous=folder,
             checkpoints=run.checkpoints,
         )
@@ -174,7 +183,7 @@ class TrainRun:
 
 
 def child(part: str, config: RunConfig, payload: Path) -> float:
-    """Run one of the bare loops in a process of its own and return its rate."""
+    """Run one of the bare loops in a separate process; returns its rate."""
     argv = [sys.executable, str(Path(__file__).with_name("bare.py")), part, config.model_dump_json(), str(payload)]
     output = subprocess.run(
         argv, check=True, env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -205,7 +214,6 @@ def once(config: RunConfig, folder: Path, batches: int) -> tuple[float, float, f
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--repeat", type=int, default=3)
@@ -239,11 +247,11 @@ def main() -> None:
     ]
     report(
         "loop",
-        "What the loop costs",
-        ["", "through the loop", "bare", "ratio (median)", "ratio (range)"],
-        rows,
-        notes,
-        results,
+        title="What the loop costs",
+        columns=["", "through the loop", "bare", "ratio (median)", "ratio (range)"],
+        rows=rows,
+        notes=notes,
+        raw=results,
     )
 
 

@@ -1,8 +1,7 @@
 """How long the exact search takes on one core, and how far its answer can be from the optimum.
 
-Qwen3-14B on A800 nodes of eight; 4,096 observed trajectories of a heavy-tailed agentic distribution, compressed anew in
-every run as the live planner would.  CPU seconds of this process, best and worst of `RUNS`; step-time tables are loaded
-before.  Batches grow with the cluster.
+Qwen3-14B on A800 nodes of eight, 4,096 observed trajectories with a heavy tail, compressed in every run as in the live
+planner. CPU seconds, best and worst of `RUNS`; tables are loaded before. Batches grow with the cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from libra_hpc.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, plan
 
 RUNS = 5
 CASES = ((48, 512, 0.05), (1024, 4096, 1.0), (10240, 16384, 10.0))
-"""GPUs, trajectories per global batch, seconds it may take."""
+"""GPUs, trajectories per global batch, goal in seconds."""
 
 
 def main() -> None:
@@ -49,11 +48,18 @@ def main() -> None:
                 result = plan(shape, [DevicePool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)], batch)
                 seconds.append(time.process_time() - started)
             assert result is not None
-            rows.append(row(gpus, trajectories, eta, seconds, goal, result))
+            rows.append(row(gpus, trajectories, eta=eta, seconds=seconds, goal=goal, result=result))
             raw.append({"gpus": gpus, "eta": eta, "seconds": seconds, "gap": result.gap, "bound": result.bound})
     columns = ["GPUs", "batch", "eta", "ms", "goal ms", "proved within", "nodes", "train", "rollout"]
     notes = ["proved within: exact is a proof by exhaustion or crossing; a share is what branch and bound left open."]
-    report("planner", f"Exact search, {shape.name} on {gpu.name}, 4,096 observed lengths", columns, rows, notes, raw)
+    report(
+        "planner",
+        f"Exact search, {shape.name} on {gpu.name}, 4,096 observed lengths",
+        columns=columns,
+        rows=rows,
+        notes=notes,
+        raw=raw,
+    )
 
 
 def row(gpus: int, trajectories: int, eta: int, seconds: Sequence[float], goal: float, result: PlanResult) -> list[Any]:

@@ -1,13 +1,10 @@
-"""Every scheduling policy on the same simulated engines and the same work: makespan against the clairvoyant oracle and
-against C-MLFQ.
+"""Every scheduling policy on the same simulated engines and work: makespan against the oracle and C-MLFQ.
 
-Work: the generator's presets with their dials (tool outcomes informative or not, siblings alike or not) and questions
-about long documents, in one batch of 512 trajectories from a clean start; the same in the third epoch, every policy
-having played two batches of other trajectories of the same prompts before; and any trace file given with ``--trace`` (a
-sample of as many trajectories per seed).  Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4. Per seed, all policies
-play the same trajectories; ratios are taken within a seed, and their mean is given with a 95 % confidence interval
-(Student's t over seeds).  Step times are operator tables; queueing, batching, caching and preemption are the
-simulator's.
+- Work: presets of the generator (tool outcomes or siblings informative or not; long documents), one batch of 512
+  trajectories without history; the same in the third epoch; and ``--trace`` files, sampled per seed.
+- Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4; step times are operator tables.
+- All policies of a seed get the same trajectories.  Ratios are taken within a seed; their mean has a 95 % interval
+  (Student's t over seeds).
 
     python -m bench.policies [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...]
     [--jobs 2]
@@ -28,13 +25,13 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.policies import parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
 
 GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
 MAX_CONTEXT = Dials().max_context
-"""Where the generator cuts trajectories, as a run file would; nothing is known of where a recorded trace was cut."""
+"""Where the generator ends trajectories, as a run file would; for a recorded trace it is unknown."""
 WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "r2e, outcomes tell": ("r2e", {"outcome": 1.0}),
     "r2e, siblings alone tell": ("r2e", {"outcome": 0.0}),
@@ -56,8 +53,7 @@ Row = dict[str, dict[str, float]]
 
 
 def work_of(name: str, seed: int, trajectories: int) -> list[TrajectoryRecord]:
-    """The work of one seed: generated (all epochs), or groups drawn from a trace until there are enough
-    trajectories."""
+    """The work of one seed: generated (all epochs), or groups drawn from a trace."""
     if name in WORK:
         preset, dials = WORK[name]
         return generate(preset, Dials(trajectories=trajectories * dials.get("epochs", 1), seed=seed, **dials))
@@ -74,15 +70,15 @@ def work_of(name: str, seed: int, trajectories: int) -> list[TrajectoryRecord]:
 
 
 def play(job: tuple[str, int, int, list[str]]) -> Row:
-    """All policies on the work of one seed; of several epochs, the last one counts."""
+    """All policies on the work of one seed; the last epoch counts."""
     name, seed, trajectories, policies = job
-    fleet = build_fleet(BUCKETS, GPUS, DEVICE, MODEL)
+    built = build_engines(BUCKETS, GPUS, DEVICE, MODEL)
     work, settings = work_of(name, seed, trajectories), SimSettings()
     before: list[list[TrajectoryRecord]] = []
     if name in WORK:
         settings = SimSettings(max_model_len=MAX_CONTEXT)
         *before, work = [work[start : start + trajectories] for start in range(0, len(work), trajectories)]
-    done = compare(work, fleet.engines, policies, settings, before=before)
+    done = compare(work, built.engines, policies, settings, before=before)
     return {
         policy: {
             "makespan_s": one.result.makespan_s,
@@ -159,7 +155,7 @@ def main() -> None:
             " repeated"
         ]
         slug = "".join(c if c.isalnum() else "_" for c in label)
-        report(f"policies_{slug}", label, columns, rows_of(rows, policies), notes, rows)
+        report(f"policies_{slug}", label, columns=columns, rows=rows_of(rows, policies), notes=notes, raw=rows)
 
 
 if __name__ == "__main__":

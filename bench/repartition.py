@@ -1,13 +1,17 @@
-"""The planner's second tier against the simulator: core nodes repartitioned, on 48 A800 of which two nodes are hybrid.
+"""Repartitions in the simulator: 48 A800 in 12 nodes, of which two are hybrid.
 
-The drifting workloads of `bench.replan`, Qwen3-8B (whose training fits a node of 4), 12 nodes: five only train, five
-only roll out, two are hybrid.  Four ways to run them: the best *static* split in hindsight; the live planner with its
-*first tier*, the two hybrid nodes; with *both tiers*; and with the first tier alone but every node hybrid but one at
-either end, which costs no new start and is what hybrid nodes are for where memory allows them.  A new start takes 240 s
-after the step boundary and loses the trajectories that have not ended.  The last line is the case without drift.
+The workloads of `bench.replan` with Qwen3-8B, whose training fits a node of 4. Five nodes only train, five only roll
+out. Four ways to run them:
 
-    python -m bench.repartition [--seeds 3] [--first-seed 0] [--steps 120] [--work NAME|NAME] [--idle-steps 400] [--jobs
-    2]
+- the best static split in hindsight;
+- the live planner with its first tier, the two hybrid nodes;
+- the live planner with both tiers;
+- the first tier alone with all nodes hybrid but one at either end.
+
+A restart takes 240 s after the step boundary and loses unfinished trajectories. The last line is the case without
+drift.
+
+    python -m bench.repartition [--seeds 3] [--steps 120] [--work NAME|NAME] [--idle-steps 400] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -21,23 +25,22 @@ from bench.replan import Job, means, options_of, play_all, statics
 from bench.replan_pool import Site
 from bench.replan_rules import SETTINGS, Live, Played, Rule, play
 from bench.replan_tiers import Tiers
-from bench.replan_work import LAWS, drifting, steady
+from bench.replan_work import WORKLOADS, drifting, steady
 
 FEW = Site(core=(5, 5), model="qwen3-8b", token_s=16 * 0.5e-4)
-"""``token_s``: 8.2e9 weights, 6 FLOPs each at half the peak of 4 A800, for the 60 % of the groups that train;
-sixteen tokens."""
+"""``token_s``: 8.2e9 weights, 6 FLOPs each at half the peak of 4 A800, for 60 % of the groups; sixteen tokens."""
 ALL = replace(FEW, core=(1, 1))
 MINUTELY = SETTINGS.model_copy(update={"interval_s": 60.0})
-"""A third of the looks of `bench.replan`: a batch takes minutes, a new start is decided in ten."""
+"""A third of the evaluations of `bench.replan`."""
 
 
 def compare(job: Job) -> dict[str, Any]:
     """All ways on one workload and seed."""
     name, seed, steps = job
-    work = drifting(LAWS[name], steps, FEW.prompts, FEW.group, seed)
+    work = drifting(WORKLOADS[name], steps, groups=FEW.prompts, group=FEW.group, seed=seed)
 
     def run(rule: Rule, train: int, site: Site = FEW) -> Played:
-        return play(site, work, rule, train, seed)
+        return play(site, work, rule=rule, train=train, seed=seed)
 
     fixed = statics(lambda rule, train: run(rule, train, ALL))
     best = min(fixed, key=lambda n: fixed[n].seconds)
@@ -64,7 +67,13 @@ def compare(job: Job) -> dict[str, Any]:
 def idle(job: Job) -> dict[str, Any]:
     """No drift, from an even split."""
     _, seed, steps = job
-    done = play(FEW, drifting(steady, steps, FEW.prompts, FEW.group, seed), Tiers(MINUTELY, FEW), FEW.nodes // 2, seed)
+    done = play(
+        FEW,
+        drifting(steady, steps, groups=FEW.prompts, group=FEW.group, seed=seed),
+        rule=Tiers(MINUTELY, FEW),
+        train=FEW.nodes // 2,
+        seed=seed,
+    )
     return {
         "steps": steps,
         "starts": len(done.repartitioned),
@@ -77,7 +86,9 @@ def idle(job: Job) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     options = options_of(__doc__, seeds=3, idle_steps=400)
-    found, quiet = play_all(options, compare, idle, ("static", "first", "every"), "{starts} new starts, {moves} moves")
+    found, quiet = play_all(
+        options, compare, idle=idle, columns=("static", "first", "every"), counts="{starts} restarts, {moves} moves"
+    )
     lines = []
     for name, rows in found.items():
         mean = means(rows)
@@ -102,17 +113,17 @@ def main() -> None:
     notes.append("lost: time in which nothing ran; 1st/static: what the first tier brings with two hybrid nodes")
     if quiet:
         notes.append(
-            f"no drift, from an even split: {quiet['starts']} new starts and {quiet['moves']} moves in {quiet['steps']}"
+            f"no drift, from an even split: {quiet['starts']} restarts and {quiet['moves']} moves in {quiet['steps']}"
             " steps"
         )
     columns = ("work", "x 1st", "range", "x static", "1st/static", "x all hyb.", "starts", "lost", "moves")
     report(
         "repartition",
         "Both tiers of the planner against the simulator",
-        columns,
-        lines,
-        notes,
-        {"work": found, "no drift": quiet},
+        columns=columns,
+        rows=lines,
+        notes=notes,
+        raw={"work": found, "no drift": quiet},
     )
 
 

@@ -1,11 +1,14 @@
-"""Planning against the simulator: drifting workloads on 48 A800, the live planner beside static splits, verl's rule and
-a clairvoyant.
+"""The live planner in the simulator: drifting workloads on 48 A800, against static splits, verl's rule and a
+clairvoyant.
 
-Three workloads (`bench.replan_work`), five seeds; every rule plays the same trajectories and pays for its moves.  The
-planner starts from an even split and sees what a live run would show it.  ``x static``: against the best static split
-*in hindsight* of all that come near; ``x verl``: against verl's rule at the better of two numbers of training nodes,
-that split and one more; ``x clairvoyant``: against the better of two played schedules made from the static runs.  The
-last line is the case without drift.
+Three workloads (`bench.replan_work`), five seeds. Every rule gets the same trajectories and pays for its moves. The
+planner starts from an even split.
+
+- ``x static``: against the best static split in hindsight.
+- ``x verl``: against verl's rule, at the better of that number of training nodes and one more.
+- ``x clairvoyant``: against the better of two schedules computed from the static runs.
+
+The last line is the case without drift.
 
     python -m bench.replan [--seeds 5] [--steps 120] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2]
 """
@@ -22,15 +25,14 @@ from bench.harness import by_work, report
 from bench.replan_pool import Site
 from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
 from bench.replan_verl import VerlLike
-from bench.replan_work import LAWS, drifting, steady
+from bench.replan_work import WORKLOADS, drifting, steady
 
 SITE = Site()
 WORSE = 1.25
-"""Static splits are played outwards from the even one until two in a row take this much longer than the best:
-neither the best nor a clairvoyant uses those."""
+"""Static splits are tried outwards from the even one until two in a row take this much longer than the best."""
 SWITCH_S = 60.0
-"""What a change of split costs the clairvoyant's plan, in seconds of the loop: a node is away for some 75 s, and a
-twelfth to a third of a stage with it."""
+"""Seconds of the loop that a change of split costs in the clairvoyant's plan: a node is away for some 75 s, a twelfth
+to a third of a stage."""
 Job = tuple[str, int, int]
 
 
@@ -50,10 +52,10 @@ def statics(run: Any) -> dict[int, Played]:
 def compare(job: Job) -> dict[str, Any]:
     """All rules on one workload and seed."""
     name, seed, steps = job
-    work = drifting(LAWS[name], steps, SITE.prompts, SITE.group, seed)
+    work = drifting(WORKLOADS[name], steps, groups=SITE.prompts, group=SITE.group, seed=seed)
 
     def run(rule: Rule, train: int) -> Played:
-        return play(SITE, work, rule, train, seed)
+        return play(SITE, work, rule=rule, train=train, seed=seed)
 
     fixed = statics(run)
     best = min(fixed, key=lambda n: fixed[n].seconds)
@@ -78,16 +80,22 @@ def compare(job: Job) -> dict[str, Any]:
 
 
 def idle(job: Job) -> dict[str, Any]:
-    """No drift, from the split that is best for it: how often does the planner move?"""
+    """No drift, from the best split: number of moves."""
     _, seed, steps = job
-    probe = drifting(steady, 24, SITE.prompts, SITE.group, seed + 500)
-    best = min(range(2, SITE.nodes - 1), key=lambda n: play(SITE, probe, Static(), n, seed).seconds)
+    probe = drifting(steady, 24, groups=SITE.prompts, group=SITE.group, seed=seed + 500)
+    best = min(range(2, SITE.nodes - 1), key=lambda n: play(SITE, probe, rule=Static(), train=n, seed=seed).seconds)
     rule = Live(SETTINGS, SITE)
-    done = play(SITE, drifting(steady, steps, SITE.prompts, SITE.group, seed), rule, best, seed)
+    done = play(
+        SITE,
+        drifting(steady, steps, groups=SITE.prompts, group=SITE.group, seed=seed),
+        rule=rule,
+        train=best,
+        seed=seed,
+    )
     return {
         "split": best,
         "steps": steps,
-        "looks": rule.looks,
+        "looks": rule.evaluations,
         "moves": done.moves,
         "hours": done.seconds / 3600.0,
         "decisions": [d.reason for d in done.decisions],
@@ -95,12 +103,12 @@ def idle(job: Job) -> dict[str, Any]:
 
 
 def options_of(doc: str | None, seeds: int, idle_steps: int) -> argparse.Namespace:
-    """The command line of a benchmark that plays the drifting workloads."""
+    """The command line of a benchmark on the drifting workloads."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--work", default="|".join(LAWS), help="names separated by |")
+    parser.add_argument("--work", default="|".join(WORKLOADS), help="names separated by |")
     parser.add_argument("--idle-steps", type=int, default=idle_steps)
     parser.add_argument("--jobs", type=int, default=2)
     return parser.parse_args()
@@ -110,31 +118,35 @@ def play_all(
     options: argparse.Namespace,
     compare: Callable[[Job], dict[str, Any]],
     idle: Callable[[Job], dict[str, Any]],
-    told: Sequence[str],
+    columns: Sequence[str],
     counts: str,
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any] | None]:
-    """Every workload and seed, and the case without drift unless ``--idle-steps`` is 0; each row says its columns
-    ``told``, then ``counts`` filled in."""
+    """Run every workload and seed, and the case without drift unless ``--idle-steps`` is 0.
+
+    Each row prints ``columns``, then ``counts`` filled in.
+    """
     names = [name for name in options.work.split("|") if name]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     jobs = [(name, seed, options.steps) for name in names for seed in seeds]
     with ProcessPoolExecutor(options.jobs) as pool:
         still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
         found = by_work(
-            pool, compare, jobs, lambda row: ", ".join([*(f"{k} {row[k]:.3f}" for k in told), counts.format(**row)])
+            pool, compare, jobs, lambda row: ", ".join([*(f"{k} {row[k]:.3f}" for k in columns), counts.format(**row)])
         )
         return found, still.result() if still else None
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of every numeric column."""
+    """Mean of every numeric column."""
     return {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if isinstance(rows[0][key], int | float)}
 
 
 def main() -> None:
     """Command line."""
     options = options_of(__doc__, seeds=5, idle_steps=1000)
-    found, quiet = play_all(options, compare, idle, ("static", "verl", "clairvoyant"), "{moves} moves")
+    found, quiet = play_all(
+        options, compare, idle=idle, columns=("static", "verl", "clairvoyant"), counts="{moves} moves"
+    )
     lines = []
     for name, rows in found.items():
         mean = means(rows)
@@ -159,13 +171,16 @@ def main() -> None:
         "clairv. / static: what re-planning can bring at all; lost: node time between order and work in the new role"
     )
     if quiet:
-        still_words = (
-            f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} looks), {quiet['split']} nodes train"
-        )
-        notes.append(f"no drift: {quiet['moves']} moves in {still_words}")
+        length = f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} evaluations)"
+        notes.append(f"no drift: {quiet['moves']} moves in {length}, {quiet['split']} nodes train")
     columns = ("work", "x static", "least", "x verl", "x clairv.", "clairv./static", "moves", "lost")
     report(
-        "replan", "The live planner against the simulator", columns, lines, notes, {"work": found, "no drift": quiet}
+        "replan",
+        "The live planner against the simulator",
+        columns=columns,
+        rows=lines,
+        notes=notes,
+        raw={"work": found, "no drift": quiet},
     )
 
 

@@ -1,20 +1,15 @@
-"""The pool of a simulated run: nodes that train or roll out, and what it takes to move one.
+"""The nodes of a simulated run: which train, which roll out, and what a move takes.
 
-The first nodes train and the last ones roll out for ever (`Site.core`); those between are hybrid.  Nodes carry one
-engine each, until they are repartitioned.
+The first nodes only train and the last ones only roll out (`Site.core`); those between are hybrid.
 
-* *To rollout*: the node leaves the trainers when the step under way is over; its engine accepts turns ``to_rollout_s``
-  later.
-* *To training*: the engine gets no more turns, ends those it has, and is taken down; ``to_train_s`` later the node
-  takes part in the next step to begin.
-* *Repartitioned* (`ReplanPool.repartition`): no step begins after the one under way; when it is over
-everything stops, trajectories that have not ended are lost,
-  and ``restart_s`` later all nodes work again, as what the new layout says.
-* The first step after a change of the training nodes takes ``regroup_s`` longer.
+- To rollout: the node leaves the trainers after the current step. Its engine accepts turns ``to_rollout_s`` later.
+- To training: the engine finishes its turns. ``to_train_s`` later the node joins the next step to begin.
+- Repartition: no step begins after the current one. Unfinished trajectories are lost; all nodes work in the new layout
+  ``restart_s`` later.
+- The first step after a change of the training nodes takes ``regroup_s`` longer.
 
-The seconds of a training step are the simulator's own and not a formula that the planner knows: a fixed part, tokens at
-a rate, a table of how much of the added nodes' speed arrives (`EFFICIENCY`, in the form of data-parallel scaling,
-shaken by the seed), log-normal noise, and now and then a slow step.
+Training seconds do not use the planner's cost model: a fixed part, tokens at a rate, the table `EFFICIENCY`, log-normal
+noise, and some slow steps.
 """
 
 from __future__ import annotations
@@ -34,24 +29,23 @@ from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.simulate import Simulation
 
 EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.785, 0.77)
-"""Speed of n nodes over n times the speed of one."""
+"""Speed of n nodes over n times the speed of one, as in data-parallel scaling."""
 SHAKEN = 0.02
-"""Standard deviation of the table between machines (seeds)."""
+"""Standard deviation of the table between seeds."""
 REPORT_S = 5.0
-"""Between two reports of an engine.  Batches take minutes, and the sticky policy reads nothing from reports: every
-second of a live run would change nothing."""
+"""Seconds between reports of an engine: batches take minutes, and the sticky policy does not read reports."""
 NOISE = 0.03
+"""Standard deviation of the log of a step's seconds."""
 SLOW_SHARE, SLOW = 0.02, 1.3
-"""One step in fifty takes this much longer: a checkpoint, a neighbour on the network."""
+"""One step in fifty takes this much longer, as with a checkpoint or network traffic of a neighbour."""
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """48 A800 as 12 nodes of 4, with a sixteenth of the trajectories.
+    """48 A800 as 12 nodes of 4, simulated with a sixteenth of the trajectories.
 
-    What is meant: batches of 256 prompts with 8 samples each, engines with 64 seats.  Simulated: 16 prompts, 4 seats,
-    and every sequence stands for `stands_for` = 16 that run in step with it: engines are as full, as slow and as short
-    of KV cache as they would be (`Grouped`), a training token costs sixteen times its time, and a run takes seconds;
-    single batches scatter more.
+    The full size is batches of 256 prompts with 8 samples, and engines with 64 slots. Simulated are 16 prompts and 4
+    slots. Each sequence stands for `stands_for` = 16 in step with it (`Grouped`), and a training token costs sixteen
+    times its time. Engines are as full and as slow as at full size; single batches scatter more.
     """
 
     nodes: int = 12
@@ -60,8 +54,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 4
     """GPUs of a node, all in one engine."""
     stands_for: int = 16
-    """Sequences that one simulated sequence stands for."""
-    seats: int = 4
+    """Sequences that one simulated sequence represents."""
+    slots: int = 4
     """Most simulated sequences of an engine at once."""
     max_model_len: int = 32_768
     """Longest context, tokens."""
@@ -70,22 +64,20 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     core: tuple[int, int] = (1, 1)
     """Nodes that only train, and that only roll out."""
     eta: int = 2
-    """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, as asynchronous
-    systems run, nodes decide."""
+    """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, nodes decide."""
     sync_s: float = 2.0
     fixed_s: float = 6.0
     """Of a training step, whatever its tokens and nodes."""
     token_s: float = 16 * 0.9e-4
-    """Per simulated token on one node, for sixteen tokens: 14.8e9 weights, 6 FLOPs each at half the peak of 4 A800,
-    for the 60 % of the groups whose rewards differ; the others give no gradient and are skipped."""
+    """Seconds per simulated token on one node, for sixteen tokens: 14.8e9 weights, 6 FLOPs each at half the peak of 4
+    A800, for the 60 % of the groups whose rewards differ."""
     to_rollout_s: float = 30.0
     """A standby engine wakes and loads weights."""
     to_train_s: float = 45.0
     """A replica starts and receives the state."""
     regroup_s: float = 5.0
     restart_s: float = 240.0
-    """A checkpoint is written, processes start, weights are loaded, engines compile and capture their graphs:
-    minutes on any large run."""
+    """Checkpoint, process start, weights, compilation and graph capture: minutes on any large run."""
 
     def steps(self, tp: int = 0) -> StepTimes:
         """Step times of an engine; by default that of a node at the start."""
@@ -93,8 +85,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grouped:
-    """Step times of an engine whose every sequence stands for ``size`` that run in step; tokens and capacity are
-    counted per sequence simulated."""
+    """Step times of an engine whose every sequence stands for ``size`` in step; counts are per sequence."""
 
     def __init__(self, steps: StepTimes, size: int) -> None:
         self.tp, self.source = steps.tp, steps.source
@@ -107,7 +98,7 @@ class Grouped:
 
 
 class StepTruth:
-    """Seconds of training steps; keeps what it gave out."""
+    """Seconds of training steps; records the nodes of each."""
 
     def __init__(self, site: Site, seed: int) -> None:
         self._site = site
@@ -128,19 +119,19 @@ class StepTruth:
         return seconds
 
 
-class _Way(msgspec.Struct):
+class _Moving(msgspec.Struct):
     """A node between two stages."""
 
     rank: int
     direction: str
     ordered: float
     step: int = 0
-    """Step whose end releases the node."""
+    """Step after which the node is released."""
     free_at: float = -1.0
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What a new start of all ranks makes of the nodes."""
+    """The layout after a restart of all ranks."""
 
     core: tuple[int, int]
     """Nodes that only train, and that only roll out."""
@@ -149,7 +140,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class ReplanPool:
-    """Nodes of one `Simulation`, moved by `order` and `repartition`; call `advance` every few seconds."""
+    """Nodes of one `Simulation`; call `advance` every few seconds."""
 
     def __init__(self, site: Site, train: int) -> None:
         self.site = site
@@ -158,9 +149,9 @@ class ReplanPool:
         self.ordered: list[tuple[float, str, int]] = []
         """Every order: (time, direction, rank)."""
         self.repartitioned: list[float] = []
-        """When all ranks worked again after a repartition."""
+        """When all ranks worked again after each repartition."""
         self._engines_of: dict[int, tuple[int, int]] = {}
-        self._ways: list[_Way] = []
+        self._moving: list[_Moving] = []
         self._started = 0
         self._names: dict[int, list[str]] = {}
         self._next: Layout | None = None
@@ -173,15 +164,15 @@ class ReplanPool:
         policy: Policy,
         truth: StepTruth,
         control: Callable[[Simulation, float], None],
-        look_s: float,
+        control_s: float,
     ) -> Simulation:
-        """A run on these nodes; ``control`` is called every ``look_s`` seconds, after the nodes advanced."""
+        """A run on these nodes; ``control`` is called every ``control_s`` seconds, after the nodes advanced."""
         site = self.site
         settings = SimSettings(
             batch_groups=site.prompts,
             eta=site.eta,
-            max_num_seqs=site.seats,
-            max_inflight=site.seats * 3 // 2,
+            max_num_seqs=site.slots,
+            max_inflight=site.slots * 3 // 2,
             sync_s=site.sync_s,
             report_s=REPORT_S,
             train_nodes=self.count("train"),
@@ -191,7 +182,15 @@ class ReplanPool:
             self.advance(sim, now)
             control(sim, now)
 
-        return Simulation(work, self._serving_engines(), policy, settings, truth, step, look_s)
+        return Simulation(
+            work=work,
+            engines=self._serving_engines(),
+            policy=policy,
+            settings=settings,
+            training=truth,
+            controller=step,
+            controller_s=control_s,
+        )
 
     def count(self, role: str) -> int:
         """Nodes in a role."""
@@ -199,15 +198,15 @@ class ReplanPool:
 
     @property
     def moving(self) -> bool:
-        """Whether a node is on its way, or all of them are."""
-        return bool(self._ways) or self._next is not None
+        """Whether a node is moving, or all of them restart."""
+        return bool(self._moving) or self._next is not None
 
     def serving(self) -> list[str]:
         """Engines of the nodes that roll out."""
         return [name for node in self.nodes if node.role == "rollout" for name in self._names[node.rank]]
 
     def engines(self, rank: int) -> list[EngineSpec]:
-        """New engines of a node; every start has names of its own."""
+        """New engines of a node; each start has its own names."""
         self._started += 1
         tp, count = self._engines_of[rank]
         self._names[rank] = [f"n{rank}.{self._started}" + (f".{i}" if count > 1 else "") for i in range(count)]
@@ -215,8 +214,8 @@ class ReplanPool:
 
     def order(self, sim: Simulation, direction: str, rank: int, now: float) -> None:
         """Move a node."""
-        way = _Way(rank, direction, now)
-        self._ways.append(way)
+        node = _Moving(rank, direction, now)
+        self._moving.append(node)
         self.ordered.append((now, direction, rank))
         self._role(rank, direction, now)
         if direction == "to_train":
@@ -225,39 +224,39 @@ class ReplanPool:
             def drained() -> None:
                 names.pop()
                 if not names:
-                    way.free_at = sim.now
+                    node.free_at = sim.now
 
             for name in tuple(names):
                 sim.drain(name, drained)
             return
         sim.training.nodes -= 1
-        way.step = 0 if sim.training.idle else len(sim.training.steps)
+        node.step = 0 if sim.training.idle else len(sim.training.steps)
 
     def repartition(self, sim: Simulation, layout: Layout) -> None:
-        """Start all ranks anew at the next step boundary; no node may be on its way."""
+        """Restart all ranks at the next step boundary; no node may be moving."""
         self._next, self._back_at = layout, inf
         sim.hold_training(True)
 
     def advance(self, sim: Simulation, now: float) -> None:
-        """Let nodes take the next part of their way when it is time."""
+        """Advance every moving node whose time has come."""
         if self._next is not None:
             self._repartition(sim, self._next, now)
-        for way in list(self._ways):
-            if way.direction == "to_rollout":
-                if way.free_at < 0.0 and (way.step == 0 or sim.training.steps[way.step - 1].end_at > 0.0):
-                    way.free_at = now
-                    for spec in self.engines(way.rank):
+        for node in list(self._moving):
+            if node.direction == "to_rollout":
+                if node.free_at < 0.0 and (node.step == 0 or sim.training.steps[node.step - 1].end_at > 0.0):
+                    node.free_at = now
+                    for spec in self.engines(node.rank):
                         sim.join(spec, self.site.to_rollout_s)
-                done = way.free_at >= 0.0 and all(name in sim.engines for name in self._names[way.rank])
+                done = node.free_at >= 0.0 and all(name in sim.engines for name in self._names[node.rank])
             else:
-                done = way.free_at >= 0.0 and now >= way.free_at + self.site.to_train_s
+                done = node.free_at >= 0.0 and now >= node.free_at + self.site.to_train_s
                 if done:
                     sim.training.nodes += 1
             if done:
-                self._ways.remove(way)
-                self._role(way.rank, way.direction.removeprefix("to_"), now)
+                self._moving.remove(node)
+                self._role(node.rank, node.direction.removeprefix("to_"), now)
                 self.switches.append(
-                    SwitchFact(now, "to_train" if way.direction == "to_train" else "to_rollout", now - way.ordered)
+                    SwitchFact(now, "to_train" if node.direction == "to_train" else "to_rollout", now - node.ordered)
                 )
 
     def _repartition(self, sim: Simulation, layout: Layout, now: float) -> None:

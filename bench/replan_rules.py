@@ -1,19 +1,14 @@
-"""Planning judged by the simulator: a drifting workload, an elastic pool, and a rule that moves nodes.
+"""Rules that move nodes, judged by the simulator on a drifting workload and an elastic pool.
 
-The rollout stage is `Simulation`, training seconds are `replan_pool.StepTruth`; nothing here knows the planner's cost
-model.  Rules:
+- `Static`: never moves.
+- `Live`: the live `Planner`, with the snapshot of a live run.
+- `replan_tiers.Tiers`: the same with repartitions.
+- `VerlLike` (`replan_verl`): the published adaptive rule of another framework.
+- `Schedule`: moves at stated steps; with `best_schedule` it is the clairvoyant.
 
-* `Static`: never moves.
-* `Live`: the live `Planner`, shown the snapshot a live run would show it.
-* `replan_tiers.Tiers`: the same with its second tier, which lays core nodes and engines out anew.
-* `VerlLike` (`replan_verl`): the published adaptive rule of another framework.
-* `Schedule`: moves at stated steps; with the schedule of `best_schedule` it is the clairvoyant.
-
-The *clairvoyant* knows how long every step takes under every static split, since all of them were played.
-`best_schedule` is the cheapest path through (step, split), a change costing ``switch_s``; it is then played like any
-other rule, with its orders given one or two steps ahead of time, so it pays for its moves like everybody.  It cannot
-know what a mixed run brings (a batch that is half done when nodes change), so it is a strong plan and not a proved
-bound.
+The clairvoyant has the step times of every static run. `best_schedule` is the cheapest path through (step, split). It
+is run like any other rule, with orders one or two steps ahead. It is a strong plan, not a proved bound, because a batch
+that is half done at a move takes other times.
 """
 
 from __future__ import annotations
@@ -37,14 +32,13 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.registry import make_policy
 from libra_hpc.simulator.simulate import Simulation
 
-LOOK_S = 10.0
-"""Between two looks of a rule."""
+ACT_S = 10.0
+"""Seconds between two calls of a rule."""
 POLICY = "sticky"
-"""Turns go back to the engine that has their context; all engines are alike here, so no policy can do much better."""
+"""Turns return to the engine with their context; the engines are alike, so no policy can do much better."""
 
 SETTINGS = PlannerSection(interval_s=20.0, horizon_s=3600.0, switch_cost_s=60.0, min_dwell_s=60.0)
-"""``[planner]`` of these runs: batches take minutes, not seconds, so looks, horizon and prior cost are those of a
-large run."""
+"""``[planner]`` of these runs: batches take minutes, so interval, horizon and prior cost are those of a large run."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -63,7 +57,7 @@ class Played(msgspec.Struct, frozen=True):
     """Other than ``hold``."""
     outcomes: list[MoveOutcome]
     repartitioned: list[float]
-    """When the ranks worked again, each time they had been repartitioned."""
+    """When all ranks worked again after each repartition."""
 
     @property
     def tokens_s(self) -> float:
@@ -74,54 +68,53 @@ class Played(msgspec.Struct, frozen=True):
 class Rule(Protocol):
     """Moves nodes of a pool."""
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Called every `LOOK_S` seconds."""
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Called every `ACT_S` seconds."""
 
 
 class Static:
     """Never moves."""
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
         """Nothing."""
 
 
 class Live:
-    """The planner of a live run, by default one with the first tier alone; every order of a decision is carried out
-    at once."""
+    """The planner of a live run, by default without repartitions; orders are carried out at once."""
 
     def __init__(self, settings: PlannerSection, site: Site, planner: Planner | None = None) -> None:
-        node = NodeEngines(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.seats))
+        node = NodeEngines(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.slots))
         self.planner = planner or Planner(settings, RolloutByNodes(node, lambda device, shape, tp: site.steps()))
         self.decisions: list[PlanDecision] = []
-        self.looks = 0
+        self.evaluations = 0
         self._interval_s = settings.interval_s
         self._next = 0.0
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Ask the planner and obey."""
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Ask the planner and carry out its decision."""
         if pool.moving or now < self._next:
             return
         self._next = now + self._interval_s
-        self.looks += 1
+        self.evaluations += 1
         decision = self.planner.decide(view.snapshot(sim), now)
         if decision.action != "hold":
             self.decisions.append(decision)
-            self.obey(decision, pool, sim, view, now)
+            self.obey(decision, pool, sim=sim, view=view, now=now)
 
     def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Carry out what is not a hold."""
+        """Carry out a decision other than hold."""
         for rank in decision.nodes:
             pool.order(sim, decision.action, rank, now)
 
 
 class Schedule:
-    """``splits[k]`` training nodes for step k (from 0); orders are given ``lead`` steps before."""
+    """``splits[k]`` training nodes for step k, ordered ``lead`` steps before."""
 
     def __init__(self, splits: Sequence[int], lead: int) -> None:
         self._splits, self._lead = splits, lead
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Order what is missing."""
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Order the missing moves."""
         if pool.moving:
             return
         step = min(len(sim.training.steps) + self._lead, len(self._splits) - 1)
@@ -132,33 +125,35 @@ class Schedule:
 
 
 def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, seed: int) -> Played:
-    """Play ``work`` from a split with ``train`` training nodes."""
+    """Run ``work`` from a split with ``train`` training nodes."""
     pool, truth, watched = ReplanPool(site, train), StepTruth(site, seed), Watched(make_policy(POLICY))
     steps = len(work) // (site.prompts * site.group)
     view = View(pool, watched, truth, steps)
 
     def control(sim: Simulation, now: float) -> None:
-        view.look(sim, now)
-        rule.look(pool, sim, view, now)
+        view.close_window(sim, now)
+        rule.act(pool, sim, view, now)
 
-    result = pool.simulation(work, watched, truth, control, LOOK_S).run()
+    result = pool.simulation(work, watched, truth=truth, control=control, control_s=ACT_S).run()
     ends = [s.end_at for s in result.steps]
     live = rule if isinstance(rule, Live) else None
     return Played(
-        ends[-1],
-        sum(s.tokens for s in result.steps),
-        ends,
-        len(pool.ordered),
-        sum(s.seconds for s in pool.switches),
-        live.decisions if live else [],
-        live.planner.outcomes if live else [],
-        pool.repartitioned,
+        seconds=ends[-1],
+        tokens=sum(s.tokens for s in result.steps),
+        ends=ends,
+        moves=len(pool.ordered),
+        switching_s=sum(s.seconds for s in pool.switches),
+        decisions=live.decisions if live else [],
+        outcomes=live.planner.outcomes if live else [],
+        repartitioned=pool.repartitioned,
     )
 
 
 def best_schedule(runs: dict[int, Played], switch_s: float) -> list[int]:
-    """Training nodes for each step: the cheapest path when step k takes what it took under each static split and a
-    change costs ``switch_s`` seconds."""
+    """Training nodes per step: the cheapest path when each step takes its time under that static split.
+
+    A change costs ``switch_s`` seconds.
+    """
     splits = sorted(runs)
     lasted = {n: [b - a for a, b in pairwise([0.0, *_smooth(runs[n].ends)])] for n in splits}
     cost = {n: lasted[n][0] for n in splits}
@@ -175,8 +170,7 @@ def best_schedule(runs: dict[int, Played], switch_s: float) -> list[int]:
 
 
 def _smooth(ends: Sequence[float]) -> list[float]:
-    """The same ends, with each step's length averaged over itself and its neighbours: what one batch shifts to the
-    next is nobody's gain."""
+    """The same ends, each step's length averaged with its neighbours': what one batch shifts to the next is no gain."""
     lengths = [b - a for a, b in pairwise([0.0, *ends])]
     out, total = [], 0.0
     for i in range(len(lengths)):
@@ -191,6 +185,6 @@ Player = Callable[[Rule, int], Played]
 
 
 def clairvoyant(run: Player, statics: dict[int, Played], switch_s: float) -> Played:
-    """The better of two played schedules: orders one step ahead, and two."""
+    """The better of two schedules, with orders one and two steps ahead."""
     splits = best_schedule(statics, switch_s)
     return min((run(Schedule(splits, lead), splits[0]) for lead in (1, 2)), key=lambda played: played.seconds)

@@ -1,12 +1,11 @@
-"""The second tier in the simulator: the planner of a run file, whose repartitions are carried out.
+"""The live planner with repartitions, in the simulator.
 
-The site is written as a run file, from which the planner is made by the function a live run uses
-(`libra_hpc.planning.live`).  When it proposes another layout, the pool stops at the next step boundary and starts again
-in it, and a new planner begins with what is written there, knowing nothing of before, as live.  At most one in an hour
+The site is written as a run file, and `libra_hpc.planning.live` makes the planner, as in a live run. After a proposal,
+the pool stops at the next step boundary and restarts in the new layout, with a new planner. At most one in an hour
 (`libra_hpc.control.repartition_choice.EVERY_S`).
 
-The simulator's training seconds know nothing of the parallelism within a node: what a proposal expects of another TP or
-PP does not come.
+The simulator's training seconds do not depend on the parallelism within a node. A gain predicted from another TP or PP
+does not appear.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from libra_hpc.simulator.simulate import Simulation
 
 
 class Tiers(Live):
-    """`Live` with both tiers."""
+    """`Live` with repartitions."""
 
     def __init__(self, settings: PlannerSection, site: Site) -> None:
         self._site, self._config, self._starts = site, run_file(site, settings), 0
         super().__init__(settings, site, self._begun())
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """The same; a new start knows nothing of before but when it was."""
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """The same; a restart begins with a new planner and its time."""
         if len(pool.repartitioned) > self._starts:
             self._starts = len(pool.repartitioned)
-            view.begin_anew(sim)
+            view.restart(sim)
             self.planner = self._begun()
             self.planner.repartition_after = now + EVERY_S
-        super().look(pool, sim, view, now)
+        super().act(pool, sim, view, now)
 
     def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Move nodes, or start all anew."""
+        """Move nodes, or restart all."""
         if decision.action != "repartition":
-            super().obey(decision, pool, sim, view, now)
+            super().obey(decision, pool, sim=sim, view=view, now=now)
             return
         self._config = with_values(self._config, decision.changes)
         pool.repartition(sim, layout_of(self._config))
@@ -62,7 +61,7 @@ class Tiers(Live):
 
 
 def run_file(site: Site, settings: PlannerSection) -> RunConfig:
-    """The site in the words of a run file."""
+    """The site as a run file."""
     train, rollout = site.core
     node = {"gpus": site.tp, "gpu_type": site.device}
     data: dict[str, Any] = {
@@ -75,14 +74,14 @@ def run_file(site: Site, settings: PlannerSection) -> RunConfig:
         },
         "algorithm": {"prompts_per_step": site.prompts, "group_size": site.group, "eta": site.eta},
         "train": {"tp": site.tp, "recompute": True},
-        "rollout": {"tp": site.tp, "max_num_seqs": site.seats, "policy": POLICY, "max_model_len": site.max_model_len},
+        "rollout": {"tp": site.tp, "max_num_seqs": site.slots, "policy": POLICY, "max_model_len": site.max_model_len},
         "planner": settings.model_dump(),
     }
     return validate(data)
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """Nodes and engines a run file asks for."""
+    """Nodes and engines of a run file."""
     parts = config.components
     nodes = range(parts.hybrid.nodes + parts.rollout.nodes)
     engines = tuple(config.rollout.on_node(i) for i in nodes)

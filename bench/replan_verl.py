@@ -1,20 +1,15 @@
-"""verl's published adaptive rule for hybrid replicas, on this pool (`dynamic_schedule`, policy ``default``, with its
-published constants).
+"""verl's published adaptive rule for hybrid replicas (`dynamic_schedule`, policy ``default``), on this pool.
 
-Training always uses the same nodes.  Those of them that are hybrid may, between two steps, serve beside the standalone
-rollout nodes:
+Training always uses the same nodes. Hybrid ones may serve beside the rollout nodes between two steps:
 
-* After a step they are *activated* if fewer finished samples wait than the wait threshold = ratio x samples of a step,
-  and the shortfall's time, missing samples x seconds per sample, exceeds the cost of switching: the mean of the last
-  `SWITCHES` = 3 measured cycles, `SWITCH_S` = 10 s before the first.
-* They are *deactivated* when the threshold is reached, and the next step waits until all of them train again.
-* After each step the ratio, 0.3 at first, grows by clip(waited / required, 0.02, 0.1) if the trainer really waited for
-  samples, else it falls by 0.02.
-* Seconds per sample are those of the last step that waited, `PESSIMISTIC` = 1,000 before there was one.
+- Fewer finished samples wait after a step than ratio x samples of a step -> activate. The time of the missing samples
+  must exceed the mean of the last `SWITCHES` measured cycles.
+- The threshold is reached -> deactivate; the next step waits until all train again.
+- The trainer waited for samples -> the ratio grows by clip(waited / required, 0.02, 0.1); else it falls by 0.02.
+- Seconds per sample are those of the last step that waited.
 
-A sample is a group of trajectories.  Where verl aborts the requests of a replica that leaves and continues them
-elsewhere, they end here, as for every rule; in return a switch is the 10 s its authors take for granted (memory is
-swapped in place, no process starts), a seventh of what a node's move costs the others.
+A sample is a group of trajectories. verl aborts the requests of a leaving replica; here they finish first, as for every
+rule. In return a switch takes the authors' 10 s, a seventh of a node's move elsewhere.
 """
 
 from __future__ import annotations
@@ -24,13 +19,17 @@ from bench.replan_view import View
 from libra_hpc.simulator.simulate import Simulation
 
 RATIO = 0.3
+"""At the start."""
 LEAST, MOST = 0.02, 0.1
+"""Bounds of a change of the ratio."""
 SWITCHES, SWITCH_S = 3, 10.0
+"""Measured cycles, and seconds of one before the first."""
 PESSIMISTIC = 1000.0
+"""Seconds per sample before a step waited."""
 
 
 class VerlLike:
-    """See the module."""
+    """Activates hybrid replicas between steps; see the module."""
 
     def __init__(self) -> None:
         self.ratio = RATIO
@@ -39,15 +38,15 @@ class VerlLike:
         self._per_sample = PESSIMISTIC
         self._steps = 0
         self._ready = 0
-        """Samples that waited when the last step ended."""
+        """Samples that were finished when the last step ended."""
         self._active: list[str] = []
         self._away = 0
-        """Of these: engines that still have turns to end."""
+        """Of these: engines that still finish turns."""
         self._leaving = False
         self._asked_at = self._gone_at = 0.0
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """One look."""
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Activate or deactivate."""
         stage, required = sim.training, pool.site.prompts
         surplus = stage.finished - required * len(stage.steps)
         if self._leaving:
@@ -66,7 +65,7 @@ class VerlLike:
             self._activate(pool, sim)
 
     def _learn(self, sim: Simulation, done: int, required: int, surplus: int) -> None:
-        """What the step that just ended had waited for."""
+        """Update ratio and seconds per sample after a step."""
         steps = sim.training.steps
         waited = steps[done - 1].start_at - (steps[done - 2].end_at if done > 1 else 0.0)
         missing = max(0, required - self._ready)

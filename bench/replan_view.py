@@ -1,8 +1,7 @@
-"""What the planner is shown of a simulated run: the same facts, gathered in the same way, as rank 0 of a live run has
-them.
+"""The planner's snapshot of a simulated run: the same facts, gathered as on rank 0 of a live run.
 
-Trajectories come from the policy's `finished` calls, steps from the training stage, rollout windows from differences of
-the engines' counters between two looks with the same nodes serving.
+- Trajectories come from the policy's `finished` calls, steps from the training stage.
+- Rollout windows are differences of the engines' counters while the same nodes serve.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from libra_hpc.simulator.simulate import Simulation
 
 STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096
 RECENT = 4
-"""Steps over which waiting is averaged: a batch of the workload before last says nothing of the present one."""
+"""Steps over which waiting is averaged: more would include an earlier workload."""
 
 
 class Watched:
-    """A policy whose routed turns and finished trajectories are remembered."""
+    """A policy whose routed turns and finished trajectories are recorded."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.name = policy, policy.name
@@ -33,14 +32,13 @@ class Watched:
         self._places: dict[str, int] = {}
 
     def place(self, prompt_id: str) -> int:
-        """Of a group in the order of admission, in which the groups are asked for."""
+        """Index of a group in the order of admission."""
         return self._places.setdefault(prompt_id, len(self._places))
 
     def groups(self, sim: Simulation, decode_s: float) -> tuple[GroupFact, ...]:
-        """Those admitted and not finished; a turn under way generates a token every ``decode_s`` seconds since it
-        was sent."""
+        """Admitted, unfinished groups; a running turn counts a token every ``decode_s`` seconds since it was sent."""
         found: dict[int, list[int]] = {}
-        for run in sim.open_runs():
+        for run in sim.open_trajectories():
             group = found.setdefault(self.place(run.group), [run.shared + run.spec.turns[0].new_tokens, 0, 0, 0])
             if run.turn == 0 and run.place == "queue":
                 group[1] += 1
@@ -63,13 +61,20 @@ class Watched:
         return decision
 
     def finished(self, record: Finished, now: float) -> None:
-        """Remember it, and tell the policy."""
+        """Record it, and pass it to the policy."""
         tools = sum(signal.seconds for signal in record.signals)
         del self._sent[record.trajectory]
         place, prompt = self.place(record.prompt_id), self._prompts.pop(record.trajectory)
         self.trajectories.append(
             TrajectoryFact(
-                self._count, now, record.generated_tokens, record.context_tokens, record.turns, tools, place, prompt
+                index=self._count,
+                at=now,
+                generated=record.generated_tokens,
+                context=record.context_tokens,
+                turns=record.turns,
+                tool_s=tools,
+                group=place,
+                prompt=prompt,
             )
         )
         self._count += 1
@@ -81,7 +86,7 @@ class Watched:
 
 
 class View:
-    """Call `look` at regular times; `snapshot` is the planner's view."""
+    """The planner's view; call `close_window` at regular times."""
 
     def __init__(self, pool: ReplanPool, watched: Watched, truth: StepTruth, steps: int) -> None:
         self._pool, self._watched, self._truth, self._total = pool, watched, truth, steps
@@ -92,15 +97,15 @@ class View:
         self._blocked: deque[bool] = deque(maxlen=16)
         self._first = 0
 
-    def begin_anew(self, sim: Simulation) -> None:
-        """Forget all measurements, as rank 0 does with a new start."""
+    def restart(self, sim: Simulation) -> None:
+        """Drop all measurements, as rank 0 does at a restart."""
         self._windows.clear()
         self._blocked.clear()
         self._watched.trajectories.clear()
         self._serving = []
         self._first = len(sim.training.steps)
 
-    def look(self, sim: Simulation, now: float) -> None:
+    def close_window(self, sim: Simulation, now: float) -> None:
         """Close a window."""
         serving = [name for name in self._pool.serving() if name in sim.engines]
         counters = {}
@@ -115,19 +120,27 @@ class View:
             share = min(1.0, busy / (seconds * len(serving)))
             self._windows.append(
                 RolloutWindowFact(
-                    now, seconds, nodes, int(generated), int(prefilled), share, busy / steps if steps else 0.0
+                    at=now,
+                    seconds=seconds,
+                    nodes=nodes,
+                    generated_tokens=int(generated),
+                    prefilled_tokens=int(prefilled),
+                    busy=share,
+                    decode_s=busy / steps if steps else 0.0,
                 )
             )
         self._at, self._serving, self._counters = now, serving, counters
         self._blocked.append(sim.training.blocked)
 
     def snapshot(self, sim: Simulation) -> PlanSnapshot:
-        """All the planner may know."""
+        """Everything the planner gets."""
         site, stage, pool = self._pool.site, sim.training, self._pool
         done = [s for s in stage.steps if s.end_at > 0.0]
         first = max(self._first, len(done) - STEPS)
         steps = tuple(
-            TrainStepFact(s.end_at, s.tokens, s.generated, replicas, s.end_at - s.start_at)
+            TrainStepFact(
+                at=s.end_at, tokens=s.tokens, loss_tokens=s.generated, replicas=replicas, seconds=s.end_at - s.start_at
+            )
             for s, replicas in zip(done[first:], self._truth.replicas[first : len(done)], strict=True)
         )
         recent = done[first:][-RECENT - 1 :]
@@ -137,15 +150,15 @@ class View:
             stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked))
         )
         return PlanSnapshot(
-            tuple(pool.nodes),
-            steps,
-            tuple(self._windows),
-            tuple(self._watched.trajectories),
-            tuple(pool.switches[-32:]),
-            queue,
-            site.prompts,
-            site.group,
-            site.eta,
-            self._total - len(done),
-            self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
+            nodes=tuple(pool.nodes),
+            steps=steps,
+            windows=tuple(self._windows),
+            trajectories=tuple(self._watched.trajectories),
+            switches=tuple(pool.switches[-32:]),
+            queue=queue,
+            prompts_per_step=site.prompts,
+            group_size=site.group,
+            eta=site.eta,
+            steps_left=self._total - len(done),
+            groups=self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
         )

@@ -1,23 +1,15 @@
-"""Workloads that drift: what a policy in training makes of its tasks changes along the run, and with it which stage has
-the most to do.
+"""Workloads that drift, so that the stage with the most work changes during the run.
 
-A law maps the number of a step to the profiles of its batch.  The run is cut into segments of `SEGMENT` = 8 global
-batches with one mixture each, generated and shuffled by groups within the segment, so that batches differ from each
-other as random draws do.  Two kinds of tasks are at the ends of what post-training meets: `DOCUMENTS`, questions about
-12,000 tokens of text that a sentence answers (training reads all of it again for every sample; rollout has the engines'
-prefix caches), and `REASONING`, a short question and thousands of tokens of thought (rollout decodes them one by one,
-with long contexts to read).
+A workload maps a step to the profiles of its batch. Each segment of `SEGMENT` global batches has one mixture, shuffled
+by groups. `DOCUMENTS` are questions about 12,000 tokens of text with short answers, most work for training. `REASONING`
+is a short question with thousands of tokens of thought, most work for rollout.
 
-* ``answers grow``: documents; the median answer doubles every `DOUBLING` = 30 steps, 16-fold in 120: slow, one-way.
-  Answers of R1-Zero grew by that much.
-* ``curriculum``: documents and reasoning take turns every `PHASE` = 40 steps: sudden changes, as between the phases of
-  a staged curriculum.
-* ``mixture``: the share of reasoning tasks swings between none and all as a cosine of `PERIOD` = 80 steps: slow, both
-  ways, and batches are of both kinds.
+- ``answers grow``: documents; the median answer doubles every `DOUBLING` steps. Slow, one way.
+- ``curriculum``: documents and reasoning alternate every `PHASE` steps. Sudden.
+- ``mixture``: the share of reasoning follows a cosine of `PERIOD` steps. Slow, both ways.
 
-The constants are round figures.  They were chosen by static splits and the clairvoyant on one seed: the best split is 9
-training nodes of 12 for documents and 3 for reasoning, so that there is something to follow.  They were not changed
-after the live planner had played them.
+The best split is 9 training nodes of 12 for documents and 3 for reasoning, on one seed. The constants were fixed before
+the live planner ran.
 """
 
 from __future__ import annotations
@@ -33,6 +25,7 @@ from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import DOCUMENTS, MATH, Profile
 
 SEGMENT = 8
+"""Global batches with one mixture."""
 MAX_CONTEXT = 32_768
 """Tokens at which trajectories end."""
 DOUBLING, PHASE, PERIOD = 30, 40, 80
@@ -40,8 +33,8 @@ DOUBLING, PHASE, PERIOD = 30, 40, 80
 
 REASONING = msgspec.structs.replace(MATH, sigma=DOCUMENTS.sigma, generated=6000)
 
-Law = Callable[[float], list[tuple[Profile, float]]]
-"""Number of a step, from 0 -> profiles and their shares of the groups."""
+Workload = Callable[[float], list[tuple[Profile, float]]]
+"""Step, from 0 -> profiles and their shares of the groups."""
 
 
 def answers_grow(step: float) -> list[tuple[Profile, float]]:
@@ -65,17 +58,17 @@ def steady(step: float) -> list[tuple[Profile, float]]:
     return [(REASONING, 0.5), (DOCUMENTS, 0.5)]
 
 
-LAWS: dict[str, Law] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
+WORKLOADS: dict[str, Workload] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
 
 
-def drifting(law: Law, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:
+def drifting(workload: Workload, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:
     """``batches`` global batches of ``groups`` groups of ``group`` trajectories, in data order."""
     work: list[TrajectoryRecord] = []
     rng = random.Random(f"{seed}/order")
     for index, first in enumerate(range(0, batches, SEGMENT)):
         count = min(SEGMENT, batches - first)
         wanted = count * groups
-        parts = law(first + (count - 1) / 2.0)
+        parts = workload(first + (count - 1) / 2.0)
         found: list[list[TrajectoryRecord]] = []
         for number, (profile, share) in enumerate(parts):
             took = wanted - len(found) if number == len(parts) - 1 else round(wanted * share)

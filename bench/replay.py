@@ -1,9 +1,10 @@
-"""Real engines that replay workloads: production leader, agent half, engine processes and environment host in one
-process tree, without MPI.
+"""Real engines that replay workloads: production leader, agent half, engines and environment host without MPI.
 
-The engines live as long as `Replayer`; every `play` has a leader, a policy and an environment host of its own.  Two
-things are not production code: messages cross the `LocalMesh`, and on the way to the engine a turn's ``max_tokens``
-becomes what the workload says (turns have no stop ids, so they end there).
+The engines live as long as `Replayer`; every `play` has its own leader, policy and environment host.  Two things are
+not production code:
+
+* Messages pass through `LocalMesh`.
+* A turn's ``max_tokens`` is set to the length in the workload; turns have no stop ids, so they end there.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 TRAINER, NODE = 1, 2
 PATIENCE_S = 240.0
-"""Longest play: some twenty times the usual one."""
+"""Longest play, about twenty times the usual one."""
 SETTLE_S = 0.3
-"""After the last answer, for the engines' last reports."""
+"""Wait after the last answer for the engines' last reports."""
 
 
 class TurnTimes(msgspec.Struct, frozen=True):
-    """One turn of a real run; seconds, the first three of ``time.time``."""
+    """One turn of a real run; seconds, the first three of `time.time`."""
 
     ready: float
     sent: float
@@ -55,16 +56,16 @@ class TurnTimes(msgspec.Struct, frozen=True):
     """Tokens found in the prefix cache."""
     engine: str
     env_s: float = 0.0
-    """From the answer to the readiness of the next turn, beyond what the tool took; of the last turn 0."""
+    """From the answer to the next ready turn, without the tool's seconds; 0 for the last turn."""
 
     @property
     def latency_s(self) -> float:
-        """As the simulator counts it."""
+        """The simulator's definition of turn latency."""
         return self.answered - self.ready
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What a real run says, in the simulator's terms."""
+    """A real run in the terms of the simulator."""
 
     makespan_s: float
     turns: list[TurnTimes]
@@ -74,7 +75,7 @@ class Played(msgspec.Struct, frozen=True):
     stats: dict[str, tuple[EngineStats, EngineStats]]
     """Each engine's counters before and after."""
     load: float
-    """Load average of the machine at the start: above 0.5 somebody else uses it."""
+    """Load average of the machine at the start; above 0.5 another job uses it."""
 
     def total(self, counter: str) -> float:
         """Growth of a counter of `EngineStats`, all engines."""
@@ -92,9 +93,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_mb: int = 64
 
     def config(
-        self, work: Path, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
+        self, work: Path, *, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
     ) -> RunConfig:
-        """The run file of a play."""
+        """The configuration of a play."""
         task = f"{Path(__file__).with_name('replay_task.py')}:Replay"
         return RunConfig.model_validate(
             {
@@ -126,7 +127,8 @@ class Replayer:
         self._mesh.handlers = {TRAINER: self._trainer, NODE: self._agent}
         self._folders = make_folders()
         run = RunDir.create(folder, "engines")
-        self._context = self._make_context(setup.config(folder / "none", 1, 2, 1, "least_loaded"), run)
+        config = setup.config(folder / "none", groups=1, group_size=2, open_groups=1, policy="least_loaded")
+        self._context = self._make_context(config, run)
         self._node = RolloutNode(self._context)
         self._service: RolloutService | None = None
         self._up: dict[str, wire.EngineUp] = {}
@@ -155,16 +157,17 @@ class Replayer:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def play(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> Played:
-        """Run a workload, at most ``open_groups`` of its groups at once.  Its groups are equally large and stand
-        together, in order."""
+        """Run a workload of equally large, contiguous groups, at most ``open_groups`` at once."""
         self._plays += 1
         groups = len({spec.prompt_id for spec in work})
         self._work, self._group_size = work, len(work) // groups
         run = RunDir.create(self._folder, "play")
         path = run.path / "work.json"
         path.write_bytes(msgspec.json.encode(work))
-        # A seed of its own: nothing of an earlier play is in the prefix caches.
-        config = self.setup.config(path, groups, self._group_size, open_groups, policy, self._plays)
+        # A new seed, so that the prefix caches have nothing of an earlier play.
+        config = self.setup.config(
+            path, groups=groups, group_size=self._group_size, open_groups=open_groups, policy=policy, seed=self._plays
+        )
         self._asked, self._answers, self._done = {}, {}, asyncio.Event()
         before, load = dict(self._stats), os.getloadavg()[0]
         self._mark_steps()
@@ -185,12 +188,22 @@ class Replayer:
             self._service = None
         header, steps = self._new_steps()
         turns, makespan = self._match(run)
-        idle = EngineStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+        idle = EngineStats(
+            version=0,
+            running=0,
+            waiting=0,
+            kv_use=0.0,
+            generated_tokens=0,
+            prefill_tokens=0,
+            cached_tokens=0,
+            preemptions=0,
+            steps=0,
+            busy_s=0.0,
+        )
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
-        return Played(makespan, turns, steps, header, stats, load)
+        return Played(makespan_s=makespan, turns=turns, steps=steps, header=header, stats=stats, load=load)
 
     # --- messages
-    # ----------------------------------------------------------------------------------------------
 
     def _trainer(self, message: Any, blob: bytes) -> None:
         if isinstance(message, wire.WeightsWanted):
@@ -233,11 +246,10 @@ class Replayer:
             )
         return self._work[index * self._group_size + sample]
 
-    # --- what happened
-    # ----------------------------------------------------------------------------------------------
+    # --- results
 
     def _match(self, run: RunDir) -> tuple[list[TurnTimes], float]:
-        """Decisions and answers of each trajectory, which alternate; and the makespan."""
+        """Times of all turns, from the alternating decisions and answers of each trajectory; and the makespan."""
         decisions: dict[str, list[dict[str, Any]]] = {}
         for line in read_lines(run.decisions):
             decisions.setdefault(line["trajectory"], []).append(line)
@@ -252,7 +264,18 @@ class Replayer:
             for number, (line, (at, queue_s, run_s, cached)) in enumerate(zip(routed, answers, strict=True)):
                 last = number + 1 == len(routed)
                 env_s = 0.0 if last else _ready(routed[number + 1]) - at - spec.turns[number].tool_s
-                turns.append(TurnTimes(_ready(line), line["t"], at, queue_s, run_s, cached, line["engine"], env_s))
+                turns.append(
+                    TurnTimes(
+                        ready=_ready(line),
+                        sent=line["t"],
+                        answered=at,
+                        queue_s=queue_s,
+                        run_s=run_s,
+                        cached=cached,
+                        engine=line["engine"],
+                        env_s=env_s,
+                    )
+                )
         ends = [line["finished_at"] for line in series.trajectories(run)]
         if len(ends) != len(self._work):
             raise OperationError(f"{len(ends)} trajectories ended, {len(self._work)} were to be played")
@@ -271,7 +294,17 @@ class Replayer:
 
     def _make_context(self, config: RunConfig, run: RunDir) -> AgentContext:
         private, shared = self._folders
-        return AgentContext(NODE, LAYOUT, config, run, 1, self._mesh.send, wire.Welcome(0, "", 0, ()), private, shared)
+        return AgentContext(
+            rank=NODE,
+            layout=LAYOUT,
+            config=config,
+            run=run,
+            attempt=1,
+            send=self._mesh.send,
+            start=wire.Welcome(0, "", 0, ()),
+            private=private,
+            shared_memory=shared,
+        )
 
 
 def _ready(decision: dict[str, Any]) -> float:

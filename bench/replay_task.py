@@ -1,8 +1,7 @@
-"""A task that replays a workload: prompts, tool answers and tool times are those of a file, so that a real run does
-exactly what the simulator is given.
+"""A task that replays a workload file, so that a real run gets the same work as the simulator.
 
-Tokens are random, equal for the prompts of siblings and different elsewhere, so prefix caches find what they would
-find.  How much the policy generates is not the environment's to say: `bench.replay` imposes it on every turn.
+Prompts of siblings have equal random tokens, all else differs: prefix caches behave as in a real run.  `bench.replay`
+sets the length of every turn.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
 
 TOKENS = (3, 96)
-"""Range of the random token ids: the vocabulary of any tiny policy has them."""
+"""Range of the random token ids, within the vocabulary of any tiny policy."""
 
 
 def random_tokens(count: int, *seed: Any) -> list[int]:
@@ -35,7 +34,7 @@ class Replay(Task):
         self._group_size = group_size
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        """The trajectory at this place of the file."""
+        """Replay the trajectory at this place of the file."""
         return ReplayedEpisode(self._work[index * self._group_size + sample], self.seed)
 
 
@@ -50,7 +49,7 @@ class ReplayedEpisode(Episode):
         self.stop_ids = ()
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Take the tool's time and give the tool's answer."""
+        """Answer a turn after the tool's seconds."""
         spec = self._spec
         turn = spec.turns[self._turn]
         if len(tokens) != turn.gen_tokens:

@@ -1,24 +1,12 @@
-"""Does the simulator predict real engines?  Calibrate it on some real runs, and let it predict others with other
-lengths and another concurrency.
-
-Two real vLLM engines (tiny model, fp32, one thread each), the production leader, policy and environment host replay
-workloads (`bench.replay`): two kinds that calibrate, and those to be predicted, each under every policy, all on the
-same engines.  From the calibrating runs come the step times (`libra_hpc.hardware.measured`, from the engines' own step
-logs) and the hops (`Hops`); from the predicted runs nothing at all.
-
-A fit interpolates well and extrapolates badly: the time of a batch of 4 with long contexts does not follow from batches
-of 20 with short ones.  So one calibrating kind is crowded and shallow, the other sparse and deep, and what is predicted
-lies between.  The machine's speed drifts: so the calibrating runs stand between the predicted ones, in the reverse
-order with every other repeat, and all of them together make one calibration.
-
-A further column says what the simulator makes of each run with that run's own step times: the error of its physics
-alone, whatever else the machine was doing.  And the two policies are compared with each other, in reality and in the
-simulator.
-
-Both engines, the leader and the environment share the cores of the machine.  The calibrating runs are as loaded, so
-that their step times hold what the processes take from one another.
+"""Predictions of the simulator against real engines, with other lengths and concurrency than it was calibrated on.
 
     python bench/simulated_vs_real.py [--repeat 3] [--scale 1.0]
+
+* Two real vLLM engines (tiny model, fp32) with the production leader replay `CALIBRATIONS` and `PREDICTED`.
+* Step times and hops come from the calibrating runs alone; these bracket the predicted ones in batch size and context.
+* Calibrating and predicted runs alternate, in reverse order with every other repeat: the machine's speed drifts.
+* Column "own steps": the prediction with the run's own step times, which isolates errors of queueing and caching.
+* The last rows compare two policies with each other, real and predicted.
 """
 
 from __future__ import annotations
@@ -49,13 +37,12 @@ from libra_hpc.simulator.simulate import simulate
 
 GROUP_SIZE = 4
 MOST = 2.0
-"""Every length is at most this multiple of what is typical: no context outgrows the engines'."""
+"""Largest multiple of the typical length, so that no context exceeds that of the engines."""
 WARM_UP = 0.2
-"""Scale of the play before all others: first steps of a process are slow."""
+"""Scale of the first play, which warms up the processes and is not counted."""
 SCHEDULERS = ("cmlfq", "least_loaded")
 LAYERS, HIDDEN = 6, 256
-"""Shape of the model.  Smaller ones step so fast that the run is the leader's and the environment's more than the
-engines'."""
+"""Shape of the model; with a smaller one, leader and environment would dominate the run."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +51,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     groups: int
     open_groups: int
-    """At once: the concurrency."""
+    """Most groups at once: the concurrency."""
     turns: tuple[int, int]
     prompt: int
     generated: int
@@ -79,7 +66,7 @@ CALIBRATIONS = (
     Load(name="crowded", groups=20, open_groups=16, turns=(2, 4), prompt=120, generated=45, new=30, tool_s=0.1),
     Load(name="deep", groups=6, open_groups=4, turns=(2, 4), prompt=400, generated=120, new=60, tool_s=0.3),
 )
-"""Up to `Setup.max_num_seqs` sequences at an engine, and few with the longest contexts."""
+"""Up to `Setup.max_num_seqs` sequences at an engine, and few sequences with the longest contexts."""
 PREDICTED = (
     Load(name="short", groups=32, open_groups=16, turns=(2, 8), prompt=80, generated=30, new=20, tool_s=0.1),
     Load(name="long", groups=9, open_groups=5, turns=(2, 5), prompt=250, generated=110, new=60, tool_s=0.4),
@@ -109,11 +96,11 @@ def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectoryRecor
                 tool_s = 0.0 if last else load.tool_s * spread(load.sigma)
                 turns.append(
                     TurnRecord(
-                        new,
-                        length(typical * load.generated, half),
-                        None if last else "tool",
-                        None if last else "ok",
-                        tool_s,
+                        new_tokens=new,
+                        gen_tokens=length(typical * load.generated, half),
+                        tool=None if last else "tool",
+                        outcome=None if last else "ok",
+                        tool_s=tool_s,
                     )
                 )
             work.append(TrajectoryRecord(f"{load.name} {group}", sample, prompt, tuple(turns)))
@@ -121,7 +108,7 @@ def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectoryRecor
 
 
 class Hops(msgspec.Struct, frozen=True):
-    """What the ways between the processes cost, seconds."""
+    """Seconds of messages between the processes."""
 
     send_s: float
     answer_s: float
@@ -130,10 +117,9 @@ class Hops(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, runs: Sequence[Played]) -> Hops:
-        """From real runs; a mean over them.
+        """Estimate from real runs: a turn's seconds outside its engine's queue and steps, minus half a step.
 
-        A turn's time outside its engine's queue and steps is both hops and the wait for the end of the step that ran
-        when it arrived.  The latter is physics that the simulator has: half a step in the median, which is taken off.
+        The simulator itself has that half step: the wait for the end of the step that runs at the arrival.
         """
         hops = fmean(
             max(0.0, _outside(played) - median([step.seconds for step in played.steps]) / 2) for played in runs
@@ -176,12 +162,11 @@ class Simulator(msgspec.Struct, frozen=True):
         return cls(measured_times(calibration, header.tp), hops, limits, setup.engines)
 
     def facts(self) -> dict[str, Any]:
-        """What the calibration found."""
         fit = self.times.fit
         return {"fit": msgspec.to_builtins(fit), "hops": msgspec.to_builtins(self.hops)}
 
     def predict(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> SimResult:
-        """Play a workload in the simulator, under a fresh policy of this name."""
+        """Simulate a workload under a new policy of this name."""
         engines = [EngineSpec(f"r2.{number}", self.times.tp, self.times) for number in range(self.engines)]
         limits = msgspec.structs.replace(self.limits, max_open_groups=open_groups)
         return simulate([self._with_hop(spec) for spec in work], engines, make_policy(policy), limits)
@@ -192,7 +177,7 @@ class Simulator(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One figure of one workload under one policy: predicted and measured, in one repeat."""
+    """One figure, predicted and real, of one workload under one policy in one repeat."""
 
     load: str
     policy: str
@@ -203,8 +188,8 @@ class Pair(msgspec.Struct, frozen=True):
     """Predicted with the step times and hops of the run itself."""
 
 
-def pairs(load: str, policy: str, sim: SimResult, own: SimResult, played: Played) -> list[Pair]:
-    """The figures that are compared."""
+def pairs(load: str, policy: str, *, sim: SimResult, own: SimResult, played: Played) -> list[Pair]:
+    """Pair the figures of a real run with those of both simulations."""
     real = quantiles([turn.latency_s for turn in played.turns])
     measured = {
         "makespan s": played.makespan_s,
@@ -216,13 +201,13 @@ def pairs(load: str, policy: str, sim: SimResult, own: SimResult, played: Played
         "preempted": played.total("preemptions"),
     }
     return [
-        Pair(load, policy, name, one, value, its)
+        Pair(load=load, policy=policy, figure=name, predicted=one, real=value, own=its)
         for (name, value), one, its in zip(measured.items(), figures(sim), figures(own), strict=True)
     ]
 
 
 def figures(sim: SimResult) -> tuple[float, ...]:
-    """The same of a simulation, in the same order."""
+    """Figures of a simulation, in the order of `pairs`."""
     steps = sum(engine.steps for engine in sim.engines)
     counts = (steps, sim.prefilled_tokens, sim.cached_tokens, sim.preemptions)
     return (sim.makespan_s, sim.turn_latency.p50, sim.turn_latency.p95, *map(float, counts))
@@ -237,8 +222,7 @@ class Play(msgspec.Struct, frozen=True):
 
 
 def plays(repeat: int) -> list[Play]:
-    """What a repeat plays: a calibrating run, then one kind of work under every policy, and so on; every other
-    repeat in reverse."""
+    """Runs of a repeat: a calibrating one, then one kind of work under every policy, and so on."""
     out = []
     for calibration, predicted in zip(CALIBRATIONS, PREDICTED, strict=True):
         out += [Play(calibration, SCHEDULERS[0], repeat), *(Play(predicted, policy, repeat) for policy in SCHEDULERS)]
@@ -246,7 +230,7 @@ def plays(repeat: int) -> list[Play]:
 
 
 async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> list[tuple[Play, Played]]:
-    """All runs, in the order in which they were made."""
+    """Make all runs; returns them in order."""
     replayer = Replayer(setup, folder)
     found = []
     todo = [play for repeat in range(repeats) for play in plays(repeat)]
@@ -267,7 +251,7 @@ async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> lis
 
 
 def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> tuple[list[Pair], dict[str, Any]]:
-    """Predictions of the runs that do not calibrate; also what the calibration found."""
+    """Predict the runs of `PREDICTED`; also returns the facts of the calibration."""
     simulated = Simulator.of([played for play, played in done if play.load in CALIBRATIONS], setup)
     found: list[Pair] = []
     for play, played in done:
@@ -275,7 +259,7 @@ def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> 
             work = make_work(play.load, play.repeat, scale)
             own = Simulator.of([played], setup)
             sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (simulated, own))
-            found += pairs(play.load.name, play.policy, sim, its, played)
+            found += pairs(play.load.name, play.policy, sim=sim, own=its, played=played)
     return found, {
         **simulated.facts(),
         "header": msgspec.to_builtins(done[0][1].header),
@@ -284,7 +268,7 @@ def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> 
 
 
 def ratio(predicted: float, real: float) -> float:
-    """Predicted over measured; what is 0 in both is equal."""
+    """Predicted over real; 1.0 where both are 0."""
     return 1.0 if predicted == real else predicted / real if real else float("inf")
 
 
@@ -310,7 +294,7 @@ def rows(found: Sequence[Pair]) -> list[list[Any]]:
 
 
 def ranking(found: Sequence[Pair]) -> list[list[Any]]:
-    """Rows of the makespan of the second policy over that of the first."""
+    """Rows with the makespan of the second policy over that of the first."""
     first, second = SCHEDULERS
     spans = [pair for pair in found if pair.figure == "makespan s"]
     out: list[list[Any]] = []
@@ -330,7 +314,7 @@ def ranking(found: Sequence[Pair]) -> list[list[Any]]:
 
 
 def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
-    """The model's folder, made once: random weights, since lengths are imposed."""
+    """The model's folder, made once; its weights are random, since lengths are set by the workload."""
     if not (folder / "config.json").exists():
         code = (
             "import sys, torch; from transformers import Qwen2Config, Qwen2ForCausalLM; from libra_hpc.tasks.policy"
@@ -347,7 +331,6 @@ def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of groups")
@@ -371,11 +354,11 @@ def main() -> None:
     table = [*rows(found), *ranking(found)]
     report(
         "simulated_vs_real",
-        "Simulator against real engines",
-        columns,
-        table,
-        words,
-        {"pairs": msgspec.to_builtins(found), "calibration": facts},
+        title="Simulator against real engines",
+        columns=columns,
+        rows=table,
+        notes=words,
+        raw={"pairs": msgspec.to_builtins(found), "calibration": facts},
     )
 
 

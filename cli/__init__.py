@@ -1,2 +1,1 @@
-"""The command line: one module per verb; installed as the private package `libra_hpc_cli`, so that no top-level
-`cli` appears on a user's machine."""
+"""The command line: one module per verb; installed as the package `libra_hpc_cli`."""

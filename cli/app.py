@@ -1,8 +1,6 @@
-"""The `libra-hpc` command: the verbs put together, and the one place where errors become a line on stderr and an exit
-code.
+"""The `libra-hpc` command: all verbs, and the place where errors become a line on stderr and an exit code.
 
-Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm unreachable; 130 interrupted.  Results go
-to stdout, diagnostics to stderr.
+Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm unreachable; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ from . import (
     summary,
     trace,
 )
-from .output import complain, say
+from .output import print_error, print_line
 
 INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
 
 
-def tell_version(wanted: bool) -> None:
-    """Print the version where it is asked for; nothing else happens then."""
+def print_version(wanted: bool) -> None:
+    """Print the version and exit, if ``wanted``."""
     if wanted:
-        say(
+        print_line(
             f"libra-hpc {metadata.version('libra-hpc')} (scheduler"
             f" {'compiled' if compiled.in_use() else 'interpreted'})"
         )
@@ -81,7 +79,7 @@ def options(
         typer.Option(
             "--version",
             is_eager=True,
-            callback=tell_version,
+            callback=print_version,
             help="Print the version, and whether the scheduler is compiled.",
         ),
     ] = False,
@@ -94,13 +92,13 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments), prog_name="libra-hpc", standalone_mode=False)
     except (UserError, OperationError) as error:
-        complain(str(error))
+        print_error(str(error))
         return error.exit_code
     except typer.TyperException as error:
-        # Wrong options and the like; with no message (no command given) the help has been printed.
+        # Wrong usage; without a message (no command given) the help has been printed.
         message = error.format_message()
         if message:
-            complain(f"{message.rstrip('.')}.")
+            print_error(f"{message.rstrip('.')}.")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -113,8 +111,7 @@ def main() -> None:
         code = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) went away: not an error of ours; keep the interpreter's own flush at exit
-        # quiet too.
+        # The reader of a pipe (`| head`) has ended: no error.  Without stdout the interpreter's flush at exit is quiet.
         sys.stdout = None
         code = 0
     sys.exit(code)

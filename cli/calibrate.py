@@ -1,7 +1,7 @@
-"""`libra-hpc calibrate`: measure what the steps of an engine take, for `simulate --calibration`.
+"""`libra-hpc calibrate`: write a file of measured engine step times, for `simulate --calibration`.
 
-Either engines are started on this machine and measured (``--model``), or the steps that a run has recorded are taken
-(``--run``, with ``record_steps`` in its ``[rollout]``): those contain everything that a real run does to an engine.
+- ``--model``: start engines on this machine and measure them.
+- ``--run``: take the steps that a run recorded (``rollout.record_steps``), under a real workload.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from libra_hpc.rollout.measure_engines import measure_engines
 from libra_hpc.rollout.measure_steps import earlier, merged
 from libra_hpc.rollout.recorded import recorded
 
-from .output import say, say_json, show
+from .output import print_json, print_line, show
 from .runs import JsonOption, RunsOption, find_run
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KV_MB = 256
-"""KV cache of an engine on the CPU, whose default would be a share of the machine's memory."""
+"""KV cache of an engine on the CPU in MiB; vLLM's default would be a share of the machine's memory."""
 EXAMPLES = ((1, 512), (8, 512), (32, 512), (64, 1024))
-"""(sequences, context tokens each) of the steps that are shown."""
+"""(sequences, context tokens of each) of the steps in the table."""
 
 
 def calibrate(
@@ -74,7 +74,7 @@ def calibrate(
         raise invalid(
             "--model, --run",
             f"{model or '-'}, {run or '-'}",
-            "where the steps come from must be said once",
+            "the source of the steps must be given once",
             "one of the two",
         )
     if device not in DEVICES:
@@ -113,13 +113,13 @@ def calibrate(
             degree: {"kv_capacity": found.kv_capacity[degree], "fit": msgspec.to_builtins(fit)}
             for degree, fit in fits.items()
         }
-        say_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
+        print_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
     else:
         show_fits(out, found, fits)
 
 
 def measured(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
-    """Start engines, measure them, and show how far it is."""
+    """Start engines and measure them, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -133,13 +133,13 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
             engines,
             device,
             model,
-            lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
+            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
         )
 
 
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
-    """Print what was found."""
-    say(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
+    """Print the fitted step times as a table."""
+    print_line(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TP")
     for heading in (
@@ -164,4 +164,6 @@ def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
             f"{1e3 * times.step_s(0, 0, 1024):.1f}",
         )
     show(table)
-    say(f"use it with: libra-hpc simulate TRACE --calibration {out} --device {found.device} --model {found.model}")
+    print_line(
+        f"use it with: libra-hpc simulate TRACE --calibration {out} --device {found.device} --model {found.model}"
+    )

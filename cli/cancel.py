@@ -1,11 +1,11 @@
-"""`libra-hpc cancel`: end a run's job; saying it twice does no harm."""
+"""`libra-hpc cancel`: cancel a run's job."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from . import jobs
-from .output import say, say_json
+from .output import print_json, print_line
 from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 
@@ -17,13 +17,15 @@ def cancel(run: RunArgument = None, json: JsonOption = False, runs: RunsOption =
     if not over:
         jobs.cancel(found)
     if json:
-        say_json(
+        print_json(
             {"run": found.name, "job_id": job.id, "cancelled": not over, "state": job.state if over else "cancelled"}
         )
     elif over:
-        say(f"{found.name}: {'job ' + job.id + ' is ' + job.state + ' already' if job.id else 'was never queued'}")
+        print_line(
+            f"{found.name}: {'job ' + job.id + ' is ' + job.state + ' already' if job.id else 'was never queued'}"
+        )
     else:
-        say(
+        print_line(
             f"{found.name}: job {job.id} cancelled; `libra-hpc submit --resume {found.name}` goes on from its last"
             " checkpoint"
         )

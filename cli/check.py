@@ -1,4 +1,4 @@
-"""`libra-hpc check`: everything that can be wrong with a run file, before anything is queued."""
+"""`libra-hpc check`: find mistakes in a run file before anything is queued; `submit` runs the same checks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
+from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit
 from libra_hpc.slurm.interpreter import check_python
@@ -18,51 +20,69 @@ from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
-from .output import note, say, say_json
+from .output import print_json, print_line, print_note
 from .runs import JsonOption
 from .split import resolve, show_split
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
     """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
-    config, made = resolve(load(run_file, override))
-    warnings = check_run(config) + check_python(config)
-    environment = jobs.environment_or_none(config.slurm.executor)
-    check_site(config, environment)
+    config, made, environment, warnings = check_all(load(run_file, override), slurm_required=False)
     if environment is None and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
     warn(warnings)
     if json:
         split = None if made is None else made.chosen
-        checked = {"checked_against_slurm": environment is not None, "warnings": warnings}
-        say_json({"run_file": str(run_file), "good": True, **checked, "split": split})
+        facts = {"checked_against_slurm": environment is not None, "warnings": warnings}
+        print_json({"run_file": str(run_file), "good": True, **facts, "split": split})
         return
     if made is not None:
         show_split(made)
-    say(f"{run_file} is good")
+    print_line(f"{run_file} is good")
 
 
-def check_site(config: RunConfig, environment: jobs.Environment | None) -> None:
-    """Raise the first thing that the Slurm of ``environment`` (None: none that answers) could never start."""
+class Checked(NamedTuple):
+    """A configuration that passed every check."""
+
+    config: RunConfig
+    """With its split filled in."""
+    made: InitialPlan | None
+    """The plan behind the split; None where the split is explicit."""
+    environment: jobs.Environment | None
+    """Environment of Slurm's commands; None for the local executor, or when no Slurm answers."""
+    warnings: list[str]
+
+
+def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
+    """Fill in the split and run every check; raises the first mistake.
+
+    ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
+    """
+    config, made = resolve(config)
+    warnings = check_run(config) + check_python(config)
+    find_environment = jobs.environment if slurm_required else jobs.environment_or_none
+    environment = find_environment(config.slurm.executor)
     check_plugin(config, [] if environment is None else mpi_plugins(environment))
     if environment is not None:
         check_fit(config, jobs.partitions(environment))
+    return Checked(config, made, environment, warnings)
 
 
 def warn(warnings: Sequence[str]) -> None:
-    """Print what could not be checked, a line each."""
+    """Print warnings, a line each."""
     for line in warnings:
-        note(f"warning: {line}")
+        print_note(f"warning: {line}")
 
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load a run file with every path made absolute: the job starts elsewhere."""
+    """Load a run file with every path made absolute, because the job starts in another folder."""
     config = load_run_file(run_file, overrides)
     task = config.task.name
     path, separator, name = task.rpartition(":")
     if separator:
         task = f"{Path(path).absolute()}:{name}"
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
+    warm_start = str(Path(config.rollout.warm_start).absolute()) if config.rollout.warm_start else ""
     python = config.slurm.python
     if os.sep in python:
         python = str(Path(python).expanduser().absolute())
@@ -74,6 +94,7 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
             "slurm": config.slurm.model_copy(update={"python": python}),
             "model": config.model.model_copy(update={"path": model}),
             "task": config.task.model_copy(update={"name": task}),
+            "rollout": config.rollout.model_copy(update={"warm_start": warm_start}),
             "planner": config.planner.model_copy(update=_absolute(config.planner)),
             "simulated": config.simulated.model_copy(update=_absolute(config.simulated)),
         }
@@ -81,8 +102,7 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
-    """The files that planning or a dry run reads; a model is one only where there is such a folder, else it is a
-    name."""
+    """Absolute paths of the files that planning or a dry run reads; a model is a path only where that folder exists."""
     named = {name: getattr(section, name, "") for name in ("trace", "calibration", "devices", "model")}
     return {
         name: str(Path(path).absolute())

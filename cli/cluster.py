@@ -1,4 +1,4 @@
-"""`libra-hpc cluster`: the embedded Slurm of this machine, for where there is no site's Slurm."""
+"""`libra-hpc cluster`: start, stop and show the embedded Slurm of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.slurm.devcluster.packages import cache_folder
 from libra_hpc.slurm.site import slurm_environment
 
-from .output import busy, note, say, say_json
+from .output import busy, print_json, print_line, print_note
 from .runs import JsonOption
 
 NOT_RUNNING = "The embedded Slurm is not running; start it with `libra-hpc cluster up`."
@@ -32,11 +32,11 @@ def up(
         except SlurmUnreachable:
             pass
         else:
-            say("a Slurm controller answers; nothing to start")
+            print_line("a Slurm controller answers; nothing to start")
             return
     info = Cluster().up(Progress())
-    say(f"the embedded Slurm is up: {len(info.nodes)} nodes, partitions {', '.join(info.partitions)}")
-    note('to use its commands yourself: eval "$(libra-hpc cluster env)"')
+    print_line(f"the embedded Slurm is up: {len(info.nodes)} nodes, partitions {', '.join(info.partitions)}")
+    print_note('to use its commands yourself: eval "$(libra-hpc cluster env)"')
 
 
 @app.command("env")
@@ -46,7 +46,7 @@ def env() -> None:
     if info is None:
         raise SlurmUnreachable(NOT_RUNNING)
     for name, value in info.environment.items():
-        say(f"export {name}={shlex.quote(value)}")
+        print_line(f"export {name}={shlex.quote(value)}")
 
 
 @app.command("down")
@@ -57,14 +57,14 @@ def down(
     cluster = Cluster()
     with busy("stopping the embedded Slurm"):
         stopped = cluster.down()
-    say(f"stopped {', '.join(stopped)}" if stopped else "the embedded Slurm was not running")
+    print_line(f"stopped {', '.join(stopped)}" if stopped else "the embedded Slurm was not running")
     if not remove:
         return
-    # Only folders that bear our marks: an environment variable may point anywhere.
+    # Only folders with our files: an environment variable may point anywhere.
     for folder, mark in ((cluster.home, cluster.conf), (cache_folder(), cache_folder() / "slurm.lock")):
         if mark.exists():
             shutil.rmtree(folder)
-            say(f"removed {folder}")
+            print_line(f"removed {folder}")
 
 
 @app.command("status")
@@ -72,9 +72,9 @@ def status(json: JsonOption = False) -> None:
     """Show whether the embedded Slurm runs; exit code 3 when it does not."""
     info = Cluster().info()
     if json:
-        say_json(facts(info))
+        print_json(facts(info))
     elif info is not None:
-        say(
+        print_line(
             f"the embedded Slurm is up: nodes {', '.join(info.nodes)}; partitions {', '.join(info.partitions)}; folder"
             f" {info.home}"
         )
@@ -83,7 +83,7 @@ def status(json: JsonOption = False) -> None:
 
 
 class Progress:
-    """Prints each stage once; the growing figures after the colon would fill a log."""
+    """Prints each stage once, without the growing numbers after the colon."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -91,12 +91,12 @@ class Progress:
     def __call__(self, message: str) -> None:
         stage = message.partition(":")[0]
         if stage != self._stage:
-            note(stage)
+            print_note(stage)
         self._stage = stage
 
 
 def facts(info: ClusterInfo | None) -> dict[str, Any]:
-    """A running cluster as plain data."""
+    """A cluster as plain data, for ``--json``."""
     if info is None:
         return {"running": False}
     return {

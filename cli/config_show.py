@@ -1,4 +1,4 @@
-"""`libra-hpc config`: the run file with every default filled in, and the reference of all keys."""
+"""`libra-hpc config`: show a run file with every default, and the reference of all keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.reference import as_records, as_text, select, tables
 
-from .output import say, say_json
+from .output import print_json, print_line
 from .runs import JsonOption
 
-app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
+app = typer.Typer(help="Show a run file with its defaults, or the keys of run files.", no_args_is_help=True)
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")]
 OverrideOption = Annotated[
@@ -24,13 +24,13 @@ OverrideOption = Annotated[
 
 @app.callback()
 def config() -> None:
-    """Look at configuration."""
+    """Show a run file with its defaults, or the keys of run files."""
 
 
 @app.command("show")
 def show(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
     """Print the resolved configuration as JSON; checks the schema only."""
-    say_json(load_run_file(run_file, override).model_dump())
+    print_json(load_run_file(run_file, override).model_dump())
 
 
 @app.command("keys")
@@ -41,6 +41,6 @@ def keys(
     """Print what the keys of a run file accept, their defaults and what they are for."""
     found = select(key) if key else tables()
     if json:
-        say_json(as_records(found))
+        print_json(as_records(found))
     else:
-        say(as_text(found).rstrip("\n"))
+        print_line(as_text(found).rstrip("\n"))

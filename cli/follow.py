@@ -1,7 +1,8 @@
-"""Following a run until it ends: a live panel on a terminal, plain progress lines anywhere else.
+"""Follow a run until it ends: a live panel on a terminal, plain progress lines elsewhere.
 
-What the run writes itself (status.json) is read every second.  The queue is asked only while that has nothing new to
-say, with pauses that double up to half a minute: a login node's controller serves everybody.
+- status.json -> read every `REFRESH_S`.
+- status.json is older than `QUIET_S` -> the queue is queried, with pauses that double from `FIRST_POLL_S` to
+  `LONGEST_POLL_S`, because all users share the controller.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from libra_hpc.telemetry.summary import duration
 from libra_hpc.telemetry.view import WIDTH, render
 
 from . import jobs
-from .output import console, say
+from .output import console, print_line
 from .runs import FINAL, job_id, read_status, rewards
 
-LOOK_S = 1.0
+REFRESH_S = 1.0
 """status.json is replaced about once a second."""
 FIRST_POLL_S, LONGEST_POLL_S = 2.0, 30.0
 QUIET_S = 10.0
-"""A running job whose status.json is older than this may have died without saying so: ask the queue."""
+"""Age of status.json from which the job may be dead."""
 LOST_S = 120.0
-"""A job unknown to Slurm for this long, without any news of its own, is gone: right after submission, or while a
-controller restarts, it may be unknown for a moment."""
+"""Seconds after which a job unknown to Slurm counts as failed.  It may be unknown for a moment after submission, or
+while the controller restarts."""
 INDENT = 10 * " "
-"""Lines that belong to a moment stand behind its clock."""
+"""Indent of lines below a progress line: the width of its clock."""
 LINE_EVERY_S = 10.0
-"""Plain mode prints at most this often between changes of state."""
+"""Seconds between progress lines of plain mode while the state stays the same."""
 
 
 Until = Callable[[Status | None], bool]
-"""Told the last snapshot: whether a caller has seen what it waits for."""
+"""Gets the last snapshot; returns whether to stop following."""
 
 
 class Follower:
-    """The state of a followed run, refreshed by `look`."""
+    """The state of a followed run, refreshed by `refresh`."""
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.time) -> None:
         self.run = run
@@ -56,8 +57,8 @@ class Follower:
         self._poll_at = 0.0
         self._unknown_since: float | None = None
 
-    def look(self) -> str:
-        """Read what is new; returns the run's state, one of `FINAL` once it has ended."""
+    def refresh(self) -> str:
+        """Read the status or query the queue; returns the run's state, one of `FINAL` once it has ended."""
         now = self._clock()
         self.status = read_status(self.run)
         if self.status is not None and self.status.state in FINAL:
@@ -68,7 +69,7 @@ class Follower:
             self._poll_at = now + self._pause
             self.job = self._ask(now)
             if self.job.state in FINAL:
-                # The last snapshot may have arrived while the queue was being asked.
+                # The last snapshot may have arrived during the query.
                 self.status = read_status(self.run)
                 return self.status.state if self.status is not None and self.status.state in FINAL else self.job.state
         if not quiet:
@@ -106,29 +107,27 @@ class Follower:
         )
 
     def waiting(self) -> str:
-        """What a job without a snapshot is doing."""
+        """State of a job without a snapshot, as one line."""
         reason = f" ({self.job.reason})" if self.job.reason else ""
         return f"job {self.job.id or '?'} is {self.job.state}{reason}"
 
 
 def follow(run: RunDir, until: Until = lambda status: False) -> str:
-    """Show a run until it ends, or until what a caller waits for; returns its state.  Interrupting leaves the job
-    alone."""
+    """Show a run until it ends or ``until`` returns True; returns its state.  An interrupt does not stop the job."""
     follower = Follower(run)
     return _panel(follower, until) if sys.stdout.isatty() else _lines(follower, until)
 
 
 def wait_silently(run: RunDir, until: Until = lambda status: False) -> str:
-    """The same with nothing on stdout."""
+    """As `follow`, with nothing on stdout."""
     follower = Follower(run)
-    while (state := follower.look()) not in FINAL and not until(follower.status):
-        time.sleep(LOOK_S)
+    while (state := follower.refresh()) not in FINAL and not until(follower.status):
+        time.sleep(REFRESH_S)
     return state
 
 
-def ordered(status: Status | None) -> str:
-    """The planner's last decision in words if it asks for anything, else an empty text; it stays the same from look
-    to look."""
+def planner_line(status: Status | None) -> str:
+    """The planner's last decision as a line; empty without one, or for *hold*."""
     decision = None if status is None else status.decision
     if decision is None or decision.action == "hold":
         return ""
@@ -136,36 +135,35 @@ def ordered(status: Status | None) -> str:
     return f"planner: {who}{decision.action.replace('_', ' ')}: {because(decision.reason, decision.action)}"
 
 
-def remark(status: Status | None) -> str:
-    """What a run in full swing has to say of itself, mostly nothing; while it starts and when it ends, its state
-    says it."""
+def message_of(status: Status | None) -> str:
+    """The message of a running run with at least one step, mostly empty."""
     return status.message if status is not None and status.state == "running" and status.step else ""
 
 
 def _panel(follower: Follower, until: Until) -> str:
-    state = follower.look()
+    state = follower.refresh()
     with Live(follower.screen(), console=console(), auto_refresh=False) as live:
         while state not in FINAL and not until(follower.status):
-            time.sleep(LOOK_S)
-            state = follower.look()
+            time.sleep(REFRESH_S)
+            state = follower.refresh()
             live.update(follower.screen(), refresh=True)
     return state
 
 
 def _lines(follower: Follower, until: Until) -> str:
-    printed_at, printed, said = 0.0, "", ("", "")
+    printed_at, printed, last = 0.0, "", ("", "")
     while True:
-        state = follower.look()
-        remarks = ordered(follower.status), remark(follower.status)
-        for before, text in zip(said, remarks, strict=True):
+        state = follower.refresh()
+        remarks = planner_line(follower.status), message_of(follower.status)
+        for before, text in zip(last, remarks, strict=True):
             if text and text != before:
-                say(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
-        said = remarks
+                print_line(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
+        last = remarks
         key = state if follower.status is not None else follower.waiting()
         seen = until(follower.status)
         if seen or key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
             printed_at, printed = time.monotonic(), key
-            say(follower.line())
+            print_line(follower.line())
         if seen or state in FINAL:
             return state
-        time.sleep(LOOK_S)
+        time.sleep(REFRESH_S)

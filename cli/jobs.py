@@ -1,5 +1,4 @@
-"""What the verbs ask of Slurm or of the local executor, in one small vocabulary: the state of a run's job, queue it,
-cancel it."""
+"""Jobs of runs, with Slurm or the local executor: queue, state, cancel."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from libra_hpc.slurm.site import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
 from libra_hpc.telemetry.rundir import RunDir
 
-from .output import busy, note
+from .output import busy, print_note
 
 Environment = Mapping[str, str]
 
 POLICY_MEMORY = "4G"
-"""A trainer process takes 0.6 GB; torch's libraries are counted in."""
+"""A trainer process takes 0.6 GB, plus torch's libraries."""
 POLICY_TIME = "00:30:00"
 """The warm start takes one or two minutes on a free core."""
 
@@ -37,7 +36,7 @@ STATES = {
     JobState.CANCELLED: "cancelled",
     JobState.UNKNOWN: "unknown",
 }
-"""Every other state of Slurm is a way to fail, and becomes the reason."""
+"""Every other state of Slurm is shown as ``failed``, with the state as the reason."""
 REASONS = {
     "Priority": "other jobs come first",
     "Resources": "waiting for free nodes",
@@ -55,11 +54,11 @@ REASONS = {
     "NODE_FAIL": "a node failed",
     "NonZeroExitCode": "the job script failed",
 }
-"""Slurm's words for people; a word that is not here is shown as it is."""
+"""Slurm's reasons in plain words; a reason that is not here is shown as it is."""
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """A run's job as the queue sees it."""
+    """A run's job in the queue."""
 
     id: str
     state: str
@@ -69,20 +68,20 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 def kind(environment: Environment | None) -> Literal["slurm", "local"]:
-    """Name of the executor an environment stands for."""
+    """Name of the executor of an environment."""
     return "local" if environment is None else "slurm"
 
 
 def environment(executor: str) -> Environment | None:
     """Environment of Slurm's client commands, or None for the local executor.
 
-    Raises `SlurmUnreachable` when a Slurm is wanted and none answers.
+    Raises `SlurmUnreachable` when Slurm is needed and none answers.
     """
     return None if executor == "local" else slurm_environment()
 
 
 def environment_or_none(executor: str) -> Environment | None:
-    """`environment`, with None also when no Slurm answers: for verbs that only look."""
+    """As `environment`, but None when no Slurm answers: for verbs that only read."""
     try:
         return environment(executor)
     except SlurmUnreachable:
@@ -95,22 +94,21 @@ def partitions(environment: Environment) -> list[Partition]:
 
 
 def script(launch: Launch) -> str:
-    """What an attempt would run: the sbatch script, or for the local executor the command line."""
+    """The sbatch script of an attempt, or for the local executor its command line."""
     if launch.config.slurm.executor == "local":
-        return shlex.join(["mpiexec", "-n", str(launch.ranks), launch.python, *launch.interpreted])
+        return shlex.join(["mpiexec", "-n", str(launch.ranks), launch.python, *launch.agent_arguments])
     return het_script(launch)
 
 
 def queue(launch: Launch, environment: Environment | None) -> str:
-    """Queue one attempt, or start it here when there is no environment; returns the job id."""
+    """Queue one attempt, or start it here without an environment; returns the job id."""
     return local.start(launch) if environment is None else submit.submit(launch, environment)
 
 
 def state(run: RunDir) -> JobView:
     """The job of the run's last attempt; an empty id when it was never queued.
 
-    A job that Slurm has forgotten, or that no controller can be asked about, is ``unknown`` unless the run left its own
-    verdict.
+    Slurm has no record of the job, or no controller answers -> the state in ``result.json``, else ``unknown``.
     """
     record = run.read_json(run.job)
     if not record:
@@ -119,9 +117,9 @@ def state(run: RunDir) -> JobView:
     try:
         info = submit.state(run, None if record.get("executor") == "local" else slurm_environment())
     except SlurmUnreachable as error:
-        return JobView(job_id, _verdict(run) or "unknown", "" if _verdict(run) else str(error).rstrip("."))
+        return JobView(job_id, _result(run) or "unknown", "" if _result(run) else str(error).rstrip("."))
     if info.state is JobState.UNKNOWN:
-        return JobView(job_id, _verdict(run) or "unknown", "" if _verdict(run) else "Slurm does not know it any more")
+        return JobView(job_id, _result(run) or "unknown", "" if _result(run) else "Slurm has no record of it")
     failed = info.state not in STATES
     reason = info.reason or (info.state.value if failed else "")
     if info.state is JobState.FAILED and info.exit_code:
@@ -139,10 +137,10 @@ def cancel(run: RunDir) -> None:
     submit.cancel(run, None if record.get("executor") == "local" else slurm_environment())
 
 
-def _verdict(run: RunDir) -> str:
-    """How the run itself said it ended; empty when it did not."""
-    said = str(run.read_json(run.result).get("state", ""))
-    return said if said in ("completed", "failed", "cancelled") else ""
+def _result(run: RunDir) -> str:
+    """The state in the run's ``result.json``; empty without one."""
+    state = str(run.read_json(run.result).get("state", ""))
+    return state if state in ("completed", "failed", "cancelled") else ""
 
 
 def discard(run: RunDir) -> None:
@@ -153,7 +151,7 @@ def discard(run: RunDir) -> None:
 def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> dict[str, Any]:
     """Make a tiny policy by a job of one task and return its facts; ``out`` appears complete or not at all.
 
-    Raises `OperationError` when the job fails; its logs are then kept beside ``out``.
+    Raises `OperationError` when the job fails; its logs then stay beside ``out``.
     """
     found = environment(executor)
     folder, unfinished = out.with_name(f".{out.name}.job"), out.with_name(f".{out.name}.unfinished")
@@ -174,7 +172,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         mem=POLICY_MEMORY,
         time_limit=POLICY_TIME,
     )
-    note(f"job {handle.job_id} makes the policy (logs in {folder})")
+    print_note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:
         with busy("making the policy"):
             made: dict[str, Any] = handle.result()
@@ -189,7 +187,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
 
 
 def _make_tiny_policy(out: str, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """Runs inside the job; the engines it imports need not exist where the job is submitted."""
+    """Runs inside the job; its imports need not be installed where the job is submitted."""
     from libra_hpc.tasks.policy import make_tiny_policy
 
     return make_tiny_policy(out, task, seed, steps)

@@ -1,4 +1,4 @@
-"""`libra-hpc list`: the runs of a folder, without asking the queue."""
+"""`libra-hpc list`: list the runs of a folder, without a query to the queue."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rich.text import Text
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import STATE_STYLES, duration
 
-from .output import note, say_json, show
+from .output import print_json, print_note, show
 from .runs import FINAL, RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status
 
 SILENT_S = 60.0
-"""A run that claims to be running but has not written its status for this long is shown as silent."""
+"""Age of the status from which an unfinished run is shown as silent."""
 
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     """List runs, oldest first."""
     rows = [row(run) for run in all_runs(runs)]
     if json:
-        say_json(rows)
+        print_json(rows)
         return
     if not rows:
-        note(f"no runs below {runs}/")
+        print_note(f"no runs below {runs}/")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "job", "state"):
@@ -44,7 +44,7 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
 
 
 def row(run: RunDir) -> dict[str, Any]:
-    """The facts of one run that its folder tells."""
+    """Facts of one run, from its folder."""
     status = read_status(run)
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "attempt": attempt(run)}
     if status is None:

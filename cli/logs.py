@@ -1,4 +1,4 @@
-"""`libra-hpc logs`: what the processes of a run printed, while it runs and after."""
+"""`libra-hpc logs`: print or follow the log files of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from libra_hpc.errors import UserError, invalid
 
-from .output import note, say
+from .output import print_line, print_note
 from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, read_status
 
 POLL_S = 0.5
@@ -52,23 +52,23 @@ def logs(
     offsets: dict[Path, int] = {}
     for path in files:
         offsets[path] = path.stat().st_size
-        say(f"==> {path} <==")
+        print_line(f"==> {path} <==")
         for line in last_lines(path, tail):
-            say(line)
+            print_line(line)
     while follow:
-        # Looked at before the files, so that what was written before the end is still printed.
+        # Read before the files, so that lines from before the end are still printed.
         status = read_status(found)
         for path in select(folder, rank, process):
             for line in new_lines(path, offsets):
-                say(f"{path.stem}: {line}")
+                print_line(f"{path.stem}: {line}")
         if status is not None and status.state in FINAL:
-            note(f"{found.name} is {status.state}")
+            print_note(f"{found.name} is {status.state}")
             return
         time.sleep(POLL_S)
 
 
 def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
-    """Log files of an attempt in order of name; other files there are marks between processes."""
+    """Log files of an attempt in order of name, of one rank or process if given."""
     files = sorted(path for path in folder.glob("*") if path.suffix in LOG_SUFFIXES)
     if process is not None:
         files = [path for path in files if process in path.stem]
@@ -78,7 +78,7 @@ def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank whose process wrote this log file; None for those of the job and of environment hosts."""
+    """The rank that wrote this log file; None for those of the job and of environment hosts."""
     match = _RANK.match(path.stem)
     return int(match.group(1)) if match else None
 
@@ -90,7 +90,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
-    """Complete lines added since the last call; ``offsets`` is updated.  A file that shrank was started anew."""
+    """Complete lines since the last call; updates ``offsets``.  A file that shrank is read from its start."""
     start = offsets.get(path, 0)
     size = path.stat().st_size
     if size < start:

@@ -1,4 +1,4 @@
-"""`libra-hpc make-policy`: a tiny policy for a built-in task, made by a small job of its own."""
+"""`libra-hpc make-policy`: make a tiny policy for a built-in task, in a small job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from libra_hpc.errors import invalid
 from libra_hpc.tasks.task_registry import BUILTIN
 
 from . import jobs
-from .output import say, say_json
+from .output import print_json, print_line
 from .runs import JsonOption
 from .submit import EXECUTORS, ExecutorOption
 
 WARM_START_STEPS = 2000
-"""Optimizer steps of the supervised warm start: under a minute on one core, and enough to copy keys reliably."""
+"""Optimizer steps of the supervised warm start: enough to copy keys reliably, in under a minute on one core."""
 
 
 def make_policy(
@@ -39,13 +39,13 @@ def make_policy(
         raise invalid("OUT", str(out), "exists already", "a new or empty folder")
     if executor not in (None, *EXECUTORS):
         raise invalid("--executor", executor, "unknown value", EXECUTORS)
-    made = jobs.make_policy(out.absolute(), task, seed, steps, executor or "auto")
+    made = jobs.make_policy(out.absolute(), task, seed, steps, executor=executor or "auto")
     # Without a warm start there is no loss to report.
     made = {name: value for name, value in made.items() if not (isinstance(value, float) and math.isnan(value))}
     if json:
-        say_json({"path": str(out.absolute()), "task": task, "seed": seed, **made})
+        print_json({"path": str(out.absolute()), "task": task, "seed": seed, **made})
     else:
-        say(
+        print_line(
             f"made {out}: "
             + ", ".join(
                 f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in made.items()

@@ -1,5 +1,4 @@
-"""How every verb speaks: results on stdout (tables for people, JSON for programs), diagnostics as single lines on
-stderr."""
+"""Output of all verbs: results on stdout (tables or JSON), diagnostics as single lines on stderr."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error as one line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
 
 
-def note(message: str) -> None:
-    """Print something worth knowing that is not the result."""
+def print_note(message: str) -> None:
+    """Print a line on stderr that is not part of the result."""
     print(message, file=sys.stderr, flush=True)
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """Print a plain line of the result."""
     print(message, flush=True)
 
@@ -35,15 +34,15 @@ def show(what: RenderableType) -> None:
 
 
 def busy(what: str) -> Status:
-    """A spinner on stderr while something takes seconds, as a context; nothing where stderr is no terminal."""
+    """Context with a spinner on stderr; shows nothing where stderr is no terminal."""
     return Console(stderr=True).status(what)
 
 
 def console() -> Console:
-    """A console on the present stdout."""
+    """A console for stdout."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
 
 
-def say_json(value: Any) -> None:
-    """Print one JSON document; NaN and infinity, which JSON lacks, are a defect of the caller and raise."""
+def print_json(value: Any) -> None:
+    """Print one JSON document; raises for NaN and infinity, which JSON lacks."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)

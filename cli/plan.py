@@ -1,5 +1,4 @@
-"""`libra-hpc plan`: before anything is queued, the best split of the nodes, what it is predicted to bring, and why
-others are out of the question."""
+"""`libra-hpc plan`: the best split of the nodes, its predicted times, and what does not fit."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, say, say_json, show
+from .output import busy, print_json, print_line, show
 from .runs import JsonOption
 from .split import show_split
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
 MOST_GPUS = 65_536
-"""The search is exact: for as many nodes of one GPU it takes some ten seconds."""
+"""Limit of the exact search, which takes some ten seconds for as many nodes of one GPU."""
 
 GpusOption = Annotated[
     str,
@@ -58,15 +57,13 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has."),
 ]
-EvenOption = Annotated[
-    bool, typer.Option("--even", help="Assume that nobody can tell long trajectories from short ones beforehand.")
-]
+EvenOption = Annotated[bool, typer.Option("--even", help="Assume that lengths of trajectories cannot be predicted.")]
 LayoutsOption = Annotated[
     str,
     typer.Option(
         "--layouts",
         metavar="any|node",
-        help="Layouts: any, or what a run file can say: each node one training replica, or engines of one TP.",
+        help="Layouts: any, or those of a run file: each node one training replica, or engines of one TP.",
     ),
 ]
 ExplainOption = Annotated[
@@ -111,6 +108,9 @@ def plan(
         raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
     low, high = gpu_range(gpus)
     config = load_run_file(run_file, override)
+    assumed = Assumed(
+        generated=generated, sigma=sigma, prompt=prompt, turns=turns, new_tokens=new_tokens, tool_s=tool_s
+    )
     asked = request(
         as_planned(config),
         model=model,
@@ -118,7 +118,7 @@ def plan(
         devices_file=devices,
         gpus=high,
         trace=trace,
-        assumed=Assumed(generated, sigma, prompt, turns, new_tokens, tool_s),
+        assumed=assumed,
         node_layouts=layouts == "node",
     )
     node = layouts == "node"
@@ -133,7 +133,7 @@ def plan(
         steps=lookup if calibration is None else measured_steps(calibration),
     )
     if low != high:
-        show_sweep(asked, search, low, high, json, plot)
+        show_sweep(asked, search, low, high, json=json, plot=plot)
         return
     with busy("searching"):
         result = search.run(keep)
@@ -142,7 +142,7 @@ def plan(
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
     if json:
-        say_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
+        print_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
         return
     show_plans(asked, result, explain)
     if config.components.split == "auto":
@@ -166,7 +166,7 @@ def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
         plan_tables.nearest(result)
 
 
-def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json: bool, plot: Path | None) -> None:
+def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, *, json: bool, plot: Path | None) -> None:
     """Compute, print and draw the scaling curve."""
     (pool,) = asked.pools
     check_gpus(low, pool.node_devices)
@@ -180,7 +180,7 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json
 
         draw_sweep(points, plan_tables.title(asked, sized=False), plot)
     if json:
-        say_json(
+        print_json(
             {
                 "request": facts(asked),
                 "points": msgspec.to_builtins(points),
@@ -190,11 +190,11 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, json
         return
     plan_tables.header(asked, sized=False)
     show(plan_tables.curve(points, at))
-    say(knee_words(points, at))
+    print_line(knee_words(points, at))
 
 
 def knee_words(points: list[Point], at: int | None) -> str:
-    """What the curve says, in one line."""
+    """The knee of the curve in one line."""
     if at is None:
         return (
             "no knee: over the whole range throughput grows about as fast as the number of GPUs, or there are too few"
@@ -204,8 +204,7 @@ def knee_words(points: list[Point], at: int | None) -> str:
 
 
 def measured_steps(calibration: Path) -> StepLookup:
-    """Step times of the degrees in a calibration file, and `lookup`'s of the others; raises `UserError` for a file
-    that cannot be read."""
+    """Step times from a calibration file for its TP degrees, from `lookup` for others; raises `UserError`."""
     degrees = load(calibration).kv_capacity
 
     def times(device: Device, shape: ModelShape, tp: int) -> StepTimes:
@@ -230,7 +229,7 @@ def gpu_range(text: str) -> tuple[int, int]:
 
 
 def facts(asked: PlanRequest) -> dict[str, object]:
-    """What was asked, for programs."""
+    """The request as plain data, for ``--json``."""
     return {
         "model": asked.shape.name,
         "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in asked.pools],

@@ -15,12 +15,12 @@ from libra_hpc.planning.request import PlanRequest, describe
 from libra_hpc.search.best_plan import PlanResult, RunPlan
 from libra_hpc.search.scaling_curve import Point
 
-from .output import say, show
+from .output import print_line, show
 
 NEAREST = 3
-"""Excluded choices that are told without ``--explain``."""
+"""Excluded choices that are printed without ``--explain``."""
 CLOSE = 0.02
-"""Stages that differ by less are called balanced; so is a rollout within this share of its longest trajectory."""
+"""Relative difference below which stages count as balanced, or rollout as bound by its longest trajectory."""
 TERMS = {
     "compute": "forward and backward",
     "bubble": "pipeline fills and drains",
@@ -39,7 +39,7 @@ LEGEND = """nodes: training + rollout; TP, PP, CP, EP, DP: tensor, pipeline, con
 
 
 def title(asked: PlanRequest, *, sized: bool = True) -> str:
-    """Model and devices in a line; ``sized`` says how many."""
+    """Model and devices in a line, with their number if ``sized``."""
     parts = [
         (
             f"{p.devices} x {p.device.name} ({p.nodes} nodes of {p.node_devices})"
@@ -52,7 +52,7 @@ def title(asked: PlanRequest, *, sized: bool = True) -> str:
 
 
 def header(asked: PlanRequest, *, sized: bool = True) -> None:
-    """What is planned for."""
+    """Print model, devices, batch and lengths of the request."""
     batch = asked.batch
     stages = "stages take turns" if batch.eta == 0 else "stages overlap"
     show(Text(f"{title(asked, sized=sized)}; {batch.trajectories:,} trajectories a batch, eta {batch.eta} ({stages})"))
@@ -90,7 +90,7 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
 
 
 def remarks(asked: PlanRequest, result: PlanResult) -> None:
-    """What the columns are and what the first row means."""
+    """Print the legend, and what limits the best plan."""
     show(Text(LEGEND, style="dim"))
     best = result.plans[0]
     layout, train, rollout = best.train.layout, best.train.time.total, best.rollout.seconds
@@ -126,11 +126,11 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
 
 
 def nearest(result: PlanResult) -> None:
-    """The excluded choices that come nearest to being possible."""
+    """Print the excluded choices that nearly fit."""
     if not result.excluded:
-        say("nothing was excluded")
+        print_line("nothing was excluded")
         return
-    say(f"{len(result.excluded)} choices do not fit (--explain for all):")
+    print_line(f"{len(result.excluded)} choices do not fit (--explain for all):")
     for entry in result.excluded[:NEAREST]:
         show(Text(f"  {entry.what}: {entry.limit.reason}"))
 
@@ -149,7 +149,7 @@ def terms(result: PlanResult) -> Table:
 
 
 def memory(asked: PlanRequest, result: PlanResult) -> Table:
-    """What fills a training device of the best plan."""
+    """Memory of a training device in the best plan."""
     best = result.plans[0]
     usable = USABLE * asked.pools[best.pool].device.memory_bytes
     table = _table(("memory of a training GPU", "left"), ("GB", "right"))
@@ -160,7 +160,7 @@ def memory(asked: PlanRequest, result: PlanResult) -> Table:
 
 
 def segments(asked: PlanRequest, result: PlanResult) -> Table:
-    """Who rolls out what in the best plan."""
+    """The engines of the best plan, and the lengths of their trajectories."""
     lengths = asked.batch.lengths
     table = _table(
         ("rollout of the best plan", "left"),
@@ -244,12 +244,12 @@ def classes(asked: PlanRequest, plan: RunPlan) -> str:
 
 
 def _pool(asked: PlanRequest, pool: int) -> str:
-    """The device's name in front of a number, where there are several kinds."""
+    """The device's name as a prefix, where there are several kinds."""
     return f"{asked.pools[pool].device.name}:" if len(asked.pools) > 1 else ""
 
 
 def _s(seconds: float) -> str:
-    """A duration with a digit after the point, or with two that count."""
+    """A duration with one digit after the point, or with two significant digits."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
@@ -257,12 +257,12 @@ def _s(seconds: float) -> str:
 
 
 def _gb(size: float) -> str:
-    """Gigabytes with a digit after the point, or with two that count."""
+    """Gigabytes with one digit after the point, or with two significant digits."""
     return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
 
 
 def _source(text: str) -> str:
-    """A source without the degree, which differs from class to class."""
+    """A source of step times without its TP degree."""
     return re.sub(r" on \d+ x ", " on ", text)
 
 

@@ -1,9 +1,7 @@
-"""`libra-hpc repartition`: order another layout of a running job, without giving up its nodes or its place in the
-queue.
+"""`libra-hpc repartition`: order another rank layout of a running job, which restarts inside its allocation.
 
-Everything that can be wrong is said here, before anything is written; rank 0 checks it once more, because meanwhile the
-run goes on.  The order is a file in the run directory (`libra_hpc.protocol.layout_order`), its answer an event
-(`libra_hpc.runtime.orders`).
+The order is checked here, and again by rank 0, because the run goes on meanwhile.  It is a file in the run directory
+(`libra_hpc.protocol.layout_order`); its answer is an event (`libra_hpc.runtime.orders`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from libra_hpc.telemetry.status import Status
 
 from . import jobs
 from .follow import follow, wait_silently
-from .output import note, say, say_json, show
+from .output import print_json, print_line, print_note, show
 from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_status
 
 
@@ -52,8 +50,10 @@ def repartition(
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Lay out a running job anew: core nodes, TP and PP of training, engines of a node; it starts again from a
-    checkpoint, inside the job."""
+    """Repartition a running job: core nodes, TP and PP of training, engines of a node.
+
+    It saves a checkpoint and restarts inside the job.
+    """
     found = find_run(run, runs)
     check_running(found)
     values = dict(parse_override(change, example="train.tp=2") for change in changes)
@@ -67,20 +67,22 @@ def repartition(
     }
     order = None if dry_run else send(found, values)
     if order is None:
-        say_json({**facts, "order": None}) if json else show(table(before, after))
+        print_json({**facts, "order": None}) if json else show(table(before, after))
         return
     if not json:
         show(table(before, after))
-        say(f"{found.name}: ordered; at the next step boundary it saves, and its ranks start again in this layout")
+        print_line(
+            f"{found.name}: ordered; at the next step boundary it saves, and its ranks start again in this layout"
+        )
     step = await_answer(found, order, quiet=json) if wait else None
     if json:
-        say_json({**facts, "order": order.id, "step": step})
+        print_json({**facts, "order": order.id, "step": step})
     elif step is not None:
-        say(f"{found.name}: repartitioned after step {step}")
+        print_line(f"{found.name}: repartitioned after step {step}")
 
 
 def check_running(run: RunDir) -> None:
-    """Raise `UserError` unless the run is running, by its own word and the queue's, and waits for no order."""
+    """Raise `UserError` unless the run is running, by its status and the queue, and waits for no other order."""
     status, job = read_status(run), jobs.state(run)
     state = job.state if status is None else status.state
     if not job.id:
@@ -99,7 +101,7 @@ def check_running(run: RunDir) -> None:
 
 
 def send(run: RunDir, values: dict[str, Any]) -> LayoutOrder:
-    """Write the order; raises `UserError` when another one came first, or when the run directory cannot be written."""
+    """Write the order; raises `UserError` when another one exists or the run directory cannot be written."""
     order = new_order(attempt(run), time.time(), values)
     try:
         if write_once(run.order, encode_order(order)):
@@ -110,8 +112,10 @@ def send(run: RunDir, values: dict[str, Any]) -> LayoutOrder:
 
 
 def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
-    """Follow the run until its first step in the new layout; returns the last step before.  Raises `OperationError`
-    when it does not come to that."""
+    """Follow the run until its first step in the new layout; returns the last step before.
+
+    Raises `OperationError` when the order is refused or the run ends.
+    """
 
     def settled(status: Status | None) -> bool:
         answer = _answer(run, order)
@@ -120,7 +124,7 @@ def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
     try:
         state = (wait_silently if quiet else follow)(run, settled)
     except KeyboardInterrupt:
-        note(f"the order stands; `libra-hpc status {run.name} --watch` shows what becomes of it")
+        print_note(f"the order stands; `libra-hpc status {run.name} --watch` shows what becomes of it")
         raise typer.Exit(130) from None
     answer = _answer(run, order)
     if answer is None:
@@ -136,7 +140,7 @@ def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
 
 
 def table(before: RunConfig, after: RunConfig) -> RenderableType:
-    """What every rank does now and then, and what memory is counted with."""
+    """A table of every rank's present and new role, and other changed values."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim underline")
     for name in ("rank", "now", "new"):
         grid.add_column(name, justify="right" if name == "rank" else "left", no_wrap=True)
@@ -163,8 +167,7 @@ def _ranks(before: RunConfig, after: RunConfig) -> list[dict[str, Any]]:
 
 
 def _answer(run: RunDir, order: LayoutOrder) -> dict[str, Any] | None:
-    """The event that answers the order: ``repartitioned`` has the last step before, ``repartition_refused`` a
-    reason."""
+    """The event that answers the order: ``repartitioned`` with a step, or ``repartition_refused`` with a reason."""
     answers = [
         event
         for event in read_lines(run.events)

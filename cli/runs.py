@@ -1,4 +1,4 @@
-"""Finding runs: by folder, by name below the runs folder, by job id, or the latest."""
+"""Find runs by folder, name or job id, and read their status."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def all_runs(parent: Path) -> list[RunDir]:
     """Runs below ``parent``, oldest first."""
     if not parent.is_dir():
         return []
-    # os.path rather than Path: the private run of another user is passed over, not an error.
+    # os.path, unlike Path, skips the private run of another user without an error.
     found = [RunDir(path) for path in parent.iterdir() if os.path.isfile(path / "config.json")]
     return sorted(found, key=lambda run: (_created(run), run.name))
 
 
 def find_run(wanted: str | None, parent: Path) -> RunDir:
-    """The run a user means; raises `UserError` naming the runs there are."""
+    """The run that a user names, None: the latest; raises `UserError` naming the existing runs."""
     if wanted and os.path.isfile(Path(wanted) / "config.json"):
         return RunDir(wanted)
     if wanted and os.path.isdir(wanted) and not os.access(wanted, os.X_OK):
@@ -72,7 +72,7 @@ def attempt(run: RunDir) -> int:
 
 
 def read_status(run: RunDir) -> Status | None:
-    """The last snapshot of the last attempt; None while that attempt has not written one."""
+    """The last snapshot of the last attempt; None without one."""
     try:
         status = decode_status(run.status.read_bytes())
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""`libra-hpc simulate`: replay a trace on simulated engines under several scheduling policies and compare them."""
+"""`libra-hpc simulate`: replay a trace on simulated engines and compare scheduling policies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.simulator.compare import Compared, compare
 from libra_hpc.simulator.policies import ORACLE, parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engines import build_fleet
+from libra_hpc.simulator.sim_engines import build_engines
 
-from .output import busy, note, say, say_json, show
+from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 
@@ -83,7 +83,7 @@ def simulate(
     for option, seconds in (("--train-s", train_s), ("--sync-s", sync_s)):
         if not math.isfinite(seconds):
             raise invalid(option, seconds, "not a finite number", "a number >= 0")
-    fleet = build_fleet(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
+    fleet = build_engines(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
     work = load(file, format, skip_bad, limit).trajectories
     settings = SimSettings(
         max_num_seqs=max_num_seqs,
@@ -97,13 +97,13 @@ def simulate(
         max_model_len=max_context,
     )
     with busy("simulating") as status:
-        done = compare(work, fleet.engines, names, settings, lambda name: status.update(f"simulating {name}"))
+        done = compare(work, fleet.engines, names, settings, started=lambda name: status.update(f"simulating {name}"))
     if plot is not None:
         from libra_hpc.pictures.simulation_picture import draw
 
         draw({name: one.result for name, one in done.items()}, f"{file.name}: {fleet.gpus} x {device}, {model}", plot)
     if fleet.empty:
-        note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
+        print_note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
     if json:
         reference = done[ORACLE].result.makespan_s if ORACLE in done else None
         rows = {
@@ -114,7 +114,7 @@ def simulate(
             }
             for name, one in done.items()
         }
-        say_json(
+        print_json(
             {
                 "trace": str(file),
                 "gpus": fleet.gpus,
@@ -126,7 +126,7 @@ def simulate(
             }
         )
         return
-    say(
+    print_line(
         f"{file}: {len(work):,} trajectories, {sum(len(one.turns) for one in work):,} turns,"
         f" {sum(one.generated for one in work):,} generated tokens"
     )
@@ -134,7 +134,7 @@ def simulate(
         Text(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}")
     )
     show(table(done))
-    say(LEGEND)
+    print_line(LEGEND)
 
 
 def ratio(one: Compared, reference: float | None) -> float | None:
@@ -143,7 +143,7 @@ def ratio(one: Compared, reference: float | None) -> float | None:
 
 
 def table(done: dict[str, Compared]) -> Table:
-    """One row a policy; the best makespan but the oracle's is marked."""
+    """One row a policy; the best makespan besides the oracle's is marked."""
     reference = done[ORACLE].result.makespan_s if ORACLE in done else None
     best = min((one.result.makespan_s for name, one in done.items() if name != ORACLE), default=0.0)
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""``components.split = "auto"`` for the verbs: fill it in, and say what was chosen."""
+"""``components.split = "auto"``: fill in the planner's split, and print it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.planning.initial import Initial, initial_plan
+from libra_hpc.planning.initial import InitialPlan, initial_plan
 
 from . import plan_tables
 from .output import WIDTH, busy, console
 
 
-def resolve(config: RunConfig) -> tuple[RunConfig, Initial | None]:
-    """A run file with its split filled in, and the plan behind it; as it is, and None, where the split is explicit.
-    Raises `UserError`."""
+def resolve(config: RunConfig) -> tuple[RunConfig, InitialPlan | None]:
+    """The configuration with its split filled in, and the plan; unchanged and None where the split is explicit.
+
+    Raises `UserError`.
+    """
     if config.components.split != "auto":
         return config, None
     with busy("planning"):
@@ -24,18 +26,17 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Initial | None]:
     return made.config, made
 
 
-def show_split(made: Initial, *, stderr: bool = False) -> None:
-    """Print the plans that were compared, best first, and what the first one makes of the run file; ``stderr``:
-    beside a result on stdout."""
+def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
+    """Print the compared plans, best first, and the keys of the chosen one; ``stderr``: stdout has another result."""
     (Console(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
 
 
-def words(made: Initial) -> str:
+def words(made: InitialPlan) -> str:
     """The filled-in keys in one line."""
     return ", ".join(f"{key.removeprefix('components.')} = {value}" for key, value in made.chosen.items())
 
 
-def _screen(made: Initial) -> RenderableType:
+def _screen(made: InitialPlan) -> RenderableType:
     asked, best = made.asked, made.plan
     head = (
         f"split = auto: {plan_tables.title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths:"

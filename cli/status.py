@@ -1,4 +1,4 @@
-"""`libra-hpc status`: one screen of a run, once or live."""
+"""`libra-hpc status`: show one screen of a run, once or live."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from libra_hpc.telemetry.view import render
 
 from . import jobs
 from .follow import follow
-from .output import say, say_json, show
+from .output import print_json, print_line, show
 from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status, rewards
 
 
@@ -31,16 +31,16 @@ def status(
         follow(found)
         return
     snapshot = read_status(found)
-    # The queue knows better than a snapshot whether the job still runs, but a finished run needs no query.
+    # The queue shows whether the job still runs; a finished run needs no query.
     job = None if snapshot is not None and snapshot.state in FINAL else jobs.state(found)
     if json:
         value: dict[str, Any] = {"run": found.name, "path": str(found.path), "job": msgspec.to_builtins(job)}
-        say_json({**value, "status": None if snapshot is None else status_dict(snapshot)})
+        print_json({**value, "status": None if snapshot is None else status_dict(snapshot)})
         return
     if snapshot is not None:
         show(render(snapshot, now=time.time(), rewards=rewards(found)))
     if job is not None and not job.id:
-        say(f"{found.name}: was never queued; files in {found.path}")
+        print_line(f"{found.name}: was never queued; files in {found.path}")
     elif job is not None and (snapshot is None or job.state != "running"):
         reason = f" ({job.reason})" if job.reason else ""
-        say(f"{found.name}: job {job.id} is {job.state}{reason}; files in {found.path}")
+        print_line(f"{found.name}: job {job.id} is {job.state}{reason}; files in {found.path}")

@@ -1,7 +1,8 @@
 """`libra-hpc submit`: from a run file to a queued job, and with ``--wait`` to its summary.
 
-Nothing is written or queued before every check has passed; ``--dry-run`` stops there and prints the script.  Where the
-run file says ``split = "auto"``, the planner's table comes first.
+- Every check (`check_all`) passes before anything is written or queued.
+- ``--dry-run`` -> print the script and stop.
+- ``components.split = "auto"`` -> print the planner's table first.
 """
 
 from __future__ import annotations
@@ -17,21 +18,19 @@ from libra_hpc.config.load import apply_override, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.planning.initial import Initial, record
-from libra_hpc.preflight.checks import check_run
-from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.planning.initial import InitialPlan, plan_record
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.telemetry.run_config import load_resolved
 from libra_hpc.telemetry.rundir import MODES, RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
 from . import jobs
-from .check import check_site, load, warn
+from .check import check_all, load, warn
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
-from .output import note, say, say_json, show
+from .output import print_json, print_line, print_note, show
 from .runs import FINAL, RUNS, JsonOption, attempt, find_run
-from .split import resolve, show_split
+from .split import show_split
 from .summary import draw
 
 EXECUTORS = ("auto", "slurm", "local")
@@ -86,22 +85,14 @@ def submit(
         config = load(run_file, overrides)
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
-    config, made = resolve(config)
-    warnings = check_run(config) + check_python(config)
-    environment = (
-        jobs.environment_or_none(config.slurm.executor) if dry_run else jobs.environment(config.slurm.executor)
-    )
-    check_site(config, environment)
+    config, made, environment, warnings = check_all(config, slurm_required=not dry_run)
     warn(warnings)
     number = 1 if run is None else attempt(run) + 1
     if made is not None and not (parsable or json):
         show_split(made, stderr=dry_run)
     if dry_run:
-        say(
-            jobs.script(Launch(config, run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN"), number)).rstrip(
-                "\n"
-            )
-        )
+        folder = run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN")
+        print_line(jobs.script(Launch(config, folder, number)).rstrip("\n"))
         return
     if run is None or before is None:
         assert run_file is not None
@@ -111,10 +102,10 @@ def submit(
         share(run, before, config)
     queued = queue(Launch(config, run, number), environment, made)
     if parsable:
-        say(queued)
+        print_line(queued)
     elif json:
         split = None if made is None else made.chosen
-        say_json(
+        print_json(
             {
                 "job_id": queued,
                 "run": run.name,
@@ -125,7 +116,7 @@ def submit(
             }
         )
     else:
-        say(f"Submitted {queued}  run={run.path}")
+        print_line(f"Submitted {queued}  run={run.path}")
     if wait:
         finish(run, queued, quiet=parsable or json)
 
@@ -142,14 +133,13 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial | None) -> str:
-    """Queue one attempt, with the plan behind its split if there is one; a first attempt that is refused leaves no
-    run directory behind."""
+def queue(launch: Launch, environment: Mapping[str, str] | None, made: InitialPlan | None) -> str:
+    """Queue one attempt and record the plan behind its split; a refused first attempt leaves no run directory."""
     run = launch.run
     try:
         run.write_json(run.config, launch.config.model_dump())
         if made is not None:
-            run.write_json(run.plan, record(made))
+            run.write_json(run.plan, plan_record(made))
         return jobs.queue(launch, environment)
     except (UserError, OperationError):
         if launch.attempt == 1:
@@ -158,7 +148,7 @@ def queue(launch: Launch, environment: Mapping[str, str] | None, made: Initial |
 
 
 def resumed(run: RunDir, before: RunConfig, overrides: list[str]) -> RunConfig:
-    """The configuration of an earlier attempt with overrides; its identity stays."""
+    """The configuration of an earlier attempt with overrides; name and folder cannot change."""
     data = before.model_dump()
     for override in overrides:
         apply_override(data, override)
@@ -169,7 +159,7 @@ def resumed(run: RunDir, before: RunConfig, overrides: list[str]) -> RunConfig:
 
 
 def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
-    """Give a resumed run's directory the mode that an override asks for; without one it keeps what it has."""
+    """Give a resumed run's directory the mode of an overridden ``run.share``."""
     if before.run.share == config.run.share:
         return
     try:
@@ -180,8 +170,7 @@ def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
 
 
 def refuse_if_active(run: RunDir) -> None:
-    """Raise `UserError` while an earlier attempt may still run: two jobs in one run directory would overwrite each
-    other."""
+    """Raise `UserError` while an earlier attempt may still run: two jobs would overwrite each other's files."""
     job = jobs.state(run)
     if job.id and job.state not in (*FINAL, "unknown"):
         raise invalid(
@@ -197,7 +186,7 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
     try:
         state = wait_silently(run) if quiet else follow(run)
     except KeyboardInterrupt:
-        note(
+        print_note(
             f"job {queued} goes on; `libra-hpc status {run.name} --watch` shows it, `libra-hpc cancel {run.name}`"
             " ends it"
         )
@@ -206,9 +195,9 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
         draw(run)
         show(render_summary(msgspec.structs.replace(summarise(run), state=state)))
     if state != "completed":
-        said = str(run.read_json(run.result).get("message", "")).rstrip(".")
-        why = f" ({said})" if said else ""
-        verdict = "was cancelled" if state == "cancelled" else state
+        message = str(run.read_json(run.result).get("message", "")).rstrip(".")
+        why = f" ({message})" if message else ""
+        ended = "was cancelled" if state == "cancelled" else state
         raise OperationError(
-            f"the run {verdict}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})"
+            f"the run {ended}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})"
         )

@@ -1,4 +1,4 @@
-"""`libra-hpc summary`: what a run achieved."""
+"""`libra-hpc summary`: show the results of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
-from .output import busy, note, say_json, show
+from .output import busy, print_json, print_note, show
 from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 
@@ -20,17 +20,17 @@ def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption 
     found.resolved()
     draw(found)
     if json:
-        say_json(msgspec.to_builtins(summarise(found)))
+        print_json(msgspec.to_builtins(summarise(found)))
     else:
         show(render_summary(summarise(found)))
 
 
 def draw(run: RunDir) -> None:
-    """Write the run's picture; a folder of someone else's that cannot be written only costs the picture."""
+    """Write the run's picture; a folder that cannot be written is only a note."""
     from libra_hpc.pictures.run_picture import plot
 
     try:
         with busy("drawing"):
             plot(run, run.summary_picture)
     except UserError as error:
-        note(f"no picture: {error}")
+        print_note(f"no picture: {error}")

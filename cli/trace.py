@@ -1,4 +1,4 @@
-"""`libra-hpc trace`: look at a trace, convert one to the project's own format, or generate one."""
+"""`libra-hpc trace`: inspect a trace, convert it to the project's own format, or generate one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.predict import Prediction, Residual, predict
 from libra_hpc.traces.trace_stats import Spread
 
-from .output import busy, note, say, say_json, show
+from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 
 app = typer.Typer(help="Traces of trajectories: what a simulation replays.", no_args_is_help=True)
@@ -47,7 +47,7 @@ LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="O
 
 @app.callback()
 def trace() -> None:
-    """Look at, convert and generate traces."""
+    """Inspect, convert and generate traces."""
 
 
 @app.command("inspect")
@@ -64,7 +64,7 @@ def inspect(
         description, prediction = describe(found.trajectories), predict(found.trajectories)
     if json:
         facts = {"file": str(file), "format": found.format, "bad_lines": len(found.bad)}
-        say_json(
+        print_json(
             {**facts, "description": msgspec.to_builtins(description), "prediction": msgspec.to_builtins(prediction)}
         )
         return
@@ -86,7 +86,7 @@ def convert(
     with busy("writing"):
         read.write_trace(out, found.trajectories)
     if json:
-        say_json(
+        print_json(
             {
                 "out": str(out),
                 "format": found.format,
@@ -95,7 +95,7 @@ def convert(
             }
         )
     else:
-        say(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
+        print_line(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
 
 
 @app.command("generate")
@@ -126,7 +126,17 @@ def generate_trace(
     json: JsonOption = False,
 ) -> None:
     """Generate a trace with known structure."""
-    dials = Dials(trajectories, group, seed, sibling, outcome, drift, epochs, turns, max_context)
+    dials = Dials(
+        trajectories=trajectories,
+        group=group,
+        seed=seed,
+        sibling=sibling,
+        outcome=outcome,
+        drift=drift,
+        epochs=epochs,
+        turns=turns,
+        max_context=max_context,
+    )
     with busy("generating"):
         made = generate(preset, dials)
         read.write_trace(out, made)
@@ -136,33 +146,33 @@ def generate_trace(
         "generated_tokens": sum(one.generated for one in made),
     }
     if json:
-        say_json({"out": str(out), "preset": preset, **facts})
+        print_json({"out": str(out), "preset": preset, **facts})
     else:
-        say(
+        print_line(
             f"{out}: {facts['trajectories']:,} trajectories, {facts['turns']:,} turns, {facts['generated_tokens']:,}"
             " generated tokens"
         )
 
 
 def load(file: Path, format: str, skip_bad: bool, limit: int | None) -> read.Trace:
-    """Read a trace, and say on stderr what was passed over."""
+    """Read a trace, and print skipped lines on stderr."""
     with busy("reading"):
         found = read.read_trace(file, format, skip_bad, limit)
     if found.bad:
-        note(f"passed over {len(found.bad)} bad lines, the first: {found.bad[0]}")
+        print_note(f"passed over {len(found.bad)} bad lines, the first: {found.bad[0]}")
     return found
 
 
 def show_description(file: Path, format: str, what: Description) -> None:
     """Print counts and quantiles."""
     groups = f"{what.groups:,} with siblings" if what.groups else "no siblings"
-    say(f"{file} ({format})")
-    say(
+    print_line(f"{file} ({format})")
+    print_line(
         f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}), {what.turns_total:,} turns,"
         f" {what.generated_total:,} generated tokens"
     )
     reward = "" if what.mean_reward is None else f"; mean reward {what.mean_reward:.3f}"
-    say(f"the longest {TAIL:.0%} of the trajectories generate {what.tail_share:.0%} of the tokens{reward}")
+    print_line(f"the longest {TAIL:.0%} of the trajectories generate {what.tail_share:.0%} of the tokens{reward}")
     table = _table("per trajectory, turn or tool call", "p50", "p90", "p99", "max", "mean")
     rows = {
         "turns": what.turns,
@@ -205,22 +215,22 @@ def show_prediction(what: Prediction) -> None:
             values = (row.anova.eta2, row.anova.icc, row.r_siblings, row.r_probe)
             table.add_row(row.quantity, f"{row.groups:,}", f"{row.n:,}", *(_share(value) for value in values))
         show(table)
-        say(PROMPT_LEGEND)
+        print_line(PROMPT_LEGEND)
     else:
-        say("the prompt predicts: no siblings\n")
+        print_line("the prompt predicts: no siblings\n")
     table = _table("at equal turn, log of what remains", "measure", "value", "share of variance", "n")
     for signal in what.signals:
         value = _share(signal.value) if not signal.note else signal.note
         table.add_row(signal.signal, signal.measure, value, _share(signal.share), f"{signal.n:,}")
     show(table)
-    say(SIGNAL_LEGEND)
+    print_line(SIGNAL_LEGEND)
     table = _table("attained tokens", "n", "mean tokens to come", "mean turns to come")
     for residual in _thinned(what.residual):
         table.add_row(
             f"> {residual.attained:,}", f"{residual.n:,}", f"{residual.mean_tokens:,.0f}", f"{residual.mean_turns:,.1f}"
         )
     show(table)
-    say(TRENDS[what.trend])
+    print_line(TRENDS[what.trend])
 
 
 def _table(first: str, *others: str) -> Table:

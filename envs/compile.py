@@ -1,9 +1,7 @@
-"""Compile the scheduler's hot modules with mypyc: ``python -m libra_hpc_envs.compile``, in an environment with the
-extra ``compile``.
+"""Compile the scheduler with mypyc: ``python -m libra_hpc_envs.compile [--quiet]``, with the extra ``compile``.
 
-What is compiled and where a build is found again is `libra_hpc.compiled`'s.  It is made in a temporary folder and put
-in its place by one rename, so a build is complete or not there; builds of other sources are removed then.  Takes half a
-minute of one core.
+`libra_hpc.compiled` names the modules and finds the build.  The build is made in a temporary folder and renamed into
+place, so it is complete or absent; builds of other sources are removed.  Takes half a minute of one core.
 """
 
 from __future__ import annotations
@@ -18,16 +16,15 @@ from pathlib import Path
 from libra_hpc import compiled
 
 GROUP = "libra_hpc.sched.core"
-"""The shared library behind the modules is ``GROUP`` + "__mypyc": inside the package, so that it is found where they
-are."""
+"""The shared library is ``GROUP`` + "__mypyc", inside the package, so that imports find it beside the modules."""
 
 
 class CompileError(Exception):
-    """One sentence that says what is missing."""
+    """One sentence that names what is missing."""
 
 
 def compile_scheduler() -> Path | None:
-    """Make the build of these sources; its folder, or None when it was there.
+    """Make the build of these sources; returns its folder, or None if it exists already.
 
     Raises:
         CompileError: mypyc or a C compiler is missing, or fails, or the environment cannot be written to.
@@ -52,13 +49,13 @@ def compile_scheduler() -> Path | None:
     try:
         staged.rename(folder)
     except OSError:
-        # Somebody else was faster; theirs is the same.
+        # Another process was faster; its build is the same.
         shutil.rmtree(staged, ignore_errors=True)
     return folder
 
 
 def _build(scratch: Path) -> Path:
-    """Extension modules of the sources, made below ``scratch``; returns their folder."""
+    """Compile the modules below ``scratch``; returns their folder."""
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution
@@ -75,7 +72,7 @@ def _build(scratch: Path) -> Path:
         raise CompileError(
             f"the scheduler was not compiled: {missing} is not there; on Debian: apt-get install gcc python3-dev"
         )
-    # A copy: mypy takes package names from folders, and minds sources that lie in site-packages.
+    # A copy: mypy takes package names from folders, and rejects sources in site-packages.
     shutil.copytree(
         compiled.SOURCES.parent, scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables")
     )
@@ -90,7 +87,7 @@ def _build(scratch: Path) -> Path:
             debug_level="0",
         )
         for extension in extensions:
-            # Generated code; other compilers warn of other things.
+            # Generated code: warnings differ between compilers.
             extension.extra_compile_args = [a for a in extension.extra_compile_args if a != "-Werror"]
         command = Distribution({"name": "libra-hpc-sched", "ext_modules": extensions}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(scratch / "lib"), str(scratch / "temp")
@@ -104,7 +101,7 @@ def _build(scratch: Path) -> Path:
 
 
 def main() -> int:
-    """Command line; exit code 1 when nothing could be made, which leaves the sources in use."""
+    """Command line; exit code 1 if nothing was built and the sources stay in use."""
     try:
         folder = compile_scheduler()
     except CompileError as error:

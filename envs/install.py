@@ -1,11 +1,11 @@
-"""Make the virtual environment of one requirement set with plain pip: ``python3 envs/install.py cpu --venv .venv
---extra dev``.
+"""Make the virtual environment of one requirement set: ``python3 envs/install.py cpu --venv .venv --extra dev``.
 
-Sets are complete and pinned, so pip is called with ``--no-deps``: nothing may pull the CUDA builds that break a CPU
-machine.  The exception is ``cuda``, whose dependencies depend on the driver and are resolved by pip on the spot.  The
-extra ``compile`` also compiles the scheduler (`compile.py`).  A stamp in the environment holds the hash of everything
-that decided its content; when it still matches, nothing is installed.  Standard library only: this file runs before
-anything of ours is installed.
+- ``login``, ``cpu``: complete and pinned -> ``pip --no-deps``, so no dependency brings CUDA builds to a CPU machine.
+- ``cuda``: dependencies differ with the driver -> pip resolves them.
+- ``--extra compile`` -> the scheduler is compiled too (`compile.py`).
+- The stamp in the environment matches the hash of pins, Python and checkout -> nothing is installed.
+
+Standard library only: this file runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ SETS: dict[str, tuple[str, ...]] = {"login": ("login",), "cpu": ("login", "cpu")
 EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev")}
 STAMP = "libra-hpc.json"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-"""PyTorch's own index of CPU builds, asked only when pip's configured sources lack the ``+cpu`` build (PyPI never
-has it)."""
+"""PyTorch's index of CPU builds, for when pip's configured sources lack the ``+cpu`` build; PyPI never has it."""
 PINNED_PYTHON = (3, 11)
-"""The wheels of ``cpu.txt`` are for this interpreter."""
+"""The wheels in ``cpu.txt`` need this Python version."""
 _NETWORK_SIGNS = (
     "NewConnectionError",
     "Max retries exceeded",
@@ -40,7 +39,7 @@ _NETWORK_SIGNS = (
 
 
 class InstallError(Exception):
-    """One sentence that tells the user what to change."""
+    """A failure whose message is one sentence with what to change."""
 
 
 def requirements(names: tuple[str, ...]) -> list[str]:
@@ -50,13 +49,13 @@ def requirements(names: tuple[str, ...]) -> list[str]:
 
 
 def fingerprint(names: tuple[str, ...]) -> str:
-    """Hash of the pins, pyproject.toml, this interpreter's version and the checkout's place."""
+    """Hash of the pins, pyproject.toml, this interpreter's version and the checkout's path."""
     facts = [platform.python_version(), str(ROOT), (ROOT / "pyproject.toml").read_text(), *requirements(names), *names]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 def check_python(target: str) -> None:
-    """Raise `InstallError` when this interpreter cannot carry the set."""
+    """Raise `InstallError` when the set does not support this interpreter."""
     here = sys.version_info[:2]
     if here < PINNED_PYTHON or (target == "cpu" and here != PINNED_PYTHON):
         wanted = ".".join(map(str, PINNED_PYTHON)) + ("" if target == "cpu" else " or newer")
@@ -67,8 +66,7 @@ def check_python(target: str) -> None:
 
 
 def make_venv(folder: Path) -> Path:
-    """Return the environment's python, making the environment if there is none or its interpreter is gone or another
-    version."""
+    """Return the environment's python; makes the environment unless its interpreter is present and current."""
     python = folder / "bin" / "python"
     if python.exists():
         probe = subprocess.run(
@@ -94,7 +92,7 @@ def make_venv(folder: Path) -> Path:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    """Run ``pip install``; raises `InstallError` naming the reason when it fails."""
+    """Run ``pip install``; raises `InstallError` with the reason."""
     command = [
         str(python),
         "-m",
@@ -110,7 +108,7 @@ def pip(python: Path, *arguments: str) -> None:
     if done.returncode == 0:
         return
     output = done.stderr + done.stdout
-    # pip reports an unreachable index as "no matching distribution"; the connection errors above it are the true cause.
+    # pip reports an unreachable index as "no matching distribution", below the connection errors.
     if any(sign in output for sign in _NETWORK_SIGNS):
         raise InstallError(
             "no package index could be reached: check the network, or point pip at a mirror (pip config set"
@@ -135,14 +133,13 @@ def install_cpu_torch(python: Path, pin: str) -> None:
 
 
 def compile_scheduler(folder: Path, names: tuple[str, ...]) -> None:
-    """Compile the scheduler where the set for it is installed and the present sources have no build; without a C
-    compiler they run as they are."""
+    """Compile the scheduler if the extra is installed; without a C compiler it runs interpreted."""
     if "compile" in names:
         subprocess.run([str(folder / "bin" / "python"), "-m", "libra_hpc_envs.compile", "--quiet"], check=False)
 
 
 def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
-    """Bring the environment to the wanted content; returns one line that says what was done."""
+    """Install what the environment lacks; returns one line with what was done."""
     check_python(target)
     names = tuple(dict.fromkeys((*SETS[target], *(name for extra in extras for name in EXTRAS[extra]))))
     wanted, stamp = fingerprint(names), folder / STAMP

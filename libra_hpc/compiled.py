@@ -1,15 +1,13 @@
-"""The hot modules of the scheduler as machine code, when there is a build of exactly these sources.
+"""Finds the compiled modules of the scheduler, if there is a build of exactly these sources.
 
-A decision is some 1,500 bytecodes (`sched.cmlfq` and what it calls).  mypyc turns the same typed Python into C, which
-takes a third of the time and decides the same to the last bit (a test compares).  `libra_hpc_envs.compile` makes a
-build; this module only finds it.
+mypyc compiles the typed modules to C; `libra_hpc_envs.compile` makes the build.  Decisions are the same to the last bit
+and take a third of the time.  A build is a folder of extension modules below the environment's prefix.  Its name has a
+hash of the sources and the interpreter, so a build may be missing but is never stale.
 
-A build is a folder of extension modules below the environment's prefix, named by the hash of the sources it was made of
-and by the interpreter.  When it is there, `libra_hpc.sched` looks for its modules in it first; when anything differs,
-as after an edit or an update, it is not found, and the sources run as they are.  So a build can be missing, but never
-stale.  `INTERPRETED` = LIBRA_HPC_INTERPRETED set to anything has the sources run in any case (debuggers).
+- A build with that name exists -> `libra_hpc.sched` imports from it.
+- It does not, or ``LIBRA_HPC_INTERPRETED`` is set (debuggers) -> the sources run.
 
-Standard library only, and nothing of ours: it runs before the first module of `libra_hpc.sched` is imported.
+Imports the standard library only: it runs before the first module of `libra_hpc.sched`.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ MODULES = (
     "linear",
     "survival",
     "blend",
-    "context",
+    "signal_effect",
     "signals",
     "groups",
-    "tree",
+    "remaining_work",
     "costs",
     "concurrency",
     "speed",
@@ -36,14 +34,14 @@ MODULES = (
     "ttl",
     "cmlfq",
 )
-"""Of `libra_hpc.sched`, the ones a turn or the end of a trajectory goes through."""
+"""Modules of `libra_hpc.sched` that run for every turn or for every end of a trajectory."""
 INTERPRETED = "LIBRA_HPC_INTERPRETED"
 SOURCES = Path(__file__).parent / "sched"
 BUILDS = Path(sys.prefix) / "share" / "libra-hpc"
 
 
 def build_folder() -> Path:
-    """Where the build of these sources for this interpreter is, or would be."""
+    """Folder of the build of these sources for this interpreter, whether it exists or not."""
     digest = hashlib.sha256()
     for name in MODULES:
         digest.update((SOURCES / f"{name}.py").read_bytes() + b"\0")
@@ -51,7 +49,7 @@ def build_folder() -> Path:
 
 
 def in_use() -> Path | None:
-    """The build that is used; None when there is none, or when somebody asked for the sources."""
+    """The build in use; None if the sources run."""
     if os.environ.get(INTERPRETED):
         return None
     folder = build_folder()
@@ -59,7 +57,6 @@ def in_use() -> Path | None:
 
 
 def use(path: list[str]) -> None:
-    """Put the build, if there is one, before a package's own folder; ``path`` is the ``__path__`` of
-    `libra_hpc.sched`."""
+    """Put the build, if any, first in ``path``, the ``__path__`` of `libra_hpc.sched`."""
     if (folder := in_use()) is not None:
         path.insert(0, str(folder))

@@ -1,8 +1,7 @@
-"""The one exception a user's mistake becomes: a sentence that names the field, the value, what is valid, and the
-nearest match.
+"""Exceptions whose message is one sentence for the user, and how to build that sentence.
 
-The command line prints it on stderr without a traceback and exits with 2.  Anything else that escapes is a defect of
-ours and keeps its traceback.
+The command line prints it on stderr and exits with `exit_code`.  Any other exception is a defect and shows its
+traceback.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_VALUE = 120
-"""Characters of a value that a message repeats: a line of a file that is none of ours may be a megabyte long."""
+"""Most characters of a value in a message: a line of a foreign file may be a megabyte long."""
 
 
 class UserError(Exception):
-    """A mistake in what the user gave us; the message is one complete sentence."""
+    """A mistake of the user; the message names the field, the value, what is valid, and the nearest match."""
 
     exit_code = 2
 
 
 class OperationError(Exception):
-    """The request was understood but could not be carried out (a job failed, a daemon did not start)."""
+    """A correct request that failed: a job failed, a daemon did not start."""
 
     exit_code = 1
 
@@ -32,14 +31,13 @@ class SlurmUnreachable(OperationError):
     exit_code = 3
 
 
-def said(error: Exception) -> str:
-    """What an exception says, without the number and the file name that an `OSError` puts around it: the sentence
-    around it names the file."""
+def error_text(error: Exception) -> str:
+    """The message of an exception; of an `OSError` without its number and file name."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def nearest(value: str, valid: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the closest valid name, or an empty string when nothing is close."""
+    """``" (did you mean 'x'?)"`` for the closest valid name; empty when none is close."""
     close = difflib.get_close_matches(value, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -47,8 +45,7 @@ def nearest(value: str, valid: Iterable[str]) -> str:
 def invalid(field: str, value: object, why: str, valid: Iterable[str] | str = ()) -> UserError:
     """Build a `UserError` for one field.
 
-    ``valid`` is either the list of valid names (the nearest match is then suggested) or a sentence fragment such as
-    ``"an integer >= 0"``.
+    ``valid`` is the list of valid names, of which the nearest is suggested, or words such as ``"an integer >= 0"``.
     """
     shown = repr(value)
     if len(shown) > LONGEST_VALUE:

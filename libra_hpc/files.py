@@ -1,4 +1,4 @@
-"""Whole files: replaced so that no reader sees a part, and JSON objects read with errors that name the file."""
+"""Replace files atomically, and read JSON objects with errors that name the file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError, said
+from libra_hpc.errors import UserError, error_text
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` so that a reader sees the old or the new content, never a part, even after a crash of the
-    machine."""
+    """Replace ``path``: a reader sees the old or the new content, never a part, even after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as handle:
@@ -26,7 +25,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_once(path: Path, data: bytes) -> bool:
-    """As `write_atomic`, but False, and nothing is changed, when ``path`` exists: of several writers one wins."""
+    """As `write_atomic`, but changes nothing and returns False when ``path`` exists; of several writers one wins."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_atomic(temporary, data)
@@ -39,13 +38,13 @@ def write_once(path: Path, data: bytes) -> bool:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object; raises `UserError` naming the file, ``what`` it is and why it cannot be had."""
+    """Read a JSON object; raises `UserError` with the file, ``what`` it is, and the reason."""
     try:
         value = json.loads(path.read_bytes())
     except RecursionError as error:
         raise UserError(f"{path}: {what} cannot be read: it is nested too deeply.") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {what} cannot be read: {said(error).rstrip('.')}.") from error
+        raise UserError(f"{path}: {what} cannot be read: {error_text(error).rstrip('.')}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: {what} is not a JSON object.")
     return value

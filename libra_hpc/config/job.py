@@ -1,4 +1,4 @@
-"""Sections about the job itself: identity, Slurm, and the node components."""
+"""Sections of the run file about the job: identity, Slurm, node components, deadlines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RunSection(Section):
     """Who may read the run directory: ``private`` its owner (mode 0700), ``group`` the owner's group (0750), ``all``
     everybody (0755)."""
     engine: Literal["real", "simulated"] = "real"
-    """``real``: GPUs or CPUs do the work. ``simulated``: engines, trainers and tools are simulated as
-    ``[simulated]`` says; every other process is real."""
+    """``real``: GPUs or CPUs do the work. ``simulated``: engines, trainers and tools are simulated
+    (``[simulated]``); every other process is real."""
 
 
 class SlurmSection(Section):

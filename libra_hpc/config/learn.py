@@ -1,4 +1,4 @@
-"""Sections about the model and the learning algorithm."""
+"""Sections of the run file about model, task, learning algorithm, training and checkpoints."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class TrainSection(Section):
     micro_tokens: Tokens = Field(8192, ge=64)
     """Most tokens of one packed micro-batch."""
     recompute: bool = False
-    """Recompute every layer's activations in the backward pass instead of keeping them: a third more work, a fraction
-    of the memory. ``components.split = "auto"`` chooses it where it is not given."""
+    """Recompute every layer's activations in the backward pass: a third more work, a fraction of the memory.
+    ``components.split = "auto"`` chooses it where it is not given."""
     threads: int = Field(1, ge=1)
     """CPU threads per worker process."""
     snapshot_every: Steps = Field(4, ge=0)
@@ -111,8 +111,8 @@ class CheckpointSection(Section):
     every: Steps = Field(50, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(2, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are retained."""
     experience: bool = True
-    """Keep finished trajectories in the run directory, so that a restart trains them: about 9 bytes a token, for up
+    """Write finished trajectories to the recovery log, so that a restart trains them: about 9 bytes a token, for up
     to 2 (eta + 1) batches. Unfinished ones are sampled again after a crash, so up to eta + 1 batches lean towards
     short ones. ``false``: all are sampled again."""

@@ -1,9 +1,9 @@
-"""From a run file and overrides to one frozen `RunConfig`; whatever is wrong with them becomes one sentence.
+"""Load a run file and overrides into one frozen `RunConfig`; the first mistake becomes one sentence.
 
-Values keep their TOML types (a number in quotes is an error, not a number).  Only the first mistake is reported, and
-unknown keys come before wrong values: a misspelt key is usually the cause of what follows.  Overrides are
-``section.key=value`` with the value in TOML syntax; a value that is not TOML, or one meant for a text field
-(``slurm.time_limit=00:30:00`` is a *time* in TOML), is taken as text.
+- A value of another TOML type (a number in quotes) -> an error, no conversion.
+- An unknown key and a wrong value -> the unknown key is reported: it is usually the cause.
+- An override ``section.key=value`` -> the value is TOML.
+- A value that is not TOML, or not a string in a text field (``slurm.time_limit=00:30:00`` is a TOML time) -> text.
 """
 
 from __future__ import annotations
@@ -37,16 +37,12 @@ _TYPE_NAMES: dict[Any, str] = {
     list: "a list",
 }
 _BRANCHES = ("one", "each")
-"""What pydantic adds to the place of an error for the two forms of a `PerNode` field."""
+"""Names that pydantic adds to the location of an error in a `PerNode` field."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read ``path``, apply ``overrides`` in order, and validate.
-
-    Raises `UserError` when the file cannot be read or parsed, an override is malformed, a key is unknown, or a value
-    has the wrong type or range.
-    """
+    """Read ``path``, apply ``overrides`` in order, and validate; raises `UserError` for the first mistake."""
     data = read_toml(Path(path))
     for override in overrides:
         apply_override(data, override)
@@ -95,7 +91,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """``config`` with the values of some dotted keys replaced; raises `UserError` when it is none that is valid."""
+    """``config`` with the values of some dotted keys replaced; raises `UserError` when the result is not valid."""
     data = config.model_dump()
     for key, value in values.items():
         *tables, name = key.split(".")
@@ -115,7 +111,7 @@ def _override_value(text: str, *, as_text: bool) -> Any:
         if as_text:
             return text
         raise invalid("override", text, "nested too deeply") from error
-    # A line break would smuggle further keys in; such a value was not meant as TOML.
+    # A line break could add further keys; such a value was not meant as TOML.
     if set(parsed) != {"value"} or (as_text and not isinstance(parsed["value"], str)):
         return text
     return parsed["value"]
@@ -137,7 +133,7 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
 
 
 def translate(error: ErrorDetails) -> UserError:
-    """Turn one pydantic error into the project's sentence: field, value, what is valid, nearest match."""
+    """Turn a pydantic error into one sentence: field, value, what is valid, nearest match."""
     names = [str(part) for part in error["loc"] if part not in _BRANCHES]
     dotted, value, kind = ".".join(names), _shown(error["input"]), error["type"]
     if kind == "extra_forbidden":
@@ -176,7 +172,7 @@ def _unknown(names: Sequence[str], value: Any) -> UserError:
 
 
 def describe(field: FieldInfo) -> str:
-    """What a field accepts, in words: ``an integer >= 0``."""
+    """Valid values of a field in words: ``an integer >= 0``."""
     for rule in field.metadata:
         if isinstance(rule, Valid):
             return rule.words
@@ -242,5 +238,5 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _shown(value: Any) -> Any:
-    """A value as the user wrote it: TOML dates and times without Python's constructor around them."""
+    """A value as the user wrote it: TOML dates and times as text."""
     return value if isinstance(value, (str, int, float, bool, list, dict)) else str(value)

@@ -1,4 +1,4 @@
-"""Reference of all keys of a run file, made from the schema: valid values, default, unit, description.
+"""Generate the reference of all keys of a run file from the schema: valid values, default, unit, description.
 
 `libra-hpc config keys` prints it; ``python -m libra_hpc.config.reference > docs/configuration.md`` writes the page.
 """
@@ -53,7 +53,7 @@ class ConfigKey(NamedTuple):
 
     name: str
     valid: str
-    """What it accepts, in words."""
+    """Valid values in words."""
     unit: str
     default: Any
     text: str
@@ -68,7 +68,7 @@ class KeyTable(NamedTuple):
 
 
 def tables() -> list[KeyTable]:
-    """Every section in the order of the schema; neighbours with the same keys and defaults are one entry."""
+    """All sections in the order of the schema; neighbours with the same keys and defaults are one table."""
     found: list[KeyTable] = []
     for table in _walk(RunConfig(), ""):
         if found and found[-1][1:] == table[1:]:
@@ -79,7 +79,7 @@ def tables() -> list[KeyTable]:
 
 
 def select(wanted: str) -> list[KeyTable]:
-    """The tables of a section, or the one table of a key with this key only; raises `UserError` for any other name."""
+    """The tables of a section, or a table with one key; raises `UserError` for any other name."""
     everything = tables()
     found = [table for table in everything if any(f"{name}.".startswith(f"{wanted}.") for name in table.names)]
     if found:
@@ -140,7 +140,8 @@ def _walk(section: BaseModel, name: str) -> Iterator[KeyTable]:
 
 def _key(name: str, field: FieldInfo, default: Any) -> ConfigKey:
     unit = next((rule.name for rule in field.metadata if isinstance(rule, Unit)), "")
-    return ConfigKey(name, describe(field), unit, default, _markdown(field.description or ""))
+    text = _markdown(field.description or "")
+    return ConfigKey(name=name, valid=describe(field), unit=unit, default=default, text=text)
 
 
 def _markdown(text: str) -> str:
@@ -154,7 +155,7 @@ def _together(names: Sequence[str]) -> str:
 
 
 def _entry(key: ConfigKey) -> str:
-    """What a key accepts, and on the next line what it is for."""
+    """Valid values of a key, and its description on the next line."""
     valid = re.sub(r"matching (\S+)", r"matching `\1`", key.valid)
     unit = f", in {key.unit}" if key.unit else ""
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Sections about rollout and planning."""
+"""Sections of the run file about rollout and planning."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ PerNode = Annotated[
     Discriminator(_one_or_each),
     Valid("an integer >= 1, or a list of them with one for each hybrid and rollout node"),
 ]
-"""One number for every node that can run engines, or a list in rank order: the hybrid nodes first, then the rollout
-nodes."""
+"""One number for all nodes with engines, or a list in rank order: hybrid nodes first, then rollout nodes."""
 
 
 def of_node(value: int | list[int], node: int) -> int:
@@ -45,8 +44,8 @@ class RolloutSection(Section):
     max_num_seqs: int = Field(64, ge=1)
     """Most sequences an engine runs at once."""
     max_inflight: int = Field(96, ge=1)
-    """Most turns the leader keeps at one engine. Somewhat more than ``max_num_seqs`` fills the place of a finished
-    turn without a round trip."""
+    """Most turns of one engine at once. Somewhat more than ``max_num_seqs`` replaces a finished turn without a round
+    trip."""
     kv_cache_mb: Mebibytes = Field(0, ge=0)
     """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
     block_size: Tokens = Field(32, ge=8)
@@ -79,7 +78,7 @@ class PlannerSection(Section):
     trace: str = ""
     """Run directory or trajectories whose lengths to plan for; empty: an assumed log-normal distribution."""
     enabled: bool = True
-    """Whether the planner decides while the job runs; ``false``: every node keeps its role."""
+    """Whether the planner decides while the job runs; ``false``: no node changes its role."""
     hybrid_start: Literal["rollout", "train"] = "rollout"
     """Role of the hybrid nodes when the job starts."""
     interval_s: Seconds = Field(5.0, gt=0)

@@ -33,8 +33,7 @@ class RunConfig(Section):
 
     @property
     def max_open_groups(self) -> int:
-        """Most prompts that are admitted and not trained yet: the staleness bound, or what
-        ``rollout.max_trajectories`` allows."""
+        """Most admitted and untrained prompts: by the staleness bound, or by ``rollout.max_trajectories``."""
         if self.rollout.max_trajectories:
             return max(1, self.rollout.max_trajectories // self.algorithm.group_size)
         return (self.algorithm.eta + 1) * self.algorithm.prompts_per_step

@@ -1,5 +1,4 @@
-"""Common base of every section, and what a field's type can add for readers: its unit, and words for what it
-accepts."""
+"""Base class of all sections, and annotations of their fields: the unit, and valid values in words."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of a number, for the reference of keys."""
+    """Unit of a number, for the reference."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Valid:
-    """What a field accepts, where the words made from its type would not do."""
+    """Valid values in words, where those from the type are not clear."""
 
     words: str
 

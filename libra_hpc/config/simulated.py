@@ -1,4 +1,4 @@
-"""Section about dry runs: what the simulated engines stand for, and what they are given to do."""
+"""Section of the run file about dry runs: simulated devices, model, speed and workload."""
 
 from __future__ import annotations
 

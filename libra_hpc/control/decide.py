@@ -1,37 +1,17 @@
-"""The planner's decision: hold, move hybrid nodes to the other stage, or advise another layout of the core.
+"""The planner's decision: hold, move hybrid nodes to the other stage, or propose another layout of all nodes.
 
-A look at the plan happens for a reason (`triggers`): the workload *drifted* (`drift`), the *period* is over, the
-*queues* press (trainers wait, or whole batches wait for them), or the stages are *imbalanced* by more than the least
-gain.  Then both stages are measured or foreseen at the present split and every split that hybrid nodes can reach is
-predicted.  The best one is taken if all of this holds:
+An evaluation starts on a trigger (`Planner._triggers`): ``drift``, ``period``, ``queues`` or ``imbalance``. It predicts
+every split that hybrid nodes can reach, and takes the best one if no condition fails:
 
-* *Evidence*: enough steps, windows and trajectories since the last change of split or workload, or while the workload
-  changes and where there is a cost model, what the groups under way foretell (`evidence`).
-* *Gain*: the seconds saved over the horizon, horizon * (T_now - T_after) / T_now, exceed ``margin`` times the switch
-  cost, and T_after is at least the share ``min_gain`` below T_now.  The cost is what `brake` measured, node seconds,
-  times the share of its stage that is away.  The horizon is ``horizon_s``, at least `LEAST_BATCHES` = 12 batches, never
-  more than what is left of the run.  Where the work has a significant trend the saving is the mean over `POINTS`
-  moments of it (`forecast`), and the present must gain as well: a forecast can veto or strengthen a move, not create
-  one.
-* *Robustness*: the gain is the least of three: as measured, and with the ratio of the two times `ERRORS` = 1.645
-  standard errors off in either direction (one-sided 95 %), each time taking its part of it.  What noise could have made
-  is not acted on.
-* *Twice*: looked at often enough, noise exceeds any bound.  After `SETTLED` = 32 steps of one split without drift or
-  trend, new steps alone must confirm it.
-* *No contradiction by the queues*: with overlapping stages, unless the commits themselves show trainers that wait,
-  trainers that wait for data are not the slower stage, and rollout is not when trainers hardly wait.  Of foreseen times
-  the queues know nothing yet.
-* *Brake*: every moving node has been in its role for ``min_dwell_s``, no node is on its way, starting or coming back,
-  the hour's bound on moves is kept.
-* One node of each stage always remains.  Core nodes never move.
+- Too few measurements since the last change -> hold (`StageEstimator`).
+- Gain within the measurement error (`ONE_SIDED_95`) or below ``min_gain`` -> hold.
+- Gain over the horizon at most ``margin`` times the switch cost -> hold. A trend of the work can lower or raise it.
+- The queues contradict the estimate (`Planner._blocked`) -> hold.
+- A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
+- No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
+- Nothing to gain from hybrid nodes and a period of steady work -> the `RepartitionAdvisor` searches all layouts.
 
-If hybrid nodes have nothing to offer, the work has been as it is for a period and a `Repartition` is at hand, other
-core layouts are held against the same test, with the cost of a new start; at most once a period, and each proposal is
-made once.  After a repartition only a drift brings the next one: two layouts of which the cost model prefers the one
-that does not run would otherwise take turns.
-
-The first complete measurement after a move is compared with standing still at the work of now (`outcomes`): it teaches
-`scaling`, a loss is a brake.
+Each stage keeps one node. Core nodes move only by repartition.
 """
 
 from __future__ import annotations
@@ -46,28 +26,27 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
 
-from .evidence import Evidence
 from .hysteresis import Direction, Hysteresis
-from .node_scaling import Scaling
-from .repartition_choice import Repartition
-from .stage_times import Correction, Measured, Split, Times, ahead, predict, with_work
+from .node_scaling import NodeScaling
+from .repartition_choice import CANDIDATES, RepartitionAdvisor
+from .stage_estimator import StageEstimator
+from .stage_times import ONE_SIDED_95, Correction, Estimate, Split, Times, extrapolate, predict, times_with_work_of
 
-ERRORS = 1.645
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the horizon at which a trend is followed."""
+"""Shares of the horizon over which the gain is averaged where the work has a trend."""
 WAITING = 0.2
-"""Share of the trainers' time without data from which on the queues press: twice what uneven batches cause."""
+"""Share of the trainers' time without data that triggers an evaluation: twice what uneven batches cause."""
 LEAST_BATCHES = 12
-"""The horizon is never shorter, unless the run is: a few batches say nothing, and batches of large runs take many
-minutes."""
+"""Batches of the shortest horizon, unless the run ends before. Batches of large runs take many minutes."""
 SETTLED = 32
-"""Steps, four times what is measured at once.  Before, a late move costs more than a needless one."""
-KEPT = 5
+"""Steps without a change after which a move needs confirmation: four times `MAX_STEPS`. Repeated evaluation of noise
+exceeds any bound once; before, a late move costs more than a needless one."""
 QUANTITIES = ("generated tokens", "context tokens", "turns", "seconds in tools", "prompts")
+"""Names by `Drift.quantity`."""
 
 
 class MoveOutcome(msgspec.Struct, frozen=True):
-    """What a move promised and what it brought, seconds per global batch; a negative realised gain is a loss."""
+    """Predicted and realised gain of a move, in seconds per global batch; negative for a loss."""
 
     at: float
     direction: Direction
@@ -79,72 +58,74 @@ class MoveOutcome(msgspec.Struct, frozen=True):
 
 
 class _Pending(NamedTuple):
+    """A move that waits for its first measurement."""
+
     direction: Direction
     node: int
-    before: Measured
+    before: Estimate
 
 
 class _Move(NamedTuple):
+    """A reachable split, with gain and cost."""
+
     direction: Direction
     nodes: tuple[int, ...]
     to: Split
     after: Times
     saved: float
-    """Seconds per global batch now, at the unfavourable end of the measurement error."""
+    """Seconds saved per global batch, at the unfavourable end of the measurement error."""
     share: float
-    """The same as a share of the batch time."""
+    """`saved` over the present batch time."""
     pays: float
-    """Seconds it brings over the horizon."""
+    """Seconds saved over the horizon; must exceed `needed`."""
     cost: float
     needed: float
-    """Seconds the horizon must bring."""
     blocked: str
-    """Why this move is out of the question now, else empty."""
+    """Why the move is impossible now, else empty."""
 
     def candidate(self) -> Candidate:
         return Candidate(
-            self.to.train,
-            self.to.rollout,
-            self.after.train,
-            self.after.rollout,
-            self.after.batch,
-            self.pays,
-            self.needed,
+            train=self.to.train,
+            rollout=self.to.rollout,
+            train_s=self.after.train,
+            rollout_s=self.after.rollout,
+            batch_s=self.after.batch,
+            gain_s=self.pays,
+            needed_s=self.needed,
             blocked=self.blocked,
         )
 
 
 class Planner:
-    """Keeps what was learned from moves and drifts; everything else comes with the snapshot."""
+    """Decides from snapshots; keeps only what it learned from moves and changes of the workload."""
 
     def __init__(
         self,
         settings: PlannerSection,
         rollout_model: RolloutByNodes | None = None,
-        repartition: Repartition | None = None,
+        repartition: RepartitionAdvisor | None = None,
     ) -> None:
         self.outcomes: list[MoveOutcome] = []
-        """Every judged move, in order."""
-        self.estimate: Measured | None = None
-        """What both stages take at the split of the last snapshot; None while too little is measured, or nothing can
+        """Every move that was compared with its prediction, in order."""
+        self.estimate: Estimate | None = None
+        """Seconds of both stages at the split of the last snapshot; None while measurements are missing or nothing can
         move."""
         self._settings = settings
         self.rollout_model, self.repartition = rollout_model, repartition
         self.repartition_after = -inf
-        """Another layout of the core is not looked for before this time; after one, never without a change of the
-        workload."""
-        self._began: float = inf
-        """The first look."""
-        self._looked = self._sought = -inf
-        self._alarmed = False
-        self._scaling = Scaling(rollout_model)
-        self._evidence = Evidence(rollout_model, self._scaling)
+        """Time before which no other layout is searched. Once set, only a change of the workload starts a search."""
+        self._started_at: float = inf
+        """Time of the first decision."""
+        self._evaluated_at = self._searched_at = -inf
+        self._drift_pending = False
+        self._scaling = NodeScaling(rollout_model)
+        self._estimator = StageEstimator(rollout_model, self._scaling)
         self._hysteresis = Hysteresis(settings)
         self._pending: _Pending | None = None
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
-        """One look at the plan at time ``now`` (the clock of the snapshot)."""
-        self._began = min(self._began, now)
+        """Evaluate ``snapshot`` at time ``now``, on the clock of the snapshot."""
+        self._started_at = min(self._started_at, now)
         self.estimate = None
         split = self._observe(snapshot, now)
         if not self._settings.enabled:
@@ -156,69 +137,75 @@ class Planner:
             return _hold(f"hold: node {moving[0].rank} is in state {moving[0].role}")
         if split.train == 0 or split.rollout == 0:
             return _hold("hold: one of the stages has no node")
-        measured = self._evidence.measure(
+        estimate = self._estimator.estimate(
             snapshot, split, self._hysteresis.proposal.at if self._hysteresis.proposal else None
         )
-        if self._evidence.direct is not None:
-            self._judge(self._evidence.direct, now)
-        if isinstance(measured, str):
-            return _hold(f"hold: {measured}")
-        self.estimate = measured
-        numbers = self._numbers(snapshot, measured)
-        triggers = self._triggers(snapshot, measured, now)
+        if self._estimator.measured is not None:
+            self._judge_move(self._estimator.measured, now)
+        if isinstance(estimate, str):
+            return _hold(f"hold: {estimate}")
+        self.estimate = estimate
+        numbers = self._numbers(snapshot, estimate)
+        triggers = self._triggers(snapshot, estimate, now)
         if not triggers:
             self._hysteresis.proposal = None
             return _hold(
-                f"hold: the stages balance (train {measured.times.train:.2f} s, rollout {measured.times.rollout:.2f} s)"
+                f"hold: the stages balance (train {estimate.times.train:.2f} s, rollout {estimate.times.rollout:.2f} s)"
                 " and nothing drifts",
                 numbers,
             )
-        self._looked, self._alarmed = now, False
+        self._evaluated_at, self._drift_pending = now, False
         moves = sorted(
-            self._moves(snapshot, measured, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True
+            self._moves(snapshot, estimate, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True
         )
         decision = (
-            self._verdict(moves, measured, numbers)
+            self._choose(moves, estimate, numbers)
             if moves
             else _hold("hold: every stage is down to its last movable node", numbers)
         )
-        decision = self._confirmed(decision, measured, snapshot, now)
-        sought = self.repartition if self._lasting(now) else None
-        if decision.action == "hold" and sought and not self._hysteresis.proposal and not (moves and moves[0].blocked):
-            self._sought = now
+        decision = self._confirm(decision, estimate, snapshot, now)
+        advisor = self.repartition if self._repartition_due(now) else None
+        if decision.action == "hold" and advisor and not self._hysteresis.proposal and not (moves and moves[0].blocked):
+            self._searched_at = now
             decision = (
-                sought.advise(
-                    snapshot, measured, self._evidence.changed, self._horizon(snapshot, measured), self._settings
+                advisor.advise(
+                    snapshot,
+                    estimate,
+                    since=self._estimator.workload_changed_at,
+                    horizon=self._horizon(snapshot, estimate),
+                    settings=self._settings,
                 )
                 or decision
             )
         considered = (*decision.candidates, *(m.candidate() for m in moves))
-        return msgspec.structs.replace(decision, candidates=considered[:KEPT], triggers=triggers)
+        return msgspec.structs.replace(decision, candidates=considered[:CANDIDATES], triggers=triggers)
 
-    def _lasting(self, now: float) -> bool:
-        """Whether the work has been as it is for a period, another core was not looked for in it, and the core was
-        laid out for other work or never yet by what was measured."""
-        due, changed = self.repartition_after, self._evidence.changed
+    def _repartition_due(self, now: float) -> bool:
+        """Whether the workload has been steady for a period, without a search or a repartition made for it.
+
+        A layout that a repartition chose stays until the workload changes. Otherwise two layouts could take turns.
+        """
+        due, changed = self.repartition_after, self._estimator.workload_changed_at
         return (
             now >= due
             and (changed > -inf or due == -inf)
-            and now - max(changed, self._began, self._sought) >= self._settings.period_s
+            and now - max(changed, self._started_at, self._searched_at) >= self._settings.period_s
         )
 
     def _observe(self, snapshot: PlanSnapshot, now: float) -> Split:
-        """Take in what is new of the workload and of the nodes; returns the present split."""
-        if self._evidence.observe(snapshot, now):
-            self._pending, self._alarmed = None, True
-            self._hysteresis.forgive()
-            self._scaling.forget_pairs()
+        """Take in changes of workload and nodes; return the present split."""
+        if self._estimator.observe(snapshot, now):
+            self._pending, self._drift_pending = None, True
+            self._hysteresis.reset()
+            self._scaling.clear_pairs()
         self._hysteresis.observe(snapshot.nodes, now)
         split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
-        if self._evidence.split(split, now):
+        if self._estimator.set_split(split, now):
             self._hysteresis.proposal = None
         return split
 
-    def _judge(self, measured: Measured, now: float) -> None:
-        """Compare the first measurement after a move with the last one before it."""
+    def _judge_move(self, measured: Estimate, now: float) -> None:
+        """Compare the first measurement after a move with the prediction; learn the scaling, and count a loss."""
         pending = self._pending
         if pending is None or measured.split == pending.before.split:
             return
@@ -235,33 +222,44 @@ class Planner:
             - predict(before, measured.split, self._scaling.correction(before.split, measured.split)).batch
         )
         self._scaling.learn(before, measured)
-        realised = with_work(before, measured).batch - measured.times.batch
-        self.outcomes.append(MoveOutcome(now, pending.direction, pending.node, predicted, realised, count))
+        realised = times_with_work_of(before, measured).batch - measured.times.batch
+        self.outcomes.append(
+            MoveOutcome(
+                at=now,
+                direction=pending.direction,
+                node=pending.node,
+                predicted=predicted,
+                realised=realised,
+                count=count,
+            )
+        )
         if realised < 0.0:
             self._hysteresis.failed(pending.direction)
 
-    def _triggers(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> tuple[str, ...]:
-        times, queue = measured.times, snapshot.queue
+    def _triggers(self, snapshot: PlanSnapshot, estimate: Estimate, now: float) -> tuple[str, ...]:
+        """Names of the triggers that hold."""
+        times, queue = estimate.times, snapshot.queue
         low, high = sorted((times.train, times.rollout))
         found = {
-            "drift": self._alarmed,
-            "period": now - self._looked >= self._settings.period_s,
+            "drift": self._drift_pending,
+            "period": now - self._evaluated_at >= self._settings.period_s,
             "queues": (
                 snapshot.eta > 0 and (queue.trainer_wait > WAITING or queue.ready_groups >= snapshot.prompts_per_step)
             ),
-            # Taking turns, no ratio of the stages is a balance.
+            # Stages that take turns have no balanced ratio.
             "imbalance": snapshot.eta == 0 or high > low * (1.0 + self._settings.min_gain),
         }
         return tuple(name for name, holds in found.items() if holds)
 
-    def _horizon(self, snapshot: PlanSnapshot, measured: Measured) -> float:
-        batch = measured.times.batch
+    def _horizon(self, snapshot: PlanSnapshot, estimate: Estimate) -> float:
+        """Seconds over which a gain counts."""
+        batch = estimate.times.batch
         return min(max(self._settings.horizon_s, LEAST_BATCHES * batch), snapshot.steps_left * batch)
 
-    def _moves(self, snapshot: PlanSnapshot, measured: Measured, now: float) -> list[_Move]:
-        """Every split that hybrid nodes can reach, all in one direction."""
+    def _moves(self, snapshot: PlanSnapshot, estimate: Estimate, now: float) -> list[_Move]:
+        """Every split that hybrid nodes can reach, each in one direction."""
         found = []
-        here = measured.split
+        here = estimate.split
         directions: tuple[tuple[Direction, str, int], ...] = (("to_train", "rollout", 1), ("to_rollout", "train", -1))
         for direction, source, sign in directions:
             movable = sorted(
@@ -271,7 +269,9 @@ class Planner:
             for count in range(1, len(movable) + 1):
                 to = Split(here.train + sign * count, here.rollout - sign * count)
                 if to.train >= 1 and to.rollout >= 1:
-                    found.append(self._move(direction, movable[:count], to, snapshot, measured, now))
+                    found.append(
+                        self._move(direction, movable[:count], to=to, snapshot=snapshot, estimate=estimate, now=now)
+                    )
         return found
 
     def _move(
@@ -280,46 +280,59 @@ class Planner:
         nodes: list[NodeFact],
         to: Split,
         snapshot: PlanSnapshot,
-        measured: Measured,
+        estimate: Estimate,
         now: float,
     ) -> _Move:
-        correction = self._scaling.correction(measured.split, to)
-        saved, share = _gain(measured, to, correction)
-        horizon = self._horizon(snapshot, measured)
+        """The move of ``nodes`` to the split ``to``, with gain, cost and obstacle."""
+        correction = self._scaling.correction(estimate.split, to)
+        saved, share = _gain(estimate, to, correction)
+        horizon = self._horizon(snapshot, estimate)
         mean = share
-        if share > 0.0 and (measured.train_trend.rate or measured.rollout_trend.rate):
-            mean = fmean(_gain(ahead(measured, point * horizon), to, correction)[1] for point in POINTS)
-        stage = measured.split.rollout if direction == "to_train" else measured.split.train
-        cost = self._hysteresis.cost(direction, snapshot) * len(nodes) / stage
-        needed = self._hysteresis.times(direction) * cost
-        blocked = self._blocked(nodes, snapshot, measured, now)
+        if share > 0.0 and (estimate.train_trend.rate or estimate.rollout_trend.rate):
+            mean = fmean(_gain(extrapolate(estimate, point * horizon), to, correction)[1] for point in POINTS)
+        stage = estimate.split.rollout if direction == "to_train" else estimate.split.train
+        cost = self._hysteresis.switch_cost(direction, snapshot) * len(nodes) / stage
+        needed = self._hysteresis.required_gain_factor(direction) * cost
+        blocked = self._blocked(nodes, snapshot, estimate, now)
         ranks = tuple(n.rank for n in nodes)
         return _Move(
-            direction, ranks, to, predict(measured, to, correction), saved, share, horizon * mean, cost, needed, blocked
+            direction=direction,
+            nodes=ranks,
+            to=to,
+            after=predict(estimate, to, correction),
+            saved=saved,
+            share=share,
+            pays=horizon * mean,
+            cost=cost,
+            needed=needed,
+            blocked=blocked,
         )
 
-    def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, measured: Measured, now: float) -> str:
+    def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, estimate: Estimate, now: float) -> str:
+        """Why these nodes must not move now, else empty: dwell time, moves per hour, or queues that contradict the
+        estimate."""
         young = max(nodes, key=lambda n: n.since)
         if now - young.since < self._settings.min_dwell_s:
             return (
                 f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s of at least"
                 f" {self._settings.min_dwell_s:.0f} s"
             )
-        if len(nodes) > self._hysteresis.left:
-            return f"{self._hysteresis.left} of the {self._settings.moves_per_hour} moves an hour are left"
-        times, waits, gated = measured.times, snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
+        if len(nodes) > self._hysteresis.moves_left:
+            return f"{self._hysteresis.moves_left} of the {self._settings.moves_per_hour} moves an hour are left"
+        times, waits, gated = estimate.times, snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
         contradicted = waits > gated
         if times.train <= times.rollout:
-            # Rollout slower by a share makes trainers wait for that share.
+            # Rollout that is slower by a share makes trainers wait for that share.
             contradicted = gated > waits and waits < 0.5 * (1.0 - times.train / times.rollout)
-        if snapshot.eta > 0 and contradicted and not measured.starved and not measured.foreseen:
+        if snapshot.eta > 0 and contradicted and not estimate.starved and not estimate.from_in_flight:
             return (
                 f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the"
                 f" staleness gate {gated:.0%}"
             )
         return ""
 
-    def _verdict(self, moves: list[_Move], measured: Measured, inputs: dict[str, float]) -> PlanDecision:
+    def _choose(self, moves: list[_Move], estimate: Estimate, inputs: dict[str, float]) -> PlanDecision:
+        """The decision for the best move, with its numbers."""
         best = moves[0]
         numbers = inputs | {
             "after_train_s": best.after.train,
@@ -327,7 +340,7 @@ class Planner:
             "after_s": best.after.batch,
         }
         numbers |= {"saved_s": best.saved, "pays_s": best.pays, "cost_s": best.cost, "needed_s": best.needed}
-        times, stage = measured.times, "train" if best.direction == "to_train" else "rollout"
+        times, stage = estimate.times, "train" if best.direction == "to_train" else "rollout"
         who = f"node {best.nodes[0]}" if len(best.nodes) == 1 else f"nodes {', '.join(map(str, best.nodes))}"
         what = (
             f"moving {who} to {stage} takes a batch from {times.batch:.2f} s (train {times.train:.2f}, rollout"
@@ -345,80 +358,82 @@ class Planner:
         if best.pays <= best.needed:
             return _hold(f"hold: {what}, which does not pay {price}", numbers)
         return PlanDecision(
-            best.direction,
-            best.nodes[0],
-            f"{best.direction}: {what}, more than {price}{self._because()}",
-            numbers,
-            best.nodes,
+            action=best.direction,
+            node=best.nodes[0],
+            reason=f"{best.direction}: {what}, more than {price}{self._drift_clause()}",
+            numbers=numbers,
+            nodes=best.nodes,
         )
 
-    def _confirmed(
-        self, decision: PlanDecision, measured: Measured, snapshot: PlanSnapshot, now: float
-    ) -> PlanDecision:
-        """The decision; but a move of a settled loop only when it was proposed before."""
+    def _confirm(self, decision: PlanDecision, estimate: Estimate, snapshot: PlanSnapshot, now: float) -> PlanDecision:
+        """The decision, or a hold where a settled loop must confirm the move first."""
         if decision.action == "hold" or decision.action == "repartition":
             self._hysteresis.proposal = None
             return decision
-        evidence = self._evidence
-        begun = max(evidence.since, evidence.drifted)
-        settled = not evidence.changing(snapshot) and sum(s.at > begun for s in snapshot.steps) >= SETTLED
-        if not self._hysteresis.passes(decision.action, settled, now):
+        estimator = self._estimator
+        begun = max(estimator.split_since, estimator.lengths_changed_at)
+        settled = not estimator.is_changing(snapshot) and sum(s.at > begun for s in snapshot.steps) >= SETTLED
+        if not self._hysteresis.allows(decision.action, settled, now):
             return _hold(
                 f"hold: nothing changed for {SETTLED} steps, so new ones must confirm this first: {decision.reason}",
                 decision.numbers,
             )
-        self._pending = _Pending(decision.action, decision.node, measured)
+        self._pending = _Pending(decision.action, decision.node, estimate)
         return decision
 
-    def _because(self) -> str:
-        drift = self._evidence.drift
+    def _drift_clause(self) -> str:
+        """The last detected change, as the end of a reason."""
+        drift = self._estimator.drift
         if drift is None:
             return ""
         what = "lengths" if drift.quantity == 0 else QUANTITIES[drift.quantity]
         unit = " s" if drift.quantity == 3 else "" if drift.quantity == 2 else " tokens"
         return f"; {what} drifted from {drift.before:.0f} to {drift.after:.0f}{unit}"
 
-    def _numbers(self, snapshot: PlanSnapshot, measured: Measured) -> dict[str, float]:
+    def _numbers(self, snapshot: PlanSnapshot, estimate: Estimate) -> dict[str, float]:
+        """The inputs of a decision, as logged."""
         numbers = {
-            "train_s": measured.times.train,
-            "rollout_s": measured.times.rollout,
-            "batch_s": measured.times.batch,
-            "train_error_share": measured.train_error,
-            "rollout_error_share": measured.rollout_error,
-            "train_nodes": float(measured.split.train),
-            "rollout_nodes": float(measured.split.rollout),
-            "horizon_s": self._horizon(snapshot, measured),
+            "train_s": estimate.times.train,
+            "rollout_s": estimate.times.rollout,
+            "batch_s": estimate.times.batch,
+            "train_error_share": estimate.train_error,
+            "rollout_error_share": estimate.rollout_error,
+            "train_nodes": float(estimate.split.train),
+            "rollout_nodes": float(estimate.split.rollout),
+            "horizon_s": self._horizon(snapshot, estimate),
             "trainer_wait_share": snapshot.queue.trainer_wait,
-            "moves_left": float(self._hysteresis.left),
+            "moves_left": float(self._hysteresis.moves_left),
         }
-        if measured.train_trend.rate or measured.rollout_trend.rate:
+        if estimate.train_trend.rate or estimate.rollout_trend.rate:
             numbers |= {
-                "train_trend_per_h": 3600.0 * measured.train_trend.rate,
-                "rollout_trend_per_h": 3600.0 * measured.rollout_trend.rate,
+                "train_trend_per_h": 3600.0 * estimate.train_trend.rate,
+                "rollout_trend_per_h": 3600.0 * estimate.rollout_trend.rate,
             }
         if self.outcomes:
             numbers |= {
                 "last_move_predicted_s": self.outcomes[-1].predicted,
                 "last_move_realised_s": self.outcomes[-1].realised,
             }
-        if self._evidence.drift is not None:
-            numbers["drift_distance"] = self._evidence.drift.distance
+        if self._estimator.drift is not None:
+            numbers["drift_distance"] = self._estimator.drift.distance
         return numbers
 
 
-def _gain(measured: Measured, to: Split, correction: Correction) -> tuple[float, float]:
-    """Least seconds saved per batch, and their share of the present batch time, over the three readings of the
-    measured times."""
-    if to.train < measured.split.train:
-        measured = measured._replace(
-            fixed=0.0
-        )  # how much of a step is fixed is an estimate; when trainers leave, none is the unfavourable one
+def _gain(estimate: Estimate, to: Split, correction: Correction) -> tuple[float, float]:
+    """Least seconds saved per batch, and their share of the present batch time.
+
+    Three readings count: as measured, and with the ratio of the two times `ONE_SIDED_95` standard errors off either
+    way.
+    """
+    if to.train < estimate.split.train:
+        # The fixed part is uncertain; where trainers leave, 0 is its unfavourable end.
+        estimate = estimate._replace(fixed=0.0)
     readings = []
-    spread = max(hypot(measured.train_error, measured.rollout_error), 1e-9)
-    for sign in (0.0, ERRORS, -ERRORS):
-        train, rollout = sign * measured.train_error / spread, -sign * measured.rollout_error / spread
-        here = predict(measured, measured.split, Correction(), train, rollout).batch
-        saved = here - predict(measured, to, correction, train, rollout).batch
+    spread = max(hypot(estimate.train_error, estimate.rollout_error), 1e-9)
+    for sign in (0.0, ONE_SIDED_95, -ONE_SIDED_95):
+        train, rollout = sign * estimate.train_error / spread, -sign * estimate.rollout_error / spread
+        here = predict(estimate, estimate.split, Correction(), train_shift=train, rollout_shift=rollout).batch
+        saved = here - predict(estimate, to, correction, train_shift=train, rollout_shift=rollout).batch
         readings.append((saved, saved / here))
     return min(readings)
 

@@ -1,12 +1,10 @@
-"""Hysteresis: what a move costs, what it must bring, and how many may be made.
+"""Hysteresis: what a move costs, what it must gain, and how many moves an hour allows.
 
-* The cost of a direction is the median of its last `SWITCHES` = 3 measured moves, the configured prior before the
-  first.
-* A direction whose move made batches slower must bring `PENALTY` = 2 times as much from then on, doubled at each
-  further failure, until the workload drifts and the old lesson no longer applies.
-* Where nothing changes, a move is proposed first, and made when it is proposed again.
-* No hour sees more than ``moves_per_hour`` node moves, however well each of them is justified: a workload that swings
-  faster than that is not chased.
+- A direction was measured -> its cost is the median of its last `SWITCHES` moves; before, ``switch_cost_s``.
+- A move made batches slower -> its direction must gain `PENALTY` times as much, doubled at each further failure.
+- The workload changed -> all penalties end.
+- A settled loop proposes a move -> it is made only when proposed again.
+- ``moves_per_hour`` nodes moved within an hour -> no more moves.
 """
 
 from __future__ import annotations
@@ -18,36 +16,40 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.protocol.plan import NodeFact, PlanSnapshot
 
 SWITCHES = 3
+"""Newest measured moves of a direction: the median of three ignores one outlier."""
 PENALTY = 2.0
+"""Factor on the required gain per failed move. With 1 a harmful move would be repeated."""
 HOUR = 3600.0
+"""Seconds."""
 STAGES = ("train", "rollout")
-ON_THE_WAY = {"to_train": "train", "to_rollout": "rollout"}
+DESTINATION = {"to_train": "train", "to_rollout": "rollout"}
+"""Stage that a moving node goes to."""
 
 Direction = Literal["to_train", "to_rollout"]
 
 
 class Proposal(NamedTuple):
-    """A move that waits for a second look."""
+    """A move that waits for confirmation."""
 
     direction: Direction
     at: float
 
 
 class Hysteresis:
-    """Watches the nodes of every snapshot."""
+    """Limits on moves; `observe` takes the nodes of every snapshot."""
 
     def __init__(self, settings: PlannerSection) -> None:
         self.proposal: Proposal | None = None
-        """What a second look has to confirm, on steps after its time."""
+        """The move to confirm, by steps after its time."""
         self._settings = settings
         self._failures: dict[Direction, int] = {"to_train": 0, "to_rollout": 0}
         self._stage: dict[int, str] = {}
         self._moved: list[float] = []
 
     def observe(self, nodes: tuple[NodeFact, ...], now: float) -> None:
-        """Count the nodes that left their stage for the other since the last look."""
+        """Count the nodes that left their stage for the other since the last call."""
         for node in nodes:
-            stage = ON_THE_WAY.get(node.role, node.role)
+            stage = DESTINATION.get(node.role, node.role)
             if stage in STAGES:
                 if self._stage.get(node.rank, stage) != stage:
                     self._moved.append(now)
@@ -55,32 +57,32 @@ class Hysteresis:
         self._moved = [at for at in self._moved if at > now - HOUR]
 
     @property
-    def left(self) -> int:
-        """Node moves that this hour still admits."""
+    def moves_left(self) -> int:
+        """Node moves that this hour still allows."""
         return max(0, self._settings.moves_per_hour - len(self._moved))
 
     def failed(self, direction: Direction) -> None:
-        """A move made things worse."""
+        """A move in this direction made batches slower."""
         self._failures[direction] += 1
 
-    def forgive(self) -> None:
-        """The workload changed."""
+    def reset(self) -> None:
+        """The workload changed: drop proposal and penalties."""
         self.proposal = None
         self._failures = {"to_train": 0, "to_rollout": 0}
 
-    def passes(self, direction: Direction, settled: bool, now: float) -> bool:
-        """Whether a move may be made now; one of a ``settled`` loop is kept as a proposal unless it was one already."""
+    def allows(self, direction: Direction, settled: bool, now: float) -> bool:
+        """Whether to move now; the move of a ``settled`` loop first becomes a proposal."""
         if settled and (self.proposal is None or self.proposal.direction != direction):
             self.proposal = Proposal(direction, now)
             return False
         self.proposal = None
         return True
 
-    def cost(self, direction: Direction, snapshot: PlanSnapshot) -> float:
-        """Seconds of one move; nodes that go together take as long as one."""
+    def switch_cost(self, direction: Direction, snapshot: PlanSnapshot) -> float:
+        """Seconds of one move; nodes that move together take as long as one."""
         seen = [s.seconds for s in snapshot.switches if s.direction == direction][-SWITCHES:]
         return median(seen) if seen else self._settings.switch_cost_s
 
-    def times(self, direction: Direction) -> float:
-        """By what factor the gain must exceed the cost."""
+    def required_gain_factor(self, direction: Direction) -> float:
+        """Factor by which the gain must exceed the cost."""
         return self._settings.margin * PENALTY ** self._failures[direction]

@@ -1,22 +1,14 @@
-"""The work that is under way: what the groups admitted last will have been when they are finished, told from their
-prompts and from what they generated so far.
+"""Work of the next batches, estimated from admitted groups: their prompts and what they generated so far.
 
-Measured steps are of batches admitted eta + 1 batches ago, and the trajectories that finish first after a change are
-its short ones.  The groups that are admitted are those that will be trained on next, all of them, so an estimate over
-them is neither late nor biased.  Of a trajectory that is not finished the prompt is known, and how far it is.  It
-counts as the finished ones of a like prompt do that became longer than it is now:
+Measured steps are eta + 1 batches late, and short trajectories finish first. Admitted groups are neither late nor
+biased. An unfinished trajectory counts as finished ones of a similar prompt (at most an octave of tokens off) did:
 
-* The newest `LIKE` = 64 finished trajectories of every octave of prompt tokens are kept for as long as the run lasts;
-  like prompts are at most an octave off.
-* r trajectories of a group stand for r evenly spaced quantiles of the lengths beyond what they have on average: of
-  censored observations nothing is left out.
-* Prompts unlike any finished one stand for themselves: what runs will at least double (the expectation for what is
-  known by its age alone), and what waits is like that.  While most of the newest work is neither known nor begun,
-  nothing is said.
+- r running trajectories of a group -> r evenly spaced quantiles of the lengths beyond their present mean.
+- A prompt like no finished one, running -> twice its present length (the expectation when only the age is known).
+- The same, waiting -> as long as such running ones.
+- Neither known nor begun for more than `MAX_UNKNOWN` of the trajectories -> no estimate.
 
-That prompts changed is tested group by group as they are admitted (`drift`): long before anything of theirs is
-finished.  What is foreseen is acted on at once, so the test is stricter than that of lengths: at most one block in ten
-thousand raises a false alarm (`FALSE_ALARM`).
+A change of prompts is tested group by group at admission (`DriftDetector`), before any of them is finished.
 """
 
 from __future__ import annotations
@@ -33,52 +25,55 @@ from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrajectoryFact
 
 from .change_detection import Drift, DriftDetector
 
-FALSE_ALARM = 1e-4
-LIKE = 64
-FEWEST = 8
-"""Finished trajectories of a like prompt that say how long such ones become."""
-UNKNOWN = 0.25
-"""Most of the trajectories may be neither known nor begun."""
+FALSE_POSITIVE_RATE = 1e-4
+"""Probability that a block without a change of prompts is reported. A tenth of that of lengths, because the planner
+acts on it at once."""
+SIMILAR = 64
+"""Newest finished trajectories retained per octave of prompt tokens, for the whole run."""
+MIN_SIMILAR = 8
+"""Fewest finished trajectories of a similar prompt from which a length is estimated."""
+MAX_UNKNOWN = 0.25
+"""Largest share of trajectories that are neither known nor begun."""
 
 
 class InFlightWork(NamedTuple):
-    """What the newest groups stand for."""
+    """The trajectories of the newest groups, finished or as expected."""
 
     done: tuple[TrajectoryFact, ...]
-    """Finished, or as expected."""
     tokens_error: float
-    """Relative standard error of their mean context."""
+    """Relative standard error of the mean context."""
     generated_error: float
+    """Relative standard error of the mean length."""
 
 
-class InFlight:
-    """Call `observe` with every snapshot, then ask for `work`."""
+class InFlightEstimator:
+    """Estimates the work of the newest groups; `observe` takes every snapshot."""
 
     def __init__(self, group_size: int, prompts: int) -> None:
         self._group_size, self._prompts = group_size, prompts
-        self._prompt_test = DriftDetector(1, prompts, FALSE_ALARM)
-        self._tested = -1
-        self._finished = -1
-        self._like: dict[int, deque[TrajectoryFact]] = {}
-        self._sorted: dict[int, list[TrajectoryFact]] = {}
+        self._prompt_test = DriftDetector(1, prompts, FALSE_POSITIVE_RATE)
+        self._last_tested = -1
+        self._last_finished = -1
+        self._by_octave: dict[int, deque[TrajectoryFact]] = {}
+        self._similar_by_octave: dict[int, list[TrajectoryFact]] = {}
 
     def observe(self, snapshot: PlanSnapshot) -> Drift | None:
-        """Take in what is new; returns a change of the prompts when there is one."""
-        fresh = [t for t in snapshot.trajectories if t.index > self._finished and t.prompt > 0]
+        """Take in new trajectories and groups; return a change of the prompts, if any."""
+        fresh = [t for t in snapshot.trajectories if t.index > self._last_finished and t.prompt > 0]
         for t in fresh:
-            self._like.setdefault(_octave(t.prompt), deque(maxlen=LIKE)).append(t)
+            self._by_octave.setdefault(_octave(t.prompt), deque(maxlen=SIMILAR)).append(t)
         if fresh:
-            self._finished, self._sorted = fresh[-1].index, {}
-        prompts = {t.group: t.prompt for t in fresh if t.group > self._tested} | {
-            g.index: g.prompt for g in snapshot.groups if g.index > self._tested
+            self._last_finished, self._similar_by_octave = fresh[-1].index, {}
+        prompts = {t.group: t.prompt for t in fresh if t.group > self._last_tested} | {
+            g.index: g.prompt for g in snapshot.groups if g.index > self._last_tested
         }
         if not prompts:
             return None
-        self._tested = max(prompts)
+        self._last_tested = max(prompts)
         return self._prompt_test.update([float(prompts[index]) for index in sorted(prompts)])
 
     def work(self, snapshot: PlanSnapshot) -> InFlightWork | None:
-        """The newest (eta + 1) batches of groups; None while too little is known of them."""
+        """Work of the newest eta + 1 batches of groups; None while too little is known."""
         newest = max(
             [g.index for g in snapshot.groups]
             + [t.group for t in snapshot.trajectories[-self._group_size * self._prompts :]],
@@ -89,7 +84,7 @@ class InFlight:
         oldest = newest - (snapshot.eta + 1) * self._prompts
         done = [t for t in snapshot.trajectories if t.group > oldest]
         groups = [g for g in snapshot.groups if g.index > oldest]
-        ages = [_aged(g) for g in groups if g.running and g.generated and len(self._near(g.prompt)) < FEWEST]
+        ages = [_doubled(g) for g in groups if g.running and g.generated and len(self._similar(g.prompt)) < MIN_SIMILAR]
         expected: list[TrajectoryFact] = []
         missing, clusters = 0, 0
         for g in groups:
@@ -98,7 +93,7 @@ class InFlight:
             clusters += bool(found)
             expected += found
         everything = (*done, *expected)
-        if not everything or missing > UNKNOWN * (missing + len(everything)):
+        if not everything or missing > MAX_UNKNOWN * (missing + len(everything)):
             return None
         return InFlightWork(
             everything,
@@ -107,36 +102,43 @@ class InFlight:
         )
 
     def _expected(self, group: GroupFact, ages: Sequence[TrajectoryFact]) -> Iterator[TrajectoryFact]:
-        like = self._near(group.prompt)
-        if len(like) >= FEWEST:
+        like = self._similar(group.prompt)
+        if len(like) >= MIN_SIMILAR:
             far = group.generated / max(1, group.running)
             yield from _quantiles([t for t in like if t.generated > far] or like[-1:], group.running, group.prompt)
             yield from _quantiles(like, group.waiting, group.prompt)
             return
         if group.running and group.generated:
-            yield from [_aged(group)] * group.running
+            yield from [_doubled(group)] * group.running
         begun = [t for t in ages if abs(_octave(t.prompt) - _octave(group.prompt)) <= 1] + like
         if begun:
             yield from _quantiles(sorted(begun, key=lambda t: t.generated), group.waiting, group.prompt)
 
-    def _near(self, prompt: int) -> list[TrajectoryFact]:
-        """Finished trajectories of like prompts, by length."""
+    def _similar(self, prompt: int) -> list[TrajectoryFact]:
+        """Finished trajectories of similar prompts, by length."""
         octave = _octave(prompt)
-        if octave not in self._sorted:
-            near = (t for o in (octave - 1, octave, octave + 1) for t in self._like.get(o, ()))
-            self._sorted[octave] = sorted(near, key=lambda t: t.generated)
-        return self._sorted[octave]
+        if octave not in self._similar_by_octave:
+            near = (t for o in (octave - 1, octave, octave + 1) for t in self._by_octave.get(o, ()))
+            self._similar_by_octave[octave] = sorted(near, key=lambda t: t.generated)
+        return self._similar_by_octave[octave]
 
 
 def _octave(prompt: int) -> int:
     return int(log2(max(1, prompt)))
 
 
-def _aged(group: GroupFact) -> TrajectoryFact:
-    """One of a group whose like was never seen: twice what it is now."""
+def _doubled(group: GroupFact) -> TrajectoryFact:
+    """A trajectory of a group without similar ones: twice its present length."""
     generated = 2 * group.generated // max(1, group.running)
     return TrajectoryFact(
-        -1, 0.0, max(1, generated), group.prompt + max(1, generated), 1, 0.0, group.index, group.prompt
+        index=-1,
+        at=0.0,
+        generated=max(1, generated),
+        context=group.prompt + max(1, generated),
+        turns=1,
+        tool_s=0.0,
+        group=group.index,
+        prompt=group.prompt,
     )
 
 
@@ -147,7 +149,7 @@ def _quantiles(ordered: Sequence[TrajectoryFact], count: int, prompt: int) -> It
 
 
 def _error(everything: Sequence[TrajectoryFact], expected: Sequence[TrajectoryFact], clusters: int, name: str) -> float:
-    """Members of a group are alike and count as one."""
+    """Relative standard error; the members of a group count as one."""
     if len(expected) < 2:
         return 0.0
     values = [float(getattr(t, name)) for t in expected]

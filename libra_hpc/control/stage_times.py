@@ -1,34 +1,14 @@
-"""Cost model: seconds each stage needs for one global batch, at the present split of nodes and at its neighbours, from
-measured times.
+"""Seconds of each stage for one global batch: measured at the present split, predicted for others.
 
-Both stages are in the same unit.  *Measured* at the present split (n training replicas, m rollout nodes), over the last
-`MAX_STEPS` = 8 steps since the last change of split or of lengths: older steps are of a policy that was another one.
+Measured over the last `MAX_STEPS` steps since the last change of split or lengths:
 
-* T_train: the median of the train stage's own seconds per step (compute, reduce, optimizer of the slowest replica).
-  Waiting for data is not in it: in an asynchronous loop the slower stage holds up the other, and only own work says how
-  fast a stage could be.
-* T_rollout, where trainers wait for it (the mean time between commits exceeds the mean step by `STARVED` = 10 % or
-  more): the mean time between commits. Nothing else bounds the loop then, so that this is the time itself.  It is a
-  mean, because a batch that takes longer leaves the next one less to do.
-* T_rollout otherwise: work / (m * rate).  Work is the mean generated length times the trajectories of a batch; rate is
-  all generated tokens over all *busy* node seconds.  A rollout that idles most of the time runs small batches and shows
-  too low a rate; but no stage can be slower than the loop it is part of, so T_rollout is then never above the mean time
-  between commits.
-* The straggler bound: a batch cannot end before its longest trajectory.  With eta + 1 batches in flight it has that
-  many batch times, so T_rollout >= (longest * decode_s + its time in tools) / (eta + 1), longest being the quantile 1 -
-  1/N of lengths for N trajectories a batch.  Nodes do not shorten it.
-* Both stages are of the past.  When the work per batch has a significant trend (`forecast`), they are carried from the
-  middle of what was measured to now, and `ahead` continues them.
+- Training: median own seconds of a step, without waiting for data.
+- Rollout, trainers wait (`STARVED`) -> mean time between commits.
+- Rollout, otherwise -> work / (nodes x tokens per busy node second), at most the mean time between commits.
+- Rollout is never shorter than its longest trajectory / (eta + 1).
+- The work has a trend -> both times move from the middle of the measurements to now.
 
-*Predicted* at n', m' nodes: T_train = fixed + (T_train - fixed) * n / n', where fixed (optimizer, latency) is the
-intercept of a Theil-Sen line of seconds over tokens per replica, between 0 and `MAX_FIXED` = 0.9 of T_train, and 0
-while batches differ too little in size to tell (spread under `MIN_SPREAD` = 0.2 of the median): an optimistic start,
-which the next line corrects.  T_rollout scales with m / m'.  Both are multiplied by the *scaling correction* learned
-from the last move between the two splits: measured over predicted, per token.  It holds what no ratio of node counts
-knows: ranks that share cores or a network, the price of the all-reduce.
-
-Each time carries a relative standard error, from the spread of the steps (median: 1.2533 * 1.4826 MAD / sqrt(n)) and of
-the lengths, whose group members are not independent and count as one.
+Predicted: training = fixed + rest x node ratio, rollout x node ratio, each times a measured `Correction`.
 """
 
 from __future__ import annotations
@@ -41,38 +21,38 @@ from typing import NamedTuple
 
 from libra_hpc.protocol.plan import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
-from .trend import Trend, trend
+from .trend import Trend, theil_sen_slope, trend
 
 MIN_STEPS = 4
-"""Steps and windows a median is taken over at least: one outlier cannot move it."""
+"""Fewest steps and windows of a median: one outlier cannot move it."""
 MIN_GROUPS = 16
-"""Groups of finished trajectories the mean length is taken over at least: its error is then some 20 % for lengths as
-scattered as their mean."""
+"""Fewest finished groups of a mean length. Its error is then some 20 % for lengths as scattered as their mean."""
 MAX_STEPS = 8
-"""Newest steps used, and windows and trajectories of their time (some more where steps are so short that too few
-fall into it): older ones are of another policy."""
+"""Newest steps used, with the windows and trajectories of their time. Older ones are of another policy."""
 MAX_FIT = 64
-"""Newest steps the Theil-Sen line is fitted to: it takes 2,016 pairs of them."""
+"""Newest steps of the Theil-Sen line: 2,016 pairs."""
+ONE_SIDED_95 = 1.645
+"""Standard errors of a one-sided 95 % bound."""
 STARVED = 0.1
-"""Share by which the time between commits exceeds training from which on rollout is surely the slower stage."""
+"""Share by which the time between commits exceeds training before rollout counts as the slower stage."""
 TREND_STEPS = 32
-"""Newest steps a trend is looked for in."""
+"""Newest steps of a trend."""
 MAX_FIXED = 0.9
+"""Largest share of a training step that counts as fixed."""
 MIN_SPREAD = 0.2
+"""Interquartile range of batch sizes over their median below which the fixed part is taken as 0: no slope is
+measurable."""
 MIN_CORRECTION = 0.1
-"""A stage never gets ten times better than ideal scaling: a smaller ratio is an artefact of a badly estimated fixed
-part."""
+"""Smallest correction. Ten times better than ideal scaling comes from a badly estimated fixed part."""
 
 
 class Split(NamedTuple):
-    """How many nodes do what."""
-
     train: int
     rollout: int
 
 
 class Times(NamedTuple):
-    """Seconds per global batch of either stage, and what the loop makes of them."""
+    """Seconds per global batch of either stage."""
 
     train: float
     rollout: float
@@ -80,12 +60,12 @@ class Times(NamedTuple):
 
     @property
     def batch(self) -> float:
-        """Seconds per global batch: the slower stage, or with eta = 0, where the stages take turns, both."""
+        """Seconds per global batch: the slower stage, or the sum with eta = 0, where the stages take turns."""
         return self.train + self.rollout if self.eta == 0 else max(self.train, self.rollout)
 
 
-class Measured(NamedTuple):
-    """The model at one split, fitted to what was measured there."""
+class Estimate(NamedTuple):
+    """Both stages at one split, with errors, fixed parts and trends."""
 
     split: Split
     times: Times
@@ -93,34 +73,38 @@ class Measured(NamedTuple):
     """Relative standard error of ``times.train``."""
     rollout_error: float
     fixed: float
-    """Seconds of a training step that more replicas do not shorten."""
+    """Seconds of a training step that more replicas do not shorten: optimizer, latency."""
     straggler: float
-    """Seconds below which no number of rollout nodes brings a batch."""
+    """Seconds below which no number of rollout nodes finishes a batch."""
     train_tokens: float
-    """Tokens of a batch that were trained on."""
+    """Tokens of a batch, trained on."""
     rollout_tokens: float
-    """Tokens of a batch that were generated."""
+    """Tokens of a batch, generated."""
     train_trend: Trend = Trend()
     rollout_trend: Trend = Trend()
     starved: bool = False
     """Whether trainers wait for rollout, whose time is then the time between commits."""
-    foreseen: bool = False
-    """Whether the times are of the work under way, which the queues do not show yet."""
+    from_in_flight: bool = False
+    """Whether the times are of in-flight work, which the queues do not show yet."""
+
+    def train_seconds(self, tokens: float, factor: float = 1.0) -> float:
+        """Training seconds of a batch of ``tokens``; the part that is not fixed takes ``factor`` times as long."""
+        return self.fixed + (self.times.train - self.fixed) * factor * tokens / self.train_tokens
 
 
 class Correction(NamedTuple):
-    """Measured over predicted when going from one split to another; 1.0 is ideal scaling."""
+    """Measured over predicted seconds between two splits; 1.0 is ideal scaling."""
 
     train: float = 1.0
     rollout: float = 1.0
 
 
-def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float = float("-inf")) -> Measured | str:
-    """Fit the model to what was measured at ``split`` after ``since``, or say in words what is still missing.
+def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float = float("-inf")) -> Estimate | str:
+    """Measure both stages at ``split`` after ``since``, or name what is missing.
 
-    Trends of the work are taken from all steps after ``drifted``, the last sudden change, whatever the split.
+    Trends count all steps after ``drifted``, the last sudden change, at any split.
     """
-    fitted, steps, windows, done = _seen(snapshot, split, since)
+    fitted, steps, windows, done = _recent(snapshot, split, since)
     need = MIN_GROUPS * snapshot.group_size
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
         have, seen, finished = min(len(steps), MIN_STEPS), min(len(windows), MIN_STEPS), min(len(done), need)
@@ -147,37 +131,36 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         else:
             rollout = min(rollout, max(train, between))
     rollout *= rollout_trend.past(age)
-    return Measured(
-        split,
-        Times(train, rollout, snapshot.eta),
-        _median_error([s.seconds for s in steps]),
-        error,
-        fixed,
-        min(straggler, rollout),
-        median(s.tokens for s in steps),
-        work,
-        train_trend,
-        rollout_trend,
-        starved,
+    return Estimate(
+        split=split,
+        times=Times(train, rollout, snapshot.eta),
+        train_error=_median_error([s.seconds for s in steps]),
+        rollout_error=error,
+        fixed=fixed,
+        straggler=min(straggler, rollout),
+        train_tokens=median(s.tokens for s in steps),
+        rollout_tokens=work,
+        train_trend=train_trend,
+        rollout_trend=rollout_trend,
+        starved=starved,
     )
 
 
 def work_trend(snapshot: PlanSnapshot, drifted: float) -> tuple[Trend, Trend]:
-    """Of the tokens trained on and of those generated, per step after ``drifted``."""
+    """Trends of the tokens trained on and of those generated, per step after ``drifted``."""
     recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
     return trend([(s.at, float(s.tokens)) for s in recent]), trend(
         [(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0]
     )
 
 
-def lengths_then(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
-    """The trajectories `measure` goes by."""
-    return _seen(snapshot, split, since).done
+def trajectories_used(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
+    """The trajectories that `measure` uses."""
+    return _recent(snapshot, split, since).done
 
 
-class _Seen(NamedTuple):
-    """What was measured at a split: steps for the fixed part, the newest of them, and windows and trajectories of
-    their time."""
+class _Recent(NamedTuple):
+    """Facts of one split: steps for the fixed part, the newest of them, and windows and trajectories of their time."""
 
     fitted: list[TrainStepFact]
     steps: list[TrainStepFact]
@@ -185,7 +168,7 @@ class _Seen(NamedTuple):
     done: list[TrajectoryFact]
 
 
-def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
+def _recent(snapshot: PlanSnapshot, split: Split, since: float) -> _Recent:
     fitted = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
     steps = fitted[-MAX_STEPS:]
     windows = [
@@ -198,25 +181,23 @@ def _seen(snapshot: PlanSnapshot, split: Split, since: float) -> _Seen:
         began = steps[0].at - steps[0].seconds
         windows = windows[-max(MIN_STEPS, sum(w.at - w.seconds >= began for w in windows)) :]
         done = done[-max(MIN_GROUPS * snapshot.group_size, sum(t.at > began for t in done)) :]
-    return _Seen(fitted, steps, windows, done)
+    return _Recent(fitted, steps, windows, done)
 
 
-def renewed(
-    before: Measured, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float
-) -> Measured | None:
-    """``before``, measured with an older workload, for the trajectories after ``since``; None while there are too few.
+def with_new_lengths(
+    before: Estimate, snapshot: PlanSnapshot, since: float, rollout: float | None, error: float
+) -> Estimate | None:
+    """``before``, rescaled to the trajectories after ``since``; None while there are too few of them.
 
-    Training goes with the tokens of a batch, less the fixed part; ``rollout`` seconds come from a cost model.  Neither
-    error is below ``error``.
+    ``rollout`` seconds come from a cost model. Neither error is below ``error``.
     """
     done = [t for t in snapshot.trajectories if t.at > since]
     if rollout is None or len(done) < MIN_GROUPS * snapshot.group_size:
         return None
     size = snapshot.prompts_per_step * snapshot.group_size
     tokens, work = fmean(t.context for t in done) * size, fmean(t.generated for t in done) * size
-    train = before.fixed + (before.times.train - before.fixed) * tokens / before.train_tokens
     return before._replace(
-        times=Times(train, rollout, before.times.eta),
+        times=Times(before.train_seconds(tokens), rollout, before.times.eta),
         train_error=max(error, before.train_error),
         rollout_error=max(error, before.rollout_error),
         straggler=0.0,
@@ -227,21 +208,21 @@ def renewed(
     )
 
 
-def with_work(before: Measured, after: Measured) -> Times:
-    """Times of ``before`` had its batches had the tokens of those of ``after``: what standing still would take now."""
-    train = before.fixed + (before.times.train - before.fixed) * after.train_tokens / before.train_tokens
+def times_with_work_of(before: Estimate, after: Estimate) -> Times:
+    """Times at the split of ``before`` for the batch sizes of ``after``: what standing still would take now."""
+    train = before.train_seconds(after.train_tokens)
     return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)
 
 
-def ahead(now: Measured, seconds: float) -> Measured:
-    """The same, ``seconds`` later, if the trends of the work go on (damped)."""
+def extrapolate(now: Estimate, seconds: float) -> Estimate:
+    """The estimate ``seconds`` later, if the (damped) trends of the work go on."""
     train, rollout = now.train_trend.ahead(seconds), now.rollout_trend.ahead(seconds)
     times = Times(now.fixed + (now.times.train - now.fixed) * train, now.times.rollout * rollout, now.times.eta)
     return now._replace(times=times, straggler=now.straggler * rollout)
 
 
 def predict(
-    now: Measured, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0
+    now: Estimate, to: Split, correction: Correction, train_shift: float = 0.0, rollout_shift: float = 0.0
 ) -> Times:
     """Times at the split ``to``; the shifts move the measured times by so many standard errors."""
     train = now.times.train * max(0.0, 1.0 + train_shift * now.train_error)
@@ -254,9 +235,8 @@ def predict(
     )
 
 
-def correct(before: Measured, after: Measured) -> Correction:
-    """What the move from ``before`` to ``after`` taught about scaling between these splits; a change in the size of
-    batches is taken out."""
+def learned_correction(before: Estimate, after: Estimate) -> Correction:
+    """What a move from ``before`` to ``after`` showed about scaling; a change of batch size is taken out."""
     fixed = before.fixed
     ideal_train = (
         (before.times.train - fixed) * before.split.train / after.split.train * after.train_tokens / before.train_tokens
@@ -275,8 +255,7 @@ def _intercept(steps: Sequence[TrainStepFact]) -> float:
     if sizes[(3 * len(sizes)) // 4] - sizes[len(sizes) // 4] < MIN_SPREAD * median(sizes):
         return 0.0
     points = [(s.tokens / s.replicas, s.seconds) for s in steps]
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] != a[0]]
-    slope = max(0.0, median(slopes))
+    slope = max(0.0, theil_sen_slope(points))
     return max(0.0, median(seconds - slope * size for size, seconds in points))
 
 
@@ -297,6 +276,6 @@ def _median_error(values: Sequence[float]) -> float:
 
 
 def sampling_error(values: Sequence[float], group_size: int) -> float:
-    """Relative standard error of the mean of as many trajectories, of which a group counts as one."""
+    """Relative standard error of a mean; the members of a group count as one."""
     centre = fmean(values)
     return sqrt(fmean((v - centre) ** 2 for v in values)) / centre / sqrt(len(values) / group_size)

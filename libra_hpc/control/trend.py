@@ -1,15 +1,9 @@
-"""Where the work per batch is going: a robust trend over the last steps, continued with damping.
+"""Trend of the work per batch: a robust slope over the last steps, extrapolated with damping.
 
-The trend is Theil and Sen's: the median of all slopes of log work between two steps.  It counts only when Kendall's
-test says that steps grow (or shrink) with time beyond `SIGNIFICANT` = 3.29 standard deviations, two-sided probability
-0.001 without a trend; else the forecast is "as now", so that noise forecasts nothing.
-
-A trend is trusted about as far ahead as it was seen back: after t seconds the log work has changed by
-
-    rate * tau * (1 - exp(-t / tau)),        tau = half of the time the steps span,
-
-and never by more than `MOST` = 2 in either direction.  What lies between the middle of the measurements and now is not
-forecast but known, and is not damped.
+- Kendall's test finds no order beyond `SIGNIFICANT` -> no trend: the work stays as it is.
+- Else the rate is Theil and Sen's: the median slope of log work between all pairs of steps.
+- A trend extends about as far ahead as it was observed: exp(rate * tau * (1 - exp(-t / tau))), tau = half the span.
+- From the middle of the measurements to now it is not damped, because that time was observed.
 """
 
 from __future__ import annotations
@@ -20,19 +14,21 @@ from statistics import median
 from typing import NamedTuple
 
 SIGNIFICANT = 3.29
+"""Standard deviations of Kendall's score; two-sided probability 0.001 without a trend."""
 MIN_POINTS = 8
-"""With fewer no order of them is significant enough."""
+"""Fewest steps; with fewer no order is significant enough."""
 MOST = 2.0
+"""Largest factor, up or down."""
 
 
 class Trend(NamedTuple):
-    """Relative change per second, and for how long it was seen."""
+    """Relative change per second, and the seconds over which it was observed."""
 
     rate: float = 0.0
     span: float = 0.0
 
     def past(self, seconds: float) -> float:
-        """Factor from a moment that was seen to ``seconds`` later, not damped."""
+        """Factor over ``seconds`` that were observed, not damped."""
         return _bounded(self.rate * seconds)
 
     def ahead(self, seconds: float) -> float:
@@ -42,22 +38,23 @@ class Trend(NamedTuple):
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend:
-    """The trend of (time in seconds, positive value) points in order of time; no trend unless it is significant."""
+    """The trend of (seconds, positive value) points in order of time; zero unless significant."""
     n = len(points)
     if n < MIN_POINTS or points[-1][0] <= points[0][0]:
         return Trend()
     logs = [(at, math.log(value)) for at, value in points]
-    score = 0
-    slopes: list[float] = []
-    for i, (at, value) in enumerate(logs):
-        for later, other in logs[i + 1 :]:
-            score += (other > value) - (other < value)
-            if later > at:
-                slopes.append((other - value) / (later - at))
+    score = sum((b > a) - (b < a) for i, (_, a) in enumerate(logs) for _, b in logs[i + 1 :])
     z = score / math.sqrt(n * (n - 1) * (2 * n + 5) / 18.0)
     if abs(z) < SIGNIFICANT:
         return Trend()
-    return Trend(median(slopes), points[-1][0] - points[0][0])
+    return Trend(theil_sen_slope(logs), points[-1][0] - points[0][0])
+
+
+def theil_sen_slope(points: Sequence[tuple[float, float]]) -> float:
+    """Median slope between all pairs of (x, y) points whose x differ; at least two must."""
+    return median(
+        [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] != a[0]]
+    )
 
 
 def _bounded(log: float) -> float:

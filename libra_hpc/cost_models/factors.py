@@ -1,7 +1,6 @@
-"""Correction factors: what measurements say about each term of the cost models.
+"""Correction factors of the cost models: measured over predicted seconds, 1.0 where nothing was measured.
 
-Every predicted time is a sum of terms, and every term is multiplied by its own factor: measured seconds over predicted
-seconds, 1.0 where nothing was measured.  The models stay pure: who measures keeps the factors and passes them in.
+Every predicted time is a sum of terms, each multiplied by its factor. The models stay pure: the caller passes factors.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     tool: float = 1.0
     """Rollout: time in tools."""
     compute: float = 1.0
-    """Training: forward, backward and recomputed FLOPs.  No factor takes the model above the device's peak."""
+    """Training: forward, backward and recomputation. No factor takes the model above the device's peak."""
     comm: float = 1.0
-    """Training: exposed communication of all kinds."""
+    """Training: exposed communication."""
     optimizer: float = 1.0
-    """Training: the update."""
+    """Training: the optimizer step."""
 
 
 NONE = Factors()
-"""Nothing measured."""

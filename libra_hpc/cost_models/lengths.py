@@ -1,13 +1,8 @@
 """Lengths of a workload as a sketch whose size does not grow with the number of trajectories.
 
-Finished trajectories are sorted by generated tokens and cut into bins; a bin is its share of the trajectories and the
-mean of what is in it, so that totals are kept exactly.  The body of the distribution is cut into `BODY` = 16 equal
-shares.  The last share is halved again and again, down to one trajectory of a global batch: the longest one decides
-when a batch ends, and it has a bin of its own.  A batch of 512 has 21 bins, one of 8,192 has 25.
-
-What else the cost models need are ratios and moments over all trajectories: prompts (per trajectory, and beside a
-generated token), tool results, turns and tool seconds per generated token, and the mean and mean square of the context
-that training attends over.
+Finished trajectories are sorted by generated tokens and cut into bins, each a share of them with their means. Totals
+stay exact. The body has `BODY_BINS` equal shares. The last share is halved down to one trajectory of a global batch,
+because the longest one decides when a batch ends. A batch of 512 has 21 bins, one of 8,192 has 25.
 """
 
 from __future__ import annotations
@@ -22,77 +17,74 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-BODY = 16
-"""Equal shares; 64 of them change predicted times of a batch by less than 3 %, of a rollout by up to 4 %."""
-SYNTHETIC = 4096
-"""Quantiles a stated distribution is sampled at."""
+BODY_BINS = 16
+"""Equal shares of the body; 64 change a batch's time by less than 3 %, a rollout's by up to 4 %."""
+QUANTILES = 4096
+"""Trajectories sampled from a stated distribution."""
 
 
-class Observed(msgspec.Struct, frozen=True):
-    """One finished trajectory."""
+class TrajectoryLengths(msgspec.Struct, frozen=True):
+    """Token counts of one finished trajectory."""
 
     generated: int
-    """Tokens, all turns together."""
+    """Tokens of all turns."""
     context: int
-    """Tokens of the whole context at the end, prompt included."""
+    """Tokens at the end, prompt included."""
     prompt: int
     turns: int = 1
     tool_s: float = 0.0
-    """Seconds in tools, all turns together."""
 
 
 class Bin(msgspec.Struct, frozen=True):
     """Trajectories of similar length."""
 
     share: float
-    """Of all trajectories; the shares add up to 1."""
+    """Of all trajectories; shares add up to 1."""
     generated: float
-    """Mean tokens."""
     context: float
-    """Mean context at the end, tokens."""
+    """Mean tokens of the context at the end."""
     longest: int
-    """Largest context at the end, tokens: what must fit in a KV cache."""
+    """Largest context at the end, tokens: it must fit in a KV cache."""
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """The sketch; bins from short to long."""
+    """The sketch: bins from short to long, and ratios over all trajectories."""
 
     bins: tuple[Bin, ...]
     prompt: float
     """Mean prompt tokens."""
     prompt_beside: float
-    """Mean prompt tokens beside a generated one: long answers count as often as they are long.  Where long prompts
-    have short answers it is much less."""
+    """Mean prompt tokens, weighted by generated tokens. Far below `prompt` where long prompts have short answers."""
     new_per_token: float
-    """Tokens the environment adds per generated token."""
+    """Tokens that the environment adds per generated token."""
     turns_per_token: float
     tool_s_per_token: float
     context: float
-    """Mean context at the end, tokens."""
+    """Mean tokens of the context at the end."""
     context_square: float
-    """Mean square of the context at the end, tokens^2."""
+    """Mean square of the context at the end, tokens^2: attention work."""
     longest_context: int
     observed: int
-    """Trajectories it was made from."""
+    """Trajectories in the sketch."""
 
     @property
     def generated(self) -> float:
-        """Mean generated tokens."""
+        """Mean tokens."""
         return sum(b.share * b.generated for b in self.bins)
 
     @property
     def turn_tokens(self) -> float:
-        """Mean tokens the environment adds before a turn."""
+        """Mean tokens that the environment adds before a turn."""
         return self.new_per_token / self.turns_per_token
 
     def context_at(self, generated: float) -> float:
-        """Tokens of context of a trajectory that has generated so many: tool results come in proportion."""
+        """Context tokens of a trajectory that has generated so many; tool results grow in proportion."""
         return self.prompt_beside + generated * (1.0 + self.new_per_token)
 
 
-def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
-    """Compress ``observed`` for global batches of ``batch`` trajectories; raises `UserError` without any and for
-    impossible counts."""
+def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
+    """Compress ``observed`` for global batches of ``batch`` trajectories; `UserError` for none and for impossible
+    counts."""
     if not observed:
         raise UserError("The lengths cannot be planned with: there is no finished trajectory; valid: at least one.")
     if batch < 1:
@@ -123,32 +115,32 @@ def sketch(observed: Sequence[Observed], batch: int) -> Lengths:
     contexts, prompts = [o.context for o in ordered], [o.prompt for o in ordered]
     context, prompt = sum(contexts), sum(prompts)
     return Lengths(
-        tuple(bins),
-        prompt / len(ordered),
-        sum([o.prompt * o.generated for o in ordered]) / total,
-        (context - prompt - total) / total,
-        sum([o.turns for o in ordered]) / total,
-        sum([o.tool_s for o in ordered]) / total,
-        context / len(ordered),
-        sum([c * c for c in contexts]) / len(ordered),
-        max(contexts),
-        len(ordered),
+        bins=tuple(bins),
+        prompt=prompt / len(ordered),
+        prompt_beside=sum([o.prompt * o.generated for o in ordered]) / total,
+        new_per_token=(context - prompt - total) / total,
+        turns_per_token=sum([o.turns for o in ordered]) / total,
+        tool_s_per_token=sum([o.tool_s for o in ordered]) / total,
+        context=context / len(ordered),
+        context_square=sum([c * c for c in contexts]) / len(ordered),
+        longest_context=max(contexts),
+        observed=len(ordered),
     )
 
 
-def observe(trajectories: Iterable[TrajectoryRecord]) -> list[Observed]:
-    """What a trace says about lengths; trajectories that generated nothing are left out."""
+def observe(trajectories: Iterable[TrajectoryRecord]) -> list[TrajectoryLengths]:
+    """Lengths of a trace's trajectories, without those that generated nothing."""
     result = []
     for t in trajectories:
         if t.generated > 0:
             prompt = max(t.prompt_tokens, 1)
             result.append(
-                Observed(
-                    t.generated,
-                    max(t.context, prompt + t.generated),
-                    prompt,
-                    len(t.turns),
-                    sum(turn.tool_s for turn in t.turns),
+                TrajectoryLengths(
+                    generated=t.generated,
+                    context=max(t.context, prompt + t.generated),
+                    prompt=prompt,
+                    turns=len(t.turns),
+                    tool_s=sum(turn.tool_s for turn in t.turns),
                 )
             )
     return result
@@ -163,13 +155,13 @@ def lognormal(
     new_tokens: float = 0.0,
     tool_s: float = 0.0,
     longest: int | None = None,
-) -> list[Observed]:
-    """A stated distribution as `SYNTHETIC` trajectories at its quantiles.
+) -> list[TrajectoryLengths]:
+    """A stated distribution as `QUANTILES` trajectories at its quantiles.
 
     Generated tokens are log-normal with mean ``generated`` and shape ``sigma`` (0: all equal; 1: the longest tenth has
-    39 % of the tokens).  Turns are proportional to them, ``turns`` on average, each bringing ``new_tokens`` tokens and
-    ``tool_s`` seconds of a tool.  No context exceeds ``longest``: a longer episode ends there. Raises `UserError` for a
-    value out of range.
+    39 % of the tokens). Turns are proportional to them, ``turns`` on average. Each brings ``new_tokens`` tokens and
+    ``tool_s`` seconds of a tool. A trajectory ends at ``longest`` tokens of context. `UserError` for a value out of
+    range.
     """
     least = {
         "generated": (generated, 1),
@@ -187,32 +179,32 @@ def lognormal(
     normal = NormalDist()
     mu = math.log(generated) - sigma**2 / 2
     result = []
-    for i in range(SYNTHETIC):
-        wanted = math.exp(mu + sigma * normal.inv_cdf((i + 0.5) / SYNTHETIC)) if sigma > 0 else generated
+    for i in range(QUANTILES):
+        wanted = math.exp(mu + sigma * normal.inv_cdf((i + 0.5) / QUANTILES)) if sigma > 0 else generated
         rounds = wanted / generated * turns
         added = new_tokens * rounds
         fits = 1.0 if longest is None else min(1.0, (longest - prompt) / (wanted + added))
         tokens = max(1, int(wanted * fits))
         result.append(
-            Observed(
-                tokens,
-                prompt + tokens + int(added * fits),
-                prompt,
-                max(1, round(rounds * fits)),
-                tool_s * rounds * fits,
+            TrajectoryLengths(
+                generated=tokens,
+                context=prompt + tokens + int(added * fits),
+                prompt=prompt,
+                turns=max(1, round(rounds * fits)),
+                tool_s=tool_s * rounds * fits,
             )
         )
     return result
 
 
 def _bounds(count: int, batch: int) -> list[int]:
-    """Ranks between which the bins lie, both ends included, strictly rising."""
-    shares = [i / BODY for i in range(BODY)]
-    rest = 1.0 / BODY
+    """Ranks between the bins, both ends included, strictly rising."""
+    shares = [i / BODY_BINS for i in range(BODY_BINS)]
+    rest = 1.0 / BODY_BINS
     while rest / 2 >= 1.0 / batch:
         rest /= 2
         shares.append(1.0 - rest)
-    if batch > BODY and 1.0 - 1.0 / batch > shares[-1]:
+    if batch > BODY_BINS and 1.0 - 1.0 / batch > shares[-1]:
         shares.append(1.0 - 1.0 / batch)
     ranks = {min(count - 1, round(share * count)) for share in shares}
     return [*sorted(ranks), count]

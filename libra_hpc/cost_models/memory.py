@@ -1,25 +1,11 @@
-"""Memory of one training device, term by term, in bytes.
+"""Memory of one training device, term by term, in bytes; mixed precision as in Megatron-Core.
 
-Mixed precision as Megatron-Core does it: weights in the model's own type, gradients accumulated in float32
-(`GRAD_BYTES`), AdamW's two moments (`MOMENT_BYTES`) and, unless the weights are float32 themselves, a float32 copy of
-them (`MASTER_BYTES`): 18 bytes per bf16 parameter, of which a distributed optimizer divides the last 12 by the
-data-parallel ranks.
-
-Activations are counted by what a layer of our trainer keeps for its backward pass, per token and in the model's type:
-the inputs of both norms and of both blocks (4 h, on every tensor-parallel rank), the projection (q + 2 kv), what
-attention works on and gives back, padded to rectangles by `PADDING` (2 q + 2 kv), its output without padding (q), and
-gate, up and their product (3 f), all divided by TP; context parallelism divides everything by CP.  A test counts what
-autograd really saves.  A mixture of experts keeps each routed token's input and output, and 3 widths of its experts.
-With full recomputation a layer keeps its input only, and one layer at a time the rest.  The first stage of 1F1B holds
-as many micro-batches as there are stages. The last stage holds the logits of one micro-batch: `LOGITS_BYTES` per entry,
-for the matmul's output and its gradient (2 each) and, for the tokens that carry loss, a copy, the float32 softmax and
-its gradient; half of the tokens are taken to carry loss.
-
-Measured on an H200 with Qwen3-4B and a third of the tokens in the loss (docs/lab/0.1-h200.md): state within 0.3 %,
-the rest, as the layers were then, within 4 %.
-
-A replica's two end stages are compared, since embedding and in-flight micro-batches weigh on the first one and head and
-logits on the last.  `USABLE` of the device is planned with: the rest is lost to fragmentation.
+- State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
+  parameter. A distributed optimizer divides the last 12 by the data-parallel ranks.
+- Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
+  it. With full recomputation, a layer retains its input, and one layer at a time the rest.
+- Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the logits.
+- The fuller of the two end stages counts.
 """
 
 from __future__ import annotations
@@ -32,18 +18,23 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
 
 GRAD_BYTES = 4
+"""Bytes per parameter: float32 gradients."""
 MOMENT_BYTES = 8
+"""AdamW's two moments, float32."""
 MASTER_BYTES = 4
+"""The float32 copy of weights of another type."""
 LOGITS_BYTES = 10
+"""Bytes per entry of one micro-batch: the matmul's output and its gradient (2 each), and, for the half of the tokens
+that is assumed to carry loss, a copy, the float32 softmax and its gradient."""
 PADDING = 1.25
-"""Sequences of similar length share a rectangle that may cost half as much attention again as they need
-(`libra_hpc.train.packing`): usually less."""
+"""Factor on attention activations: sequences that share a rectangle (`libra_hpc.train.packing`) cost up to half as much
+again, usually less."""
 USABLE = 0.94
-"""Share of device memory that one can plan with; the caching allocator of torch loses a few per cent to fragments."""
+"""Share of device memory to plan with; torch's caching allocator loses a few per cent to fragments."""
 
 
 class TrainLayout(msgspec.Struct, frozen=True, order=True):
-    """How training is spread over devices: ``tp * pp * cp * dp`` of them."""
+    """How training is spread over ``tp * pp * cp * dp`` devices."""
 
     tp: int
     pp: int
@@ -52,11 +43,11 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     """Divides ``dp``: experts are spread over data-parallel ranks."""
     dp: int
     micro_tokens: int
-    """Most tokens of one packed micro-batch."""
+    """Most tokens of a packed micro-batch."""
     recompute: bool = False
     """Full recomputation of every layer in the backward pass."""
     distributed: bool = False
-    """Optimizer state divided over the data-parallel ranks."""
+    """Optimizer state divided over data-parallel ranks."""
 
     @property
     def replica(self) -> int:
@@ -65,7 +56,6 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
         return self.replica * self.dp
 
     def __str__(self) -> str:
@@ -87,21 +77,19 @@ class TrainMemory(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """All terms."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
 
     def terms(self) -> dict[str, float]:
-        """Bytes by name."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Why a choice is out of the question."""
+    """Why a choice is impossible."""
 
     over: float
-    """How far the choice is from possible: bytes for training, tokens of KV cache for rollout."""
+    """Bytes that are missing for training, tokens of KV cache for rollout."""
     reason: str
-    """In words, with the term that weighs most."""
+    """In words, with the largest term."""
 
 
 def train_memory(
@@ -109,14 +97,22 @@ def train_memory(
 ) -> TrainMemory:
     """Memory of the fullest device when a replica runs ``micro_batches`` of at most ``pack_tokens`` tokens each."""
     ends = [
-        _stage(shape, layout, device, micro_batches, pack_tokens, first=first, last=not first or layout.pp == 1)
+        _stage(
+            shape,
+            layout,
+            device,
+            micro_batches=micro_batches,
+            pack_tokens=pack_tokens,
+            first=first,
+            last=not first or layout.pp == 1,
+        )
         for first in (True, False)
     ]
     return max(ends, key=lambda m: m.total)
 
 
 def memory_limit(memory: TrainMemory, device: Device) -> Limit | None:
-    """None when it fits; else which term weighs most and how much is missing."""
+    """What is missing and the largest term; None when it fits."""
     over = memory.total - USABLE * device.memory_bytes
     if over <= 0:
         return None
@@ -129,8 +125,7 @@ def memory_limit(memory: TrainMemory, device: Device) -> Limit | None:
 
 @cache
 def stage_params(shape: ModelShape, tp: int, pp: int, ep: int, first: bool, last: bool) -> tuple[float, float]:
-    """Parameters of one device of a pipeline stage: those every data-parallel rank holds, and its share of the
-    experts."""
+    """Parameters of one device of a pipeline stage: those on every data-parallel rank, and its share of the experts."""
     layers = shape.layers / pp
     ends = (1 if first else 0) + (1 if last else 0)
     if first and last and shape.tied_embeddings:
@@ -140,13 +135,24 @@ def stage_params(shape: ModelShape, tp: int, pp: int, ep: int, first: bool, last
     ) / tp, layers * shape.experts * shape.expert_params / (tp * ep)
 
 
+def first_stage_params(shape: ModelShape, layout: TrainLayout) -> tuple[float, float]:
+    """`stage_params` of the stage with the embedding."""
+    return stage_params(shape, tp=layout.tp, pp=layout.pp, ep=layout.ep, first=True, last=layout.pp == 1)
+
+
 def optimizer_bytes(shape: ModelShape) -> int:
     """Bytes of AdamW's state per parameter."""
     return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES else 0)
 
 
 def activation_bytes_per_token(shape: ModelShape, recompute: bool, tp: int = 1) -> float:
-    """Bytes one layer keeps of one token on each of ``tp`` ranks."""
+    """Bytes that one layer retains of one token on each of ``tp`` ranks.
+
+    - On every rank: the inputs of both norms and both blocks, 4 h.
+    - Divided by TP: projection q + 2 kv, attention's padded inputs and output 2 q + 2 kv, and its unpadded output q.
+    - Divided by TP, dense: gate, up and product, 3 f.
+    - Divided by TP, mixture of experts: input, output and 3 expert widths of each routed token.
+    """
     if recompute:
         return float(shape.hidden * shape.dtype_bytes)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -169,7 +175,7 @@ def _stage(
     first: bool,
     last: bool,
 ) -> TrainMemory:
-    common, experts = stage_params(shape, layout.tp, layout.pp, layout.ep, first, last)
+    common, experts = stage_params(shape, tp=layout.tp, pp=layout.pp, ep=layout.ep, first=first, last=last)
     shard, expert_shard = (layout.dp * layout.cp, layout.dp * layout.cp // layout.ep) if layout.distributed else (1, 1)
     in_flight = min(layout.pp, micro_batches) if first else 1
     tokens = pack_tokens / layout.cp

@@ -1,19 +1,12 @@
-"""Seconds in which the open trajectories of one replica advance by one token each: their number and their context
-decide.
+"""Seconds in which the open trajectories of one replica advance by one token each, tabulated over number and context.
 
-*One step.*  A replica with n open trajectories of context k decodes a of them at once; the others are in a tool or wait
-for a slot.  Per generated token a trajectory needs one step s, u seconds of tools, and p computed prompt tokens (tool
-results, and context that the prefix cache lost), which share the steps as chunks.  In balance a = n s / (s + u), at
-most ``max_num_seqs`` and at most what the KV cache holds; all n advance by one token in n s / a seconds, which is s + u
-while nothing is short.
+- A step takes s seconds and tools u seconds per token. Of n trajectories, a = n s / (s + u) decode; the others are in
+  tools. All advance by one token in s + u seconds, while slots and KV suffice.
+- Prompt tokens (tool results, lost context) share the steps as chunks.
+- Short KV: trajectories in tools lose their cache and compute it again at the next turn.
+- Full KV: sequences wait; running ones are preempted and computed again (`PREEMPTED`).
 
-*Short KV.*  The a that decode hold their context; what is left of the cache keeps that of the n - a others, and none of
-it once sequences wait.  What is lost comes back as prompt tokens at the next turn.  While sequences wait the cache is
-full, and every token that is generated takes the place of another one: running sequences are preempted and computed
-again (`PREEMPTED`).  Those that wait begin when others have ended.
-
-Seconds are tabulated over n (a factor of sqrt 2 apart) and k (`CONTEXTS` values) and made non-decreasing in n, as
-physics has them: the search relies on it.
+Seconds do not decrease with the number of trajectories, because the search relies on it.
 """
 
 from __future__ import annotations
@@ -30,20 +23,19 @@ from .factors import Factors
 from .lengths import Lengths
 
 CHUNK = 2048
-"""Most prompt tokens of one step: vLLM's default budget of batched tokens."""
+"""Most prompt tokens of a step: vLLM's default budget of batched tokens."""
 PREEMPTED = 0.5
-"""Tokens computed again for each token generated while sequences wait for KV: 1 if a sequence that ends left no room
-for the growth of the others; 0.3 (many turns) to 0.7 (one long turn) where `libra_hpc.simulator` counts them."""
+"""Tokens computed again per token generated while sequences wait for KV. At most 1; `libra_hpc.simulator` counts 0.3
+(many turns) to 0.7 (one long turn)."""
 CONTEXTS = 6
-"""Contexts at which step times are tabulated; they are linear in the KV tokens of a batch, prefill is slightly
-convex."""
+"""Tabulated contexts. Step times are linear in the KV tokens of a batch, prefill is slightly convex."""
 
 Curve = list[float]
-"""Values over the tabulated numbers of open trajectories."""
+"""Values at the tabulated numbers of open trajectories."""
 
 
-class Positions:
-    """The table of one TP class for up to ``most`` open trajectories; ``steps.kv_capacity`` is not 0."""
+class PositionTable:
+    """The table of one TP class, up to ``most`` open trajectories; ``steps.kv_capacity`` is not 0."""
 
     def __init__(
         self, steps: StepTimes, lengths: Lengths, factors: Factors, max_num_seqs: int, prefix_hits: float, most: float
@@ -51,7 +43,7 @@ class Positions:
         self._steps, self._lengths, self._factors = steps, lengths, factors
         self._max_num_seqs, self._prefix_hits = max_num_seqs, prefix_hits
         self.top = min(float(lengths.longest_context), float(steps.kv_capacity))
-        """The longest context that is tabulated, tokens."""
+        """Longest tabulated context, tokens."""
         low = min(lengths.prompt, lengths.prompt_beside, self.top)
         growth = max(self.top, low + 1.0) / low
         self._contexts = [low * growth ** (k / (CONTEXTS - 1)) for k in range(CONTEXTS)]
@@ -63,7 +55,7 @@ class Positions:
 
     @property
     def width(self) -> int:
-        """Numbers of open trajectories that are tabulated."""
+        """Tabulated numbers of open trajectories."""
         return len(self._live)
 
     def seconds(self, context: float) -> Curve:
@@ -71,22 +63,22 @@ class Positions:
         return self._blend(self._seconds, context)
 
     def waits(self, context: float) -> Curve:
-        """Seconds of a step of one sequence where some wait for a slot or KV, else 0."""
+        """Seconds of a step of one sequence at ``context`` tokens where some wait for a slot or KV, else 0."""
         return self._blend(self._waits, context)
 
     def between(self, context: float) -> tuple[int, float]:
-        """The tabulated context below ``context``, and how far it is on the way to the next one."""
+        """Index of the tabulated context below ``context``, and the position between it and the next one, 0..1."""
         contexts = self._contexts
         k = min(max(bisect_right(contexts, context) - 1, 0), len(contexts) - 2)
         return k, min(max((context - contexts[k]) / (contexts[k + 1] - contexts[k]), 0.0), 1.0)
 
     def point(self, k: int, weight: float, live: float) -> float:
-        """Seconds per position of ``live`` trajectories whose context is `between`."""
+        """Seconds per position of ``live`` trajectories, at a context given by `between`."""
         below, above = self.at(self._seconds[k], live), self.at(self._seconds[k + 1], live)
         return below + weight * (above - below)
 
     def at(self, curve: Curve, live: float) -> float:
-        """Linear interpolation; the curve is constant below 1."""
+        """Linear interpolation; constant below 1."""
         if live <= 1.0:
             return curve[0]
         grid = self._live
@@ -104,25 +96,27 @@ class Positions:
         most = max(1.0, min(float(self._max_num_seqs), room))
         fresh = lengths.new_per_token + again * (1.0 - hits)
         rows = [(a, *self._step(a, context, max(lengths.turn_tokens, a * fresh))) for a in _batches(most)]
-        # From its beginning, hence half of the context on average, and in whole chunks.
+        # Recomputation starts at token 0: half of the context on average, in whole chunks.
         preempted = PREEMPTED * self._step(int(most), context / 2, CHUNK)[1] if most >= room else 0.0
         replica = _Replica(
-            rows,
-            room,
-            most,
-            lengths.tool_s_per_token * self._factors.tool,
-            lengths.new_per_token,
-            again,
-            hits,
-            preempted,
+            rows=rows,
+            room=room,
+            most=most,
+            tool=lengths.tool_s_per_token * self._factors.tool,
+            new=lengths.new_per_token,
+            again=again,
+            hits=hits,
+            preempted=preempted,
         )
         positions = list(replica.positions(self._live))
         self._seconds.append(list(accumulate((seconds for seconds, _ in positions), max)))
         self._waits.append(list(accumulate((rows[0][1] * waiting for _, waiting in positions), max)))
 
     def _step(self, decodes: int, context: float, tokens: float) -> tuple[float, float]:
-        """Seconds of a step that decodes only, and what each of so many prompt tokens beside it adds, or of a chunk
-        if there are more."""
+        """Seconds of a step that decodes only, and seconds per prompt token that shares it.
+
+        There are ``tokens`` prompt tokens, at most a chunk.
+        """
         kv = round(decodes * context)
         alone = self._steps.step_s(decodes, kv)
         chunk = max(1, min(CHUNK, round(tokens)))
@@ -134,29 +128,26 @@ class _Replica(NamedTuple):
     """One replica at one context."""
 
     rows: list[tuple[int, float, float]]
-    """Batch size, seconds of a step that decodes only, and of each prompt token beside it; sizes rising up to the
-    largest possible one."""
+    """Batch size, seconds of a step that decodes only, and seconds per prompt token in it; rising sizes up to ``most``.
+    """
     room: float
-    """Contexts the KV cache holds."""
+    """Contexts that fit in the KV cache."""
     most: float
-    """The largest batch."""
     tool: float
     """Seconds of tools per generated token."""
     new: float
     """Prompt tokens per generated token."""
     again: float
-    """Tokens of earlier context that turns come back to, per generated token."""
+    """Tokens of earlier context that turns return to, per generated token."""
     hits: float
-    """Share of them that is cached when KV is not short."""
+    """Share of them that is cached while KV is not short."""
     preempted: float
-    """Seconds of computing preempted sequences again, per generated token while some wait for KV."""
+    """Seconds to compute preempted sequences again, per token generated while some wait for KV."""
 
     def positions(self, lives: Sequence[float]) -> Iterator[tuple[float, bool]]:
-        """For each number of ``lives``, which rise: seconds per position of so many trajectories, and whether some of
-        them wait for others.
+        """For each number of ``lives``, which rise: seconds per position, and whether some wait.
 
-        In balance the batch is the one that tools empty as fast as they refill it.  It grows with the number of
-        trajectories.
+        The batch is the one that tools empty as fast as they refill it. It grows with the number of trajectories.
         """
         row = 0
         for live in lives:
@@ -172,16 +163,15 @@ class _Replica(NamedTuple):
             yield faster + weight * (seconds - faster), False
 
     def _balance(self, row: int, live: float) -> tuple[float, float]:
-        """Trajectories that keep the batch of ``row`` full while ``live`` share the cache, and the seconds of a step
-        and the tools beside it."""
+        """Trajectories that fill the batch of ``row`` while ``live`` share the cache; seconds of a step plus tools."""
         size, decode, prefill = self.rows[row]
-        kept = 1.0 if live <= max(self.room, size) else max(0.0, min(1.0, (self.room - size) / (live - size)))
-        step = decode + size * (self.new + self.again * (1.0 - self.hits * kept)) * prefill
+        cached = 1.0 if live <= max(self.room, size) else max(0.0, min(1.0, (self.room - size) / (live - size)))
+        step = decode + size * (self.new + self.again * (1.0 - self.hits * cached)) * prefill
         return size * (step + self.tool) / step, step + self.tool
 
 
 def _batches(most: float) -> list[int]:
-    """Batch sizes at which steps are asked for: powers of two and the middles between them, then the largest."""
+    """Tabulated batch sizes: powers of two, the middles between them, and the largest."""
     sizes, size = {1, int(most)}, 2
     while size < most:
         sizes |= {s for s in (size, size * 3 // 2) if s < most}

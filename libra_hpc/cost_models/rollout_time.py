@@ -1,18 +1,14 @@
 """Seconds in which the replicas of one TP class roll out their share of a global batch.
 
-*One batch.*  Position x is the number of tokens a trajectory has generated; trajectories that end before x are gone.
-With eta = 0 the class starts its N trajectories together and drains: T is the integral of the time per position over
-the live number n(x).  With eta >= 1 the next batches fill the gaps: eta + 1 of them are open, so a position lasts as
-long as the mean live number says, n = (eta + 1) * tokens / longest, and a batch comes every longest / (eta + 1)
-positions.  Both contain the straggler bound: n is never below 1, hence T >= longest * (s(1) + u) / (eta + 1).
-Computing the prompts is added: one that n trajectories share goes to each of r replicas with probability 1 - (1 -
-1/r)^n (`RolloutOptions.group`).  So are the contexts that a weight update has computed again, all those that run at
-that moment (`RolloutOptions.updates`).
+- eta = 0: all trajectories start together and drain. The time is the integral of the seconds per position over the
+  falling number of open trajectories.
+- eta >= 1: eta + 1 batches are open. A position lasts as long as their mean number implies, and a batch is complete
+  every longest / (eta + 1) positions.
+- Prompts: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n.
+- A weight update computes the running contexts again (`RolloutOptions.updates`).
+- Sequences that wait for KV run in waves, the last of which is not full (`EMPTY_IN_LAST_WAVE`).
 
-Replicas of a class share its trajectories evenly.  Trajectories are those between two bins of the sketch, so that
-classes can take the short or the long end.  What a position takes is `libra_hpc.cost_models.positions`'; while some
-wait, all advance in lockstep until the first of them ends: in waves, of which the last does not fill the replica
-(`WAVE`).  Later there is always one that takes a free place.
+Replicas of a class share its trajectories evenly: those between two bins, so that classes can take long or short ones.
 """
 
 from __future__ import annotations
@@ -29,33 +25,30 @@ from libra_hpc.hardware.steps import StepTimes
 
 from .factors import NONE, Factors
 from .memory import Limit
-from .positions import CHUNK, Curve, Positions
+from .positions import CHUNK, Curve, PositionTable
 from .training_time import BatchWork
 
-WAVE = 0.5
-"""Share of a wave that is empty in the last one, on average."""
-GROWTH = 1.3
-"""Largest ratio of the contexts at the two ends of a stretch of positions that counts as one."""
+EMPTY_IN_LAST_WAVE = 0.5
+"""Share of the last wave that is empty, on average."""
+MAX_CONTEXT_GROWTH = 1.3
+"""Largest ratio of the contexts at both ends of a stretch of positions that is computed as one."""
 
 
 class RolloutOptions(msgspec.Struct, frozen=True):
-    """How the engines are run."""
-
     max_num_seqs: int = 256
-    """Most sequences a replica decodes at once."""
+    """Most sequences that a replica decodes at once."""
     max_model_len: int = 0
-    """Tokens of one sequence that every replica must be able to hold, however short trajectories are: vLLM does not
-    start with less."""
+    """Tokens of one sequence that every replica must hold, or vLLM does not start."""
     prefix_hits: float = 0.95
-    """Share of a turn's earlier context that is still cached when the turn comes and KV is not short."""
+    """Share of a turn's earlier context that is still cached while KV is not short."""
     group: int = 1
-    """Trajectories that share a prompt, sent to any replica: it is computed once on each that gets one of them."""
+    """Trajectories that share a prompt; each replica that gets one of them computes it once."""
     updates: int = 0
-    """Weight updates per global batch while trajectories run: each has the running ones computed again."""
+    """Weight updates per global batch while trajectories run; each computes their contexts again."""
 
 
 class _Ladder(NamedTuple):
-    """What is known of one segment: times at some numbers of replicas."""
+    """Evaluated times of one segment, by number of replicas."""
 
     counts: list[int]
     """Rising."""
@@ -64,22 +57,21 @@ class _Ladder(NamedTuple):
 
 
 class _Overlapping(NamedTuple):
-    """One segment of batches that overlap."""
+    """One segment of overlapping batches."""
 
     live: float
-    """Trajectories that are open at a time, on all replicas together."""
     positions: float
-    """From batch to batch."""
+    """Positions from batch to batch."""
     context: float
     """Mean tokens of an open trajectory."""
     below: int
-    """The tabulated context below it."""
+    """Index of the tabulated context below."""
     weight: float
-    """How far it is on the way to the next one."""
+    """Position between it and the next one, 0..1."""
 
 
 class ReplicaCost:
-    """One TP class; times are those of ``replicas`` equal replicas."""
+    """Rollout time of one TP class; ``replicas`` are equal."""
 
     def __init__(
         self,
@@ -99,14 +91,15 @@ class ReplicaCost:
         self._overlapping: dict[tuple[int, int], _Overlapping] = {}
         if steps.kv_capacity > 0:
             most = batch.trajectories * (batch.eta + 1.0)
-            self._positions = Positions(steps, lengths, factors, options.max_num_seqs, options.prefix_hits, most)
+            self._positions = PositionTable(
+                steps, lengths, factors, max_num_seqs=options.max_num_seqs, prefix_hits=options.prefix_hits, most=most
+            )
             self._token_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
             self._prompt_s = lengths.prompt * batch.trajectories * self._token_s
             self._prepare()
 
     def limit(self, last: int = 0) -> Limit | None:
-        """Why no replica of this class holds the trajectories of bin ``last``, by default the shortest, or None;
-        ``over`` is in tokens."""
+        """Why no replica holds the trajectories of bin ``last`` (by default the shortest), or None."""
         need = self._need(last)
         if self.kv_capacity >= need:
             return None
@@ -118,7 +111,7 @@ class ReplicaCost:
         )
 
     def fits(self, last: int) -> bool:
-        """Whether the longest context that bin ``last`` asks for fits in the KV cache."""
+        """Whether the longest context of bin ``last`` fits in the KV cache."""
         return self._fits[last]
 
     def _need(self, last: int) -> int:
@@ -130,19 +123,18 @@ class ReplicaCost:
 
     @property
     def latency(self) -> float:
-        """Seconds per token of a single trajectory of mean context: orders the classes."""
+        """Seconds per token of a single trajectory of mean context; orders the classes."""
         return self.position_s(1.0, min(self._batch.lengths.context, self._positions.top))
 
     def time(self, first: int, last: int, replicas: float) -> float:
-        """Seconds per global batch when so many replicas serve the trajectories of bins ``first..last``; infinite
-        when the longest does not fit."""
+        """Seconds per global batch when so many replicas serve bins ``first..last``; infinite when the longest does not
+        fit."""
         return self._time(first, last, replicas) if self.fits(last) else math.inf
 
     def fewest(self, firsts: range, last: int, seconds: float, most: int) -> Iterator[tuple[int, int]]:
-        """For each bin of ``firsts`` the fewest of at most ``most`` replicas that serve the bins from it to ``last``
-        within ``seconds``.
+        """For each bin of ``firsts``, the fewest replicas that serve the bins from it to ``last`` within ``seconds``.
 
-        Bins for which ``most`` are too few are left out.  Earlier answers narrow the bisection.
+        Bins for which ``most`` replicas are too few are left out. Earlier results narrow the bisection.
         """
         if most < 1 or not self._fits[last]:
             return
@@ -153,20 +145,23 @@ class ReplicaCost:
             low = counts[i - 1] if i else 0
             if i < len(counts) and counts[i] <= most:
                 high = counts[i]
-            elif low >= most or not self._climb(ladder, i, first, last, most, seconds):
+            elif low >= most or not self._evaluate_rung(
+                ladder, i, first=first, last=last, replicas=most, seconds=seconds
+            ):
                 continue
             else:
                 high = most
             while high - low > 1:
                 middle = (low + high) // 2
-                if self._climb(ladder, bisect_left(counts, middle), first, last, middle, seconds):
+                at = bisect_left(counts, middle)
+                if self._evaluate_rung(ladder, at, first=first, last=last, replicas=middle, seconds=seconds):
                     high = middle
                 else:
                     low = middle
             yield first, high
 
-    def _climb(self, ladder: _Ladder, at: int, first: int, last: int, replicas: int, seconds: float) -> bool:
-        """Whether so many replicas keep ``seconds``; their time is kept at rung ``at``."""
+    def _evaluate_rung(self, ladder: _Ladder, at: int, first: int, last: int, replicas: int, seconds: float) -> bool:
+        """Whether so many replicas take at most ``seconds``; their time becomes rung ``at``."""
         own = self._time(first, last, replicas)
         ladder.counts.insert(at, replicas)
         ladder.speeds.insert(at, -own)
@@ -195,7 +190,7 @@ class ReplicaCost:
         return _Overlapping(live, longest / open_batches, context, *self._positions.between(context))
 
     def _prompts(self, replicas: float) -> float:
-        """Share of the trajectories' prompts that one replica computes."""
+        """Share of all prompts that one replica computes."""
         each, group = 1.0 / replicas, self._options.group
         return each if group == 1 else max(1.0, each) * (1.0 - (1.0 - min(1.0, each)) ** group) / group
 
@@ -209,8 +204,8 @@ class ReplicaCost:
         return total
 
     def _prepare(self) -> None:
-        """Prefix sums over bins; for a draining batch also the time of each stretch of positions at every live
-        number."""
+        """Prefix sums over bins, and for a draining batch the time of each stretch at every number of open
+        trajectories."""
         bins, lengths, positions = self._batch.lengths.bins, self._batch.lengths, 0.0
         self._shares = [0.0, *accumulate(b.share for b in bins)]
         self._tokens = [0.0, *accumulate(b.share * b.generated for b in bins)]
@@ -219,8 +214,8 @@ class ReplicaCost:
         self._through: list[Curve] = []
         width = self._positions.width
         sums, waits = [0.0] * width, [0.0] * width
-        # A sequence waits for a turn of another one, not for its end: places stay empty in the last turn only.
-        share = WAVE / max(1.0, lengths.turns_per_token * lengths.generated)
+        # A sequence waits for the end of another's turn, not of its trajectory: slots stay empty in the last turn only.
+        share = EMPTY_IN_LAST_WAVE / max(1.0, lengths.turns_per_token * lengths.generated)
         for b in bins:
             piece = [0.0] * width
             for stretch, context in self._stretches(positions, b.generated):
@@ -232,9 +227,9 @@ class ReplicaCost:
             positions = b.generated
 
     def _stretches(self, start: float, end: float) -> Iterator[tuple[float, float]]:
-        """Number of positions and context in their middle, of parts in which contexts hardly grow."""
+        """Numbers of positions with the context in their middle, split so that contexts hardly grow."""
         at = self._batch.lengths.context_at
-        parts = max(1, math.ceil(math.log(at(end) / at(start)) / math.log(GROWTH)))
+        parts = max(1, math.ceil(math.log(at(end) / at(start)) / math.log(MAX_CONTEXT_GROWTH)))
         width = (end - start) / parts
         for part in range(parts):
             yield width, at(start + (part + 0.5) * width)

@@ -1,21 +1,13 @@
 """Seconds of training one global batch under one layout.
 
-*Work.*  Forward FLOPs follow from the shape: linear layers and head per token, attention per pair of positions, so that
-the mean square of the context counts and not only its mean.  Backward is twice that; full recomputation adds one
-forward pass, and so does each log-probability pass before the update.  The slowest replica has 1 / dp of the work, but
-never less than the longest trajectory.  A device computes at ``flops_efficiency`` (large matrix products) times
-`LAYER_EFFICIENCY` (the share of a layer's time that is matrix products) of its peak; a correction factor never takes it
-above the peak, and MFU therefore never exceeds 1.
-
-*Pipeline.*  A replica packs its trajectories into n micro-batches (longest first, next fit); 1F1B without interleaving
-takes n + pp - 1 slots for n micro-batches.  The slowest stage sets the slot: the last one, which also has the head.
-
-*Communication.*  Ring collectives over the link of the group, the one between nodes once the group spans nodes.  TP
-all-reduces twice per layer and direction and EP exchanges tokens twice, both on the critical path; CP's ring of keys
-and values hides behind attention, the gradient reduction behind the backward pass of the last micro-batch; what is
-longer than that is exposed.  PP sends activations once per slot and direction, exposed without interleaving.
-
-*Optimizer.*  Bound by memory bandwidth: gradients, state and weights are read and state and weights written.
+- Compute: forward FLOPs from the model shape, attention per pair of positions; backward twice that. Recomputation and
+  each log-probability pass add one forward. The slowest replica has 1 / dp of the work, at least the longest
+  trajectory.
+- Speed: the device's ``flops_efficiency`` times `LAYER_EFFICIENCY`; a correction factor never exceeds the peak.
+- Pipeline: 1F1B takes n + pp - 1 slots for n micro-batches; the last stage, with the head, sets the slot.
+- Communication: ring collectives over the link of the group. TP, EP and PP are exposed. CP hides behind attention, the
+  gradient reduction behind the last backward pass; the excess is exposed.
+- Optimizer: bound by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -34,53 +26,51 @@ from .memory import (
     Limit,
     TrainLayout,
     TrainMemory,
+    first_stage_params,
     memory_limit,
     optimizer_bytes,
-    stage_params,
     train_memory,
 )
 
 LAYER_EFFICIENCY = 0.75
-"""Norms, activations, rotary embedding and launches take about a quarter of a layer; with 0.7 of the peak in
-products, MFU becomes 0.4..0.5."""
+"""Share of a layer's time in matrix products; norms, activations, rotary embedding and launches take the rest. With 0.7
+of the peak in products, MFU becomes 0.4..0.5."""
 LINK_EFFICIENCY = 0.8
-"""Share of a link that ring collectives of megabytes reach; `Device.link_efficiency` is that of the small messages
-of inference."""
+"""Share of a link that ring collectives of megabytes reach. `Device.link_efficiency` is for the small messages of
+inference."""
 BACKWARD = 2.0
-"""Backward over forward FLOPs."""
+"""FLOPs of backward over forward."""
 
 
 class BatchWork(msgspec.Struct, frozen=True):
-    """What one global batch asks of either stage."""
+    """Work of one global batch, for both stages."""
 
     trajectories: int
     """Prompts times group size."""
     lengths: Lengths
     eta: int = 1
-    """Staleness bound: batches that rollout may be ahead; with 0 the stages take turns."""
+    """Staleness bound: batches that rollout may be ahead. With 0, the stages take turns."""
     minibatches: int = 1
     """Optimizer steps per global batch."""
     forwards: int = 0
     """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a
-    reference policy."""
+    reference."""
 
     @property
     def tokens(self) -> float:
-        """Tokens trained on."""
         return self.trajectories * self.lengths.context
 
     @property
     def generated(self) -> float:
-        """Tokens generated."""
         return self.trajectories * self.lengths.generated
 
 
 class TrainTime(msgspec.Struct, frozen=True):
-    """Seconds of one global batch; every communication term is the exposed part."""
+    """Seconds of one global batch; communication terms are the exposed parts."""
 
     compute: float
     bubble: float
-    """Time of the pp - 1 slots in which a stage has nothing to do, per optimizer step."""
+    """Time of the pp - 1 idle slots, per optimizer step."""
     tp: float
     pp: float
     cp: float
@@ -90,20 +80,18 @@ class TrainTime(msgspec.Struct, frozen=True):
     micro_batches: int
     """Per replica and optimizer step."""
     mfu: float
-    """Model FLOPs (forward and backward of one pass, nothing recomputed) over what the devices could have done
-    meanwhile."""
+    """Model FLOPs of one forward and backward pass over the peak FLOPs of all devices in that time."""
 
     @property
     def total(self) -> float:
-        """All terms."""
         return self.compute + self.bubble + self.tp + self.pp + self.cp + self.ep + self.dp + self.optimizer
 
 
 def packed(batch: BatchWork, micro_tokens: int) -> float:
-    """Micro-batches of at most ``micro_tokens`` tokens that the batch fills; a longer trajectory is one by itself.
+    """Micro-batches of at most ``micro_tokens`` tokens that the batch fills; a longer trajectory fills one.
 
-    Trajectories are packed from long to short, so neighbours are alike and a micro-batch takes ``floor(micro_tokens /
-    length)`` of a bin.
+    Trajectories are packed from long to short, so neighbours are alike: ``floor(micro_tokens / length)`` of a bin per
+    micro-batch.
     """
     return batch.trajectories * sum(b.share / max(1, int(micro_tokens // b.context)) for b in batch.lengths.bins)
 
@@ -117,8 +105,7 @@ def forward_flops(shape: ModelShape, context: float, context_square: float) -> f
 
 
 class TrainCost:
-    """Time and memory of layouts of one model on one kind of device, for one batch; everything that layouts share is
-    computed once."""
+    """Time and memory of layouts of one model on one kind of device, for one batch."""
 
     def __init__(
         self, shape: ModelShape, device: Device, devices_per_node: int, batch: BatchWork, factors: Factors = NONE
@@ -146,21 +133,26 @@ class TrainCost:
         return max(min(float(layout.micro_tokens), self.batch.tokens), float(self.batch.lengths.longest_context))
 
     def memory(self, layout: TrainLayout) -> TrainMemory:
-        """Bytes of the fullest device."""
-        return train_memory(self.shape, layout, self.device, self.micro_batches(layout), self.pack_tokens(layout))
+        return train_memory(
+            self.shape,
+            layout,
+            self.device,
+            micro_batches=self.micro_batches(layout),
+            pack_tokens=self.pack_tokens(layout),
+        )
 
     def limit(self, layout: TrainLayout) -> Limit | None:
         """Why the layout does not fit; None when it does."""
         return memory_limit(self.memory(layout), self.device)
 
     def device_seconds(self, layout: TrainLayout) -> float:
-        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: computing and TP traffic,
-        perfectly divided."""
+        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: compute and TP traffic, perfectly
+        divided."""
         compute, tp = self._stage_seconds(layout, 1.0)
         return (compute + tp) * layout.replica
 
     def time(self, layout: TrainLayout) -> TrainTime:
-        """Seconds of one global batch, not asking whether the layout fits."""
+        """Seconds of one global batch, whether the layout fits or not."""
         shape, device, batch = self.shape, self.device, self.batch
         n = self.micro_batches(layout)
         share = max(1.0 / layout.dp, self._longest)
@@ -203,7 +195,18 @@ class TrainCost:
         bubble = (slots - 1.0) * (compute + tp + cp + ep)
         total = compute + bubble + tp + pp + cp + ep + dp + optimizer
         mfu = (1.0 + BACKWARD) * self._flops / (total * layout.devices * device.peak_flops)
-        return TrainTime(compute, bubble, tp, pp, cp, ep, dp, optimizer, n, mfu)
+        return TrainTime(
+            compute=compute,
+            bubble=bubble,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=ep,
+            dp=dp,
+            optimizer=optimizer,
+            micro_batches=n,
+            mfu=mfu,
+        )
 
     def _passes(self, layout: TrainLayout) -> float:
         """Work over that of one forward pass."""
@@ -214,8 +217,7 @@ class TrainCost:
         return 2.0 * (2 + layout.recompute + self.batch.forwards)
 
     def _stage_seconds(self, layout: TrainLayout, share: float) -> tuple[float, float]:
-        """Computing, and the TP traffic that is bound by bandwidth, of the slowest stage with ``share`` of the
-        batch."""
+        """Compute, and the bandwidth-bound TP traffic, of the slowest stage with ``share`` of the batch."""
         stage = (self._flops - self._head) / layout.pp + self._head
         compute = share * stage * self._passes(layout) / (layout.tp * layout.cp * self._speed)
         if layout.tp == 1:
@@ -225,16 +227,15 @@ class TrainCost:
         return compute, self._reduces(layout) * self.shape.layers / layout.pp * ring * self._factors.comm
 
     def _reduction(self, layout: TrainLayout) -> float:
-        """Seconds of reducing gradients over data-parallel ranks, and of gathering weights again when the optimizer
-        is distributed."""
-        common, experts = stage_params(self.shape, layout.tp, layout.pp, layout.ep, True, layout.pp == 1)
+        """Seconds to reduce gradients over data-parallel ranks, and to gather weights with a distributed optimizer."""
+        common, experts = first_stage_params(self.shape, layout)
         per_param = GRAD_BYTES + self.shape.dtype_bytes if layout.distributed else 2 * GRAD_BYTES
         ranks, expert_ranks = layout.dp * layout.cp, layout.dp * layout.cp // layout.ep
         sent = common * (ranks - 1) / ranks + experts * (expert_ranks - 1) / expert_ranks
         return per_param * sent / self._link(layout.devices)
 
     def _update(self, layout: TrainLayout) -> float:
-        common, experts = stage_params(self.shape, layout.tp, layout.pp, layout.ep, True, layout.pp == 1)
+        common, experts = first_stage_params(self.shape, layout)
         shard = layout.dp * layout.cp if layout.distributed else 1
         expert_shard = max(1, shard // layout.ep)
         moved = GRAD_BYTES + 2 * optimizer_bytes(self.shape) + self.shape.dtype_bytes
@@ -243,6 +244,6 @@ class TrainCost:
         )
 
     def _link(self, group: int) -> float:
-        """Bytes per second of one device within a group of so many neighbouring ones."""
+        """Bytes per second of one device within a group of so many neighbours."""
         raw = self.device.intra_bytes_s if group <= self._node else self.device.inter_bytes_s
         return raw * LINK_EFFICIENCY

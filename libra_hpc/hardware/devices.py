@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.errors import invalid, said
+from libra_hpc.errors import error_text, invalid
 
 BUILTIN = Path(__file__).with_name("devices.toml")
 POSITIVE = ("memory_bytes", "peak_flops", "hbm_bytes_s", "intra_bytes_s", "inter_bytes_s", "devices_per_node")
@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, Device]:
     try:
         raw = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise invalid("device file", str(path), said(error), "a TOML file with one table per device") from error
+        raise invalid("device file", str(path), error_text(error), "a TOML file with one table per device") from error
     return {name.lower(): _entry(path, name.lower(), fields) for name, fields in raw.items()}
 
 

@@ -22,7 +22,7 @@ from statistics import median
 
 import msgspec
 
-from libra_hpc.errors import invalid, said
+from libra_hpc.errors import error_text, invalid
 from libra_hpc.files import write_atomic
 
 from .curves import Curve
@@ -125,7 +125,7 @@ def load(path: str | Path) -> Calibration:
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("calibration file", str(path), said(error), f"a JSON file of format {FORMAT!r}") from error
+        raise invalid("calibration file", str(path), error_text(error), f"a JSON file of format {FORMAT!r}") from error
     if found.format != FORMAT:
         raise invalid(f"{path}: format", found.format, "unknown format of calibration", [FORMAT])
     for tp, capacity in found.kv_capacity.items():

@@ -1,1 +1,1 @@
-"""Pictures of runs, plans and simulations, in one look."""
+"""Pictures of runs, plans and simulations, in one style."""

@@ -1,7 +1,7 @@
-"""How the project's pictures look and how they come onto disk; what they show is said where they are drawn.
+"""Common style of the project's pictures, and how they are saved.
 
-A `Figure` without pyplot needs neither a display nor a choice of backend.  matplotlib takes half a second to import, so
-verbs import the modules that draw only when a picture is asked for.
+A `Figure` without pyplot needs no display and no backend.  matplotlib takes 0.5 s to import, so verbs import the
+modules of this package only for a picture.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY = (
 TRAIN, ROLLOUT = PINK, BLUE
 """The stages have the same colours in every picture."""
 WIDTH = 10.0
-"""Inches."""
+"""Inches, as all sizes here."""
 DPI = 130
 GRID = 0.25
 """Opacity of grid lines."""
 
 
 def figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty picture, inches."""
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def style(panel: Axes, title: str = "") -> None:
-    """Dress a panel; the uppermost has the picture's title."""
+    """Apply the common style to a panel; the uppermost gets the title of the picture."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=8)
     if title:
@@ -47,7 +46,7 @@ def style(panel: Axes, title: str = "") -> None:
 
 
 def save(drawn: Figure, out: Path) -> None:
-    """Write a PNG, whole or not at all.  Raises `UserError` when it cannot be written."""
+    """Write a PNG atomically.  Raises `UserError` when it cannot be written."""
     data = BytesIO()
     drawn.savefig(data, format="png")
     try:

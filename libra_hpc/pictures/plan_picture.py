@@ -1,4 +1,4 @@
-"""Pictures of plans: the scaling curve of a sweep, and what each split takes."""
+"""Pictures of plans: the scaling curve of a sweep, and seconds per batch of each split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .figure_style import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save,
 
 
 def draw_sweep(points: Sequence[Point], title: str, out: Path) -> None:
-    """Tokens per second over devices, with the straight line from the first point and the knee."""
     drawn, panel = _panel(title)
     known = [(p.devices, p.plan.tokens_s) for p in points if p.plan is not None]
     x, y = [k[0] for k in known], [k[1] for k in known]
@@ -33,7 +32,6 @@ def draw_sweep(points: Sequence[Point], title: str, out: Path) -> None:
 
 
 def draw_plans(plans: Sequence[RunPlan], title: str, out: Path) -> None:
-    """Seconds per batch of both stages over the number of training nodes."""
     drawn, panel = _panel(title)
     ordered = sorted((p for p in plans if p.pool == plans[0].pool), key=lambda p: p.nodes)
     x = [p.nodes for p in ordered]

@@ -1,7 +1,6 @@
-"""The run in one picture: reward over time, seconds per batch of each stage, and the role of every node, on one time
-axis.
+"""Picture of a run: reward, seconds per batch of each stage, and the role of every node, over one time axis.
 
-Drift of the task mix and lost engines are vertical marks through all panels, so that cause and answer line up by eye.
+Vertical lines through all panels mark drift of the task mix and lost engines.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from .figure_style import AMBER, GREEN, GREY, GRID, RED, ROLLOUT, TRAIN, VIOLET,
 COLOURS = {"planner": GREY, "train": TRAIN, "rollout": ROLLOUT, "to_train": AMBER, "to_rollout": AMBER}
 DRIFT, KILL, NOTE = VIOLET, RED, "#57606a"
 SMOOTHING = 0.2
-"""Weight of the newest step in the smoothed reward: a memory of about five steps."""
+"""Weight of the newest step in the smoothed reward; averages over about five steps."""
 
 
 def plot(run: RunDir, out: Path) -> None:
-    """Write the picture of a run as PNG; a run without steps gives empty panels.  Raises `UserError` when it cannot
-    be written."""
+    """Write the picture of a run as PNG, with empty panels if it has no steps.
+
+    Raises `UserError` when the file cannot be written.
+    """
     rows, log = series.steps(run), series.events(run)
     rows = [row for row in rows if math.isfinite(series.number(row, "t"))]
     times = [series.number(row, "t") for row in rows] + [event["t"] for event in log]
@@ -44,7 +45,7 @@ def plot(run: RunDir, out: Path) -> None:
     _reward(axes[0], clock, rows)
     _stages(axes[1], clock, rows)
     _lanes(axes[2], lanes, log, start)
-    _marks(axes, clock, rows, log, start)
+    _marks(axes, clock=clock, rows=rows, log=log, start=start)
     axes[2].set_xlabel("time since the job started")
     axes[2].set_xlim(0, max(end - start, 1.0))
     axes[2].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 1.5, 2, 3, 6, 10]))
@@ -55,7 +56,7 @@ def plot(run: RunDir, out: Path) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start; NaN values are passed over."""
+    """Exponential moving average, corrected for its start; skips NaN values."""
     out: list[float] = []
     total = weight = 0.0
     for value in values:
@@ -80,7 +81,7 @@ def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) 
         clock, series.column(rows, "wait_s"), color=NOTE, linewidth=1, linestyle=":", label="training waits for rollout"
     )
     panel.set_ylabel("seconds per batch")
-    # The first wait contains the start of the engines and would flatten everything else.
+    # Without ``wait_s``: the first wait contains the start of the engines and would flatten all other values.
     work = [value for key in ("train_s", "rollout_s") for value in series.column(rows, key) if math.isfinite(value)]
     panel.set_ylim(0, 1.15 * max(work, default=1.0) or 1.0)
     panel.grid(axis="y", alpha=GRID)
@@ -116,6 +117,7 @@ def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[s
 
 def _marks(
     panels: Sequence[Axes],
+    *,
     clock: Sequence[float],
     rows: Sequence[series.Record],
     log: Sequence[series.Record],

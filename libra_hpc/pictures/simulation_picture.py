@@ -1,7 +1,7 @@
-"""Simulated runs in one picture: how the trajectories of every policy complete, and how busy each engine was meanwhile.
+"""Picture of simulations: completed trajectories over time under each policy, and the load of each engine.
 
-The upper panel is the distribution of completions over time; below it, one panel per policy has a row per engine
-(grouped by TP degree, the largest on top), dark where many sequences ran at once.
+The upper panel has completions.  Below it, one panel per policy has a row per engine, the largest TP degree on top,
+dark where many sequences run at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .figure_style import AMBER, BLUE, GREEN, GREY, GRID, PINK, RED, VIOLET, fig
 
 COLOURS = (GREEN, BLUE, PINK, AMBER, VIOLET, RED, GREY, "#0a3069", "#953800", "#116329", "#5a32a3", "#24292f")
 MOST_PANELS = 4
-"""Policies whose engines are drawn; all are in the upper panel."""
+"""Most policies whose engines are drawn; the upper panel has all."""
 
 
 def draw(results: Mapping[str, SimResult], title: str, out: Path) -> None:

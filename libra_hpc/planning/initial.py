@@ -1,13 +1,11 @@
-"""The split of ``components.split = "auto"``: the best plan for the nodes of a run file, in the words of a run file.
+"""The split of ``components.split = "auto"``: the best plan for the nodes of a run file, as run-file values.
 
-The nodes of train, hybrid and rollout are a pool.  Where all are alike, the planner says how many train; as many of the
-others as ``components.hybrid.nodes`` asks for, but never all, become hybrid nodes and start in rollout.  Where rollout
-nodes are of another kind, those of the training kind that do not train become hybrid nodes.
-
-A run file says less than the search can: each training node is one replica of tp * pp devices, and all engines of a
-rollout node have one TP degree. The search is held to that, so that what is predicted is what is queued.  Nodes for the
-longest trajectories (large TP) are rollout nodes; hybrid nodes have the smallest TP, because their leaving then costs
-least.
+- All nodes of one kind -> the planner chooses how many train. Up to ``components.hybrid.nodes`` others are hybrid and
+  start in rollout; one node stays rollout-only.
+- Rollout nodes of another kind -> training nodes that do not train become hybrid nodes.
+- Each training node is one replica, and all engines of a rollout node have one TP degree, as a run file states it.
+- Large TP, for the longest trajectories, goes to rollout nodes; hybrid nodes have the smallest TP, because their
+  leaving costs least.
 """
 
 from __future__ import annotations
@@ -29,38 +27,36 @@ from libra_hpc.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPl
 
 from .request import PlanRequest, request
 
-KEPT = 5
-"""Plans that are kept and shown."""
+CANDIDATES = 5
+"""Plans that are recorded and shown."""
 SORTING = ("cmlfq", "length_aware", "libra", "seer")
-"""Scheduling policies that send long trajectories to large TP; under the others every replica gets a fair sample."""
+"""Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
 CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner": ("hybrid_start",)}
-"""Keys the plan fills in; a run file that has one of them as well contradicts itself."""
+"""Keys that the plan fills in; a run file must not have them as well."""
 KIND = ("partition", "gpu_type", "gpus", "constraint")
-"""What makes nodes of one kind."""
+"""Fields in which nodes of one kind agree."""
 SHARE = ("cpus", "mem")
-"""What a job gets of a node."""
 
 
-class Initial(msgspec.Struct, frozen=True):
-    """A run file with its split filled in, and what it was chosen from."""
+class InitialPlan(msgspec.Struct, frozen=True):
+    """A run file with its split filled in, and the search behind it."""
 
     config: RunConfig
     asked: PlanRequest
     result: PlanResult
     chosen: dict[str, Any]
-    """What was filled in, by dotted key."""
+    """Values by dotted key."""
 
     @property
     def plan(self) -> RunPlan:
-        """The plan behind it."""
         return self.result.plans[0]
 
 
-def initial_plan(config: RunConfig) -> Initial:
-    """Fill in the split of a run file that says ``auto``.
+def initial_plan(config: RunConfig) -> InitialPlan:
+    """Fill in the split of a run file with ``components.split = "auto"``.
 
-    Raises `UserError` when the planner does not know the hardware or the model, when nodes of these kinds cannot be
-    divided, when the run file also gives what is to be chosen, and when nothing fits.
+    Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
+    and when nothing fits.
     """
     _check(config)
     parts = config.components
@@ -82,26 +78,26 @@ def initial_plan(config: RunConfig) -> Initial:
         sorted_lengths=config.rollout.policy in SORTING,
         whole_nodes=True,
     )
-    result = search.run(KEPT, trainers=(0,))
-    chosen = written(config, asked.pools, result, alike)
-    return Initial(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
+    result = search.run(CANDIDATES, trainers=(0,))
+    chosen = run_file_values(config, asked.pools, result, alike)
+    return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 
 
-def written(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
-    """The best plan in the words of a run file: values by dotted key.  ``alike``: every node may train.
+def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
+    """The best plan as run-file values, by dotted key. ``alike``: every node may train.
 
-    Raises `UserError` when a node is left over on which no engine holds the longest trajectories.
+    Raises `UserError` when no engine on a remaining node holds the longest trajectories.
     """
     return _nodes(config, pools, result.plans[0], alike) | _engines(config, pools, result)
 
 
 def as_planned(config: RunConfig) -> RunConfig:
-    """``config`` with the hardware and model that are planned with: a dry run's are those it simulates."""
+    """``config`` with the hardware and model to plan for: in a dry run, the simulated ones."""
     return _with_devices(_as_simulated(config))
 
 
-def record(made: Initial) -> dict[str, Any]:
-    """`plan.json`: what was asked, the best plans, the choice, and where the figures come from."""
+def plan_record(made: InitialPlan) -> dict[str, Any]:
+    """`plan.json`: the question, the best plans, the choice, and the sources of the figures."""
     asked, plan, batch = made.asked, made.plan, made.asked.batch
     return {
         "chosen": made.chosen,
@@ -165,13 +161,11 @@ def _kind(component: Component) -> tuple[object, ...]:
 
 
 def interchangeable(*parts: Component) -> bool:
-    """Whether any node of these components of a running job may do what any other does: they are of one kind, and
-    the job has the same share of each."""
+    """Whether the nodes of these components can change places: one kind, and equal shares of each node."""
     return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts if c.nodes}) == 1
 
 
 def _as_simulated(config: RunConfig) -> RunConfig:
-    """A dry run is planned for what it simulates."""
     if config.run.engine == "real":
         return config
     own = {
@@ -202,8 +196,7 @@ def _device(config: RunConfig) -> Device:
 
 
 def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tuple[DevicePool, ...]:
-    """One pool of nodes that are alike, or those that may train and those that roll out only, even where both have
-    the same GPUs."""
+    """One pool of equal nodes; else those that may train and those that only roll out, even with the same GPUs."""
     parts = config.components
     if alike:
         (pool,) = merged
@@ -237,7 +230,7 @@ def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult)
         own = sorted(
             s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices)
         )
-        # Nodes that have no share of the plan's lengths serve all the same, as well as they can alone.
+        # Nodes without a share of the plan's lengths get the best single TP degree.
         spare = min(((seconds, tp) for p, tp, seconds in result.alone if p == index), default=(0.0, 0))[1]
         if len(own) < nodes and not spare:
             raise invalid(

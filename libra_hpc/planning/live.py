@@ -1,14 +1,12 @@
-"""The planner of a live run: with the cost models of its hardware where the run file names hardware the project knows,
-by measurements alone elsewhere.
+"""The planner of a live run: with cost models where device and model are in the tables, else with measurements alone.
 
-`RolloutByNodes` says how rollout scales with nodes, `Repartition` what another layout of the core would bring.  Both
-need to know device, model and the engines of every node.  A run on CPU nodes, of a model or device in no table, or with
-engines of several TP degrees under a policy that does not sort by length has no cost model, and its planner divides
-evenly and learns from its moves; with training and rollout nodes of different kinds there is one, and no repartition,
-because the nodes cannot change places; where they are of one kind but the job has more of some than of others, a
-repartition is advice.
+- CPU nodes, unknown model or device -> measurements only: even division, corrected by moves.
+- Engines of several TP degrees under a policy that does not sort by length -> the same.
+- Training and rollout nodes of different kinds -> `RolloutByNodes`, no repartition: nodes cannot change places.
+- One kind, but unequal shares of the nodes -> repartitions are advice only.
+- Otherwise -> `RolloutByNodes` and `RepartitionAdvisor`.
 
-In a dry run seconds pass ``simulated.speedup`` times as fast, and so do step times here.
+In a dry run, step times are divided by ``simulated.speedup``, as all seconds are.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
-from libra_hpc.control.repartition_choice import Repartition, RunningLayout
+from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import Device
@@ -28,12 +26,12 @@ from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.search.best_plan import PlanResult
 
-from .initial import SORTING, as_planned, interchangeable, written
+from .initial import SORTING, as_planned, interchangeable, run_file_values
 from .request import request
 
 
-class Faster:
-    """Step times of a clock that runs ``speedup`` times as fast."""
+class SpedUpSteps:
+    """Step times on a clock that runs ``speedup`` times as fast."""
 
     def __init__(self, steps: StepTimes, speedup: float) -> None:
         self.tp, self.kv_capacity, self.source = steps.tp, steps.kv_capacity, steps.source
@@ -45,22 +43,19 @@ class Faster:
 
 
 def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
-    """The planner for a run file whose split is filled in; step times are those of ``table``.
-
-    Never raises `UserError`: what it cannot use it does without.
-    """
+    """The planner for a run file whose split is filled in; step times come from ``table``. Never raises `UserError`."""
     speedup = config.speedup
 
     def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
         found = table(device, shape, tp)
-        return found if speedup == 1.0 else Faster(found, speedup)
+        return found if speedup == 1.0 else SpedUpSteps(found, speedup)
 
     engines, sorted_lengths = _engines(config), config.rollout.policy in SORTING
     if (len(engines) > 1 and not sorted_lengths) or (config.run.engine == "real" and config.slurm.device == "cpu"):
         return Planner(config.planner)
     try:
         planned = as_planned(config)
-        # Lengths come from the run itself, not from the trace it was planned with.
+        # Lengths come from the run itself, not from the trace of its plan.
         planned = planned.model_copy(update={"planner": planned.planner.model_copy(update={"trace": ""})})
         asked = request(planned, node_layouts=True)
         rolls = asked.pools[-1]
@@ -72,21 +67,21 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     if len(asked.pools) > 1:
         return Planner(config.planner, rollout_model)
     running = RunningLayout(config.train.tp, config.train.pp, config.train.recompute, engines)
-    # Whether layers are recomputed is open: a resolved configuration does not tell whether the user chose it.
+    # Both values of recompute are searched: a resolved configuration does not show whether the user chose one.
     space = msgspec.structs.replace(
         asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True)
     )
     batch = asked.batch
 
-    def words(result: PlanResult) -> dict[str, Any]:
+    def proposed_values(result: PlanResult) -> dict[str, Any]:
         layout = result.plans[0].train.layout
-        # What memory was counted with.
+        # The plan's memory check assumed these two values.
         memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
-        return {**written(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
+        return {**run_file_values(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
 
     parts = config.components
     alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
-    repartition = Repartition(
+    repartition = RepartitionAdvisor(
         asked.shape,
         rolls,
         running,
@@ -96,7 +91,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         forwards=batch.forwards,
         steps=steps,
         sorted_lengths=sorted_lengths,
-        words=words if alike else None,
+        run_file_values=proposed_values if alike else None,
     )
     return Planner(config.planner, rollout_model, repartition)
 

@@ -1,8 +1,7 @@
-"""From a run file to the planner's question: which model, which nodes, which batch, which lengths.
+"""From a run file to the planner's question: model, nodes, batch and lengths.
 
-Nodes are those of the components that train or roll out; components with the same kind and number of GPUs form one
-pool.  Lengths come from a trace. Without one they are assumed, as shares of the longest context (`ASSUMED`), and the
-answer says so: the split depends on them more than on anything else.
+Components that train or roll out, with the same kind and number of GPUs, form one pool. Lengths come from a trace, else
+from assumed shares of the longest context (`Assumed`), and the answer states which: the split depends on them most.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.lengths import Lengths, Observed, lognormal, observe, sketch
+from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.errors import UserError, invalid
@@ -26,25 +25,23 @@ from libra_hpc.traces.read import read_trace
 
 
 class Assumed(msgspec.Struct, frozen=True):
-    """A stated log-normal distribution of lengths; None: a share of the longest context."""
+    """A log-normal distribution of lengths; None stands for a share of the longest context."""
 
     generated: float | None = None
-    """Mean generated tokens of a trajectory; 1/8."""
+    """Mean generated tokens of a trajectory; None: 1/8."""
     sigma: float = 1.0
-    """Shape: at 1 the longest tenth of the trajectories has 39 % of the tokens, as agentic coding sessions have
-    31..47 %."""
+    """Shape. At 1, the longest tenth has 39 % of the tokens; in agentic coding sessions it has 31..47 %."""
     prompt: int | None = None
-    """Prompt tokens; 1/16."""
+    """Prompt tokens; None: 1/16."""
     turns: float = 8.0
-    """Mean turns."""
     new_tokens: float | None = None
-    """Tokens of a tool's result; 1/256."""
+    """Tokens of a tool result; None: 1/256."""
     tool_s: float = 1.0
     """Seconds of a tool call."""
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """What `libra_hpc.search.best_plan.plan` is asked."""
+    """Arguments of `libra_hpc.search.best_plan.plan`."""
 
     shape: ModelShape
     pools: tuple[DevicePool, ...]
@@ -52,13 +49,13 @@ class PlanRequest(msgspec.Struct, frozen=True):
     options: RolloutOptions
     space: TrainSpace
     lengths: str
-    """Where the lengths come from, in words."""
+    """Source of the lengths, in words."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the answer."""
 
 
 NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
-"""What ``[train]`` of a run file can say: tensor and pipeline parallelism and recomputation, each node one replica."""
+"""Layouts that ``[train]`` of a run file can state: tensor and pipeline parallelism, recomputation, one replica per
+node."""
 
 
 def request(
@@ -72,10 +69,9 @@ def request(
     assumed: Assumed = Assumed(),  # noqa: B008
     node_layouts: bool = False,
 ) -> PlanRequest:
-    """Put together what to plan; options that are empty or 0 come from ``config``, first from its planner section.
+    """The question for ``config``; an option that is empty or 0 comes from the planner section or the run file.
 
-    Raises `UserError` for an unknown model or device, a number of GPUs that is no number of nodes, and a trace that
-    cannot be read.
+    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace.
     """
     own = config.planner
     model, device_name = model or own.model, device_name or own.device
@@ -92,7 +88,7 @@ def request(
         model_shape(model or config.model.path), dtype_bytes=DTYPE_BYTES[config.model.dtype]
     )
     pools = pools_of(config, device_name, devices_file, gpus)
-    observed, words = _lengths(trace, assumed, config.rollout.max_model_len)
+    observed, source = _lengths(trace, assumed, config.rollout.max_model_len)
     algorithm = config.algorithm
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     lengths = sketch(observed, trajectories)
@@ -112,13 +108,19 @@ def request(
         if "recompute" in config.train.model_fields_set:
             space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
     return PlanRequest(
-        shape,
-        tuple(pools),
-        BatchWork(trajectories, lengths, algorithm.eta, algorithm.minibatches, forwards),
-        RolloutOptions(config.rollout.max_num_seqs, config.rollout.max_model_len),
-        space,
-        words,
-        tuple(notes),
+        shape=shape,
+        pools=tuple(pools),
+        batch=BatchWork(
+            trajectories=trajectories,
+            lengths=lengths,
+            eta=algorithm.eta,
+            minibatches=algorithm.minibatches,
+            forwards=forwards,
+        ),
+        options=RolloutOptions(config.rollout.max_num_seqs, config.rollout.max_model_len),
+        space=space,
+        lengths=source,
+        notes=tuple(notes),
     )
 
 
@@ -181,7 +183,6 @@ def check_gpus(gpus: int, per_node: int) -> None:
 
 
 def describe(lengths: Lengths) -> str:
-    """A distribution in one line."""
     return (
         f"generated {lengths.generated:,.0f} tokens, longest {lengths.bins[-1].generated:,.0f}; context up to"
         f" {lengths.longest_context:,}; {lengths.turns_per_token * lengths.generated:.1f} turns,"
@@ -203,7 +204,7 @@ def _trace_file(path: str) -> Path:
     return RunDir(path).trajectories if Path(path).is_dir() else Path(path)
 
 
-def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[Observed], str]:
+def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[TrajectoryLengths], str]:
     if trace is not None:
         observed = observe(read_trace(trace).trajectories)
         return observed, f"{len(observed):,} trajectories of {trace.name}"

@@ -1,1 +1,1 @@
-"""Everything that can be known about a run before it is queued, or before a running job is repartitioned."""
+"""Checks of a run file before it is queued, and of another rank layout before a running job is repartitioned."""

@@ -1,9 +1,9 @@
-"""What the schema alone cannot see: fields that contradict each other, the model folder, the task file.
+"""Checks of a run file beyond its schema: fields that contradict each other, model, task, memory.
 
-* Each check is a small function from facts to the mistakes it finds.
-* `problems` runs them in the order a user would fix them; `check_run` adds the files
-  (`libra_hpc.preflight.named_files`) and the memory (`libra_hpc.preflight.resources`).
-* Whether the job fits the cluster is the question of `libra_hpc.slurm.fit`.
+* Each check is a small function that yields the mistakes it finds.
+* `problems` runs them in the order in which a user would fix them.
+* `check_run` adds the files (`preflight.named_files`) and the memory (`preflight.resources`).
+* Whether the job fits the cluster: `libra_hpc.slurm.fit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIME_FORMATS = (
 
 
 def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Iterator[UserError]:
-    """Every mistake found from facts alone; ``model`` is the policy's config.json, or None to leave its checks out."""
+    """Mistakes in the configuration; ``model`` is the policy's config.json, None: without its checks."""
     for check in CONFIG_CHECKS:
         yield from check(config)
     if model is not None:
@@ -41,15 +41,15 @@ def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Itera
 
 
 def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Every mistake of a configuration with the policy's config.json."""
+    """Mistakes in the configuration for the policy with this config.json."""
     for check in MODEL_CHECKS:
         yield from check(config, model)
 
 
 def check_run(config: RunConfig) -> list[str]:
-    """Raise the first mistake of a run file, model folder, task file and run directory included.
+    """Raise the first mistake of a run file, its model folder, task file and run directory.
 
-    Returns what could not be checked, a sentence each.
+    Returns warnings, for example of what could not be checked.
     """
     _raise_first(problems(config))
     check_run_dir(config)
@@ -66,9 +66,9 @@ def check_run(config: RunConfig) -> list[str]:
 
 
 def check_engines(config: RunConfig) -> list[str]:
-    """Raise the first mistake that would keep the engines of a configuration from starting.
+    """Raise the first mistake that would stop the engines from starting.
 
-    Reads the policy's config.json, or what a dry run simulates.  Returns what could not be checked, a sentence each.
+    Reads the policy's config.json, or the device table of a dry run.  Returns warnings.
     """
     _raise_first(problems(config))
     if config.run.engine == "simulated":
@@ -78,7 +78,7 @@ def check_engines(config: RunConfig) -> list[str]:
 
 
 def _policy_shape(config: RunConfig) -> ModelShape:
-    """Shape of the policy, under its folder's name; raises the first mistake of its folder and its config.json."""
+    """Shape of the policy, named after its folder; raises the first mistake of folder or config.json."""
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
     return shape_from_config(model, Path(config.model.path).name)
@@ -105,7 +105,7 @@ def component_counts(config: RunConfig) -> Iterator[UserError]:
 
 
 def known_policy(config: RunConfig) -> Iterator[UserError]:
-    """``rollout.policy`` names a scheduling policy for live runs."""
+    """``rollout.policy`` is a scheduling policy for live runs."""
     try:
         check_policy(config.rollout.policy)
     except UserError as error:
@@ -113,7 +113,7 @@ def known_policy(config: RunConfig) -> Iterator[UserError]:
 
 
 def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
-    """A list of the rollout section has one entry for each hybrid and each rollout node."""
+    """A list in the rollout section has one entry for each hybrid and each rollout node."""
     hybrid, rollout = config.components.hybrid.nodes, config.components.rollout.nodes
     for name in ("tp", "engines_per_node"):
         value = getattr(config.rollout, name)
@@ -138,7 +138,7 @@ def batch_split(config: RunConfig) -> Iterator[UserError]:
 
 
 def well_formed_time(config: RunConfig) -> Iterator[UserError]:
-    """``slurm.time_limit`` is a time Slurm understands."""
+    """``slurm.time_limit`` is a time in Slurm's format."""
     try:
         seconds = slurm_seconds(config.slurm.time_limit)
     except ValueError:
@@ -149,8 +149,7 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
 
 
 def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
-    """On GPUs, also on simulated ones, every tensor- or pipeline-parallel rank of every engine of a node has its own
-    device."""
+    """On real or simulated GPUs, every TP or PP rank of every engine of a node has its own device."""
     if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
     for name in ("train", "hybrid", "rollout"):
@@ -173,7 +172,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 
 
 def engine_nodes(config: RunConfig, component: str) -> range:
-    """Positions of a component's nodes among the hybrid and rollout nodes; empty for the others."""
+    """Positions of a component's nodes among the hybrid and rollout nodes; empty for other components."""
     hybrid = config.components.hybrid.nodes
     nodes = {"hybrid": range(hybrid), "rollout": range(hybrid, hybrid + config.components.rollout.nodes)}
     return nodes.get(component, range(0))
@@ -190,7 +189,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
 
 
 def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """The engines have this architecture and variant, and every count that its shape needs is one."""
+    """The engines support this architecture and variant, and its config.json has valid sizes."""
     found = [refusal.error("model.path") for refusal in refusals(model)]
     yield from found
     if not found:
@@ -201,8 +200,7 @@ def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError
 
 
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Training shards heads, key-value heads, the MLP and the vocabulary; rollout replicates what it cannot shard,
-    except attention heads."""
+    """TP divides the model: for training every sharded width, for rollout the attention heads."""
     heads = int(model.get("num_attention_heads", 1))
     kv = int(model.get("num_key_value_heads") or heads)
     widths = {
@@ -235,7 +233,7 @@ def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Us
 
 
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Trajectories are no longer than the positions the model knows."""
+    """Trajectories are no longer than the model's positions."""
     positions = model.get("max_position_embeddings")
     if isinstance(positions, int) and config.rollout.max_model_len > positions:
         why = f"the model's max_position_embeddings is {positions}"

@@ -1,4 +1,4 @@
-"""The files that a run file names: the policy's folder, the run directory, the task."""
+"""Checks of the files in a run file: the policy's folder, the run directory, the task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid, nearest, said
+from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.tasks.task_registry import BUILTIN
 
 MODEL_FILES = {
@@ -19,11 +19,11 @@ MODEL_FILES = {
     "tokenizer": ["tokenizer.json", "tokenizer.model"],
     "safetensors": ["*.safetensors"],
 }
-"""What a policy folder holds, and file patterns of which at least one must match."""
+"""Parts of a policy folder, and file patterns of which at least one must match."""
 
 
 def read_model_config(config: RunConfig) -> dict[str, Any]:
-    """Parse the policy's config.json; raises `UserError` when the folder is not a complete Hugging Face model."""
+    """Read the policy's config.json; raises `UserError` when the folder is not a complete Hugging Face model."""
     path, folder = config.model.path, Path(config.model.path)
     if not path:
         raise invalid(
@@ -41,14 +41,14 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
     except RecursionError as error:
         raise invalid("model.path", path, "its config.json is nested too deeply") from error
     except (OSError, ValueError) as error:
-        raise invalid("model.path", path, f"its config.json is not valid JSON ({said(error)})") from error
+        raise invalid("model.path", path, f"its config.json is not valid JSON ({error_text(error)})") from error
     if not isinstance(model, dict):
         raise invalid("model.path", path, "its config.json is not a JSON object")
     return model
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Raise `UserError` when run directories cannot be made below ``run.dir``; makes nothing itself."""
+    """Raise `UserError` when run directories cannot be made below ``run.dir``; writes nothing."""
     parent = Path(config.run.dir).absolute()
     while not parent.exists():
         parent = parent.parent
@@ -63,10 +63,9 @@ def check_run_dir(config: RunConfig) -> None:
 
 
 def check_task(name: str, options: Iterable[str] = ()) -> None:
-    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class`` whose file defines that class, with a
-    constructor that takes ``options``.
+    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class``, and its constructor takes ``options``.
 
-    The file is parsed, never run: what it imports need not be installed where runs are submitted.
+    The file is parsed, never run: its imports need not be installed where runs are submitted.
     """
     path, separator, wanted = name.rpartition(":")
     if not separator:
@@ -98,7 +97,7 @@ def check_task(name: str, options: Iterable[str] = ()) -> None:
 
 
 def _constructor_options(task: ast.ClassDef) -> list[str] | None:
-    """Names of what a task's constructor takes behind the tokenizer; None where the class text does not tell."""
+    """Argument names of a task's constructor after the tokenizer; None where the class text does not show them."""
     for node in task.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwarg is None:
             return [argument.arg for argument in (*node.args.args[2:], *node.args.kwonlyargs)]

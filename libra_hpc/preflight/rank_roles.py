@@ -1,10 +1,10 @@
-"""Another layout of a running job, in keys and values of its run file: what may be changed, what it becomes, or why
-not.
+"""Rank layouts: what every rank of a job does, and whether a running job can change to another layout.
 
-A layout is which rank belongs to which component, the parallelism of a training replica, the engines of a node, and
-what memory is counted with.  A running job keeps its nodes, so their number stays, and a rank that changes component
-must find there what it has: partition, GPUs, CPUs and memory. Whoever asks, the command line, rank 0 on an operator's
-order, or rank 0 on the planner's, asks here.
+A layout is given by the keys `KEYS` of the run file.  `repartitioned` checks a change of it for all callers: the
+command line, an operator's order, and the planner.
+
+- The number of nodes changes -> refused: a running job has its nodes.
+- A rank changes to a component with another partition, GPUs, CPUs or memory -> refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from libra_hpc.planning.initial import KIND, SHARE, interchangeable
 from libra_hpc.preflight.checks import check_engines
 
 STAGES = ("train", "hybrid", "rollout")
-"""Components that a layout is made of, in rank order behind the planner's rank 0."""
+"""Components of a layout, in rank order after the planner's rank 0."""
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
 KEYS = (
     *NODES,
@@ -34,11 +34,11 @@ KEYS = (
     "rollout.engines_per_node",
     "planner.hybrid_start",
 )
-"""All that a new start of the ranks can change."""
+"""All keys that a repartition can change."""
 
 
 class SameLayout(UserError):
-    """The layout that is asked for is the present one."""
+    """The requested layout is the present one."""
 
     def __init__(self, config: RunConfig, values: Mapping[str, Any]) -> None:
         self.config = config
@@ -67,7 +67,7 @@ class RankRole(msgspec.Struct, frozen=True):
 
 
 def ranks(config: RunConfig) -> list[RankRole]:
-    """What every rank behind the planner's does, in rank order; ``config`` has passed its checks."""
+    """What every rank after the planner's does, in rank order; ``config`` has passed its checks."""
     found, position = [], 0
     for rank, stage in enumerate(_stages(config), start=1):
         replica = engines = None
@@ -82,9 +82,9 @@ def ranks(config: RunConfig) -> list[RankRole]:
 
 
 def describe(config: RunConfig) -> str:
-    """A layout in a line: ``2 nodes train with TP2, 1 hybrid, 1 rolls out with 1xTP2``."""
-    laid = ranks(config)
-    train, hybrid, rollout = ([rank for rank in laid if rank.component == stage] for stage in STAGES)
+    """A layout in one line: ``2 nodes train with TP2, 1 hybrid, 1 rolls out with 1xTP2``."""
+    everyone = ranks(config)
+    train, hybrid, rollout = ([rank for rank in everyone if rank.component == stage] for stage in STAGES)
     engines = ", ".join(
         dict.fromkeys(f"{rank.engines[0]}xTP{rank.engines[1]}" for rank in (*hybrid, *rollout) if rank.engines)
     )
@@ -94,10 +94,10 @@ def describe(config: RunConfig) -> str:
 
 
 def repartitioned(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """``config`` in another layout.  A component that had no nodes takes over the kind of those it is given.
+    """``config`` in another layout; a component that had no nodes takes over the kind of its new ones.
 
-    Raises `UserError` for a key that no layout is made of, another number of nodes, nodes that cannot change places, a
-    configuration that its own checks refuse, and (`SameLayout`) a layout that is the present one.
+    Raises `UserError` for a key outside `KEYS`, another number of nodes, nodes that cannot change components, and a
+    configuration that fails `check_engines`.  Raises `SameLayout` for the present layout.
     """
     for key in values:
         if key not in KEYS:
@@ -140,7 +140,7 @@ def _same_nodes(config: RunConfig, changed: RunConfig) -> RunConfig:
 
 
 def _stages(config: RunConfig) -> list[str]:
-    """Component of every rank behind the planner's."""
+    """Component of every rank after the planner's."""
     return [stage for stage in STAGES for _ in range(getattr(config.components, stage).nodes)]
 
 

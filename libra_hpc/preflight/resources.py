@@ -1,12 +1,11 @@
-"""Whether the nodes and GPUs of a run file can carry its engines, by the planner's own memory models.
+"""Whether nodes and GPUs of a run file have enough memory and CPUs for its engines, by the planner's memory models.
 
-* Training: the least that a replica of TP x PP can need (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused,
-  with the smallest TP x PP that fits.
-* Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning.  Shorter
-  trajectories may never ask for it.
+* Training: a replica's least memory (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused, with the smallest
+  TP x PP that fits.
+* Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning.
 * Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
-* A GPU in no table -> warning; runs on CPUs have no GPU memory to check.
-* A node has fewer CPUs than GPUs, or no room for the policy's weights and the processes around them -> refused.
+* The GPU is in no table -> warning.
+* A node has fewer CPUs than GPUs, or too little memory for the policy's weights and processes -> refused.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from libra_hpc.slurm.fit import memory_mb
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BYTES = 2
-"""Bytes of a weight in /dev/shm, which counts as the job's memory: engines get every version through a file there."""
+"""Bytes of a weight in /dev/shm, where engines read every version; it counts as the job's memory."""
 NODE_BYTES = 4e9
-"""Agent, engine processes and libraries of a node, at the least.  It refuses what certainly fails; more is usual."""
+"""Least memory of a node's agent, engine processes and libraries, in bytes: below it a node certainly fails."""
 UTIL = 0.9
-"""Share of a GPU that an engine takes by itself: vLLM's default, which the engines use."""
+"""Share of a GPU that an engine takes: vLLM's default."""
 
 
 def check_nodes(config: RunConfig, model: ModelShape) -> None:
-    """Raise `UserError` for GPU nodes whose CPUs or memory cannot carry the processes of ``model``.
+    """Raise `UserError` for GPU nodes with too few CPUs or too little memory for ``model``.
 
-    The local executor shares out neither, so nothing is checked for it.
+    The local executor limits neither, so it is not checked.
     """
     if config.run.engine == "simulated" or config.slurm.device == "cpu" or config.slurm.executor == "local":
         return
@@ -52,7 +51,7 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
         if component.cpus < component.gpus:
             why = f"a node with {component.gpus} GPUs runs a process for each of them"
             raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
-        # Slurm takes 0 for all memory of a node.
+        # 0 means all memory of a node.
         memory = memory_mb(component.mem) * MIB
         if 0 < memory < weights + NODE_BYTES:
             why = (
@@ -65,10 +64,10 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
 
 
 def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
-    """Raise `UserError` for a layout that GPU memory cannot hold.
+    """Raise `UserError` for a layout that does not fit in GPU memory.
 
-    Returns a sentence for each that may not fit, or that was not checked.  ``model`` is the shape of the policy; a
-    dry run takes that of ``[simulated]`` instead, and `check_simulated` checks its engines.
+    Returns a warning for each that may not fit, or that was not checked.  ``model`` is the shape of the policy.  A dry
+    run uses that of ``[simulated]``, and `check_simulated` checks its engines.
     """
     simulated = config.run.engine == "simulated"
     if config.slurm.device == "cpu" and not simulated:
@@ -92,19 +91,19 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
         if name != "rollout":
             warnings.update(dict.fromkeys(_check_training(config, shape, found, component.gpus)))
         if name != "train" and not simulated:
-            _check_rollout(config, name, shape, found, component.gpus)
+            _check_rollout(config, name, shape, found, gpus=component.gpus)
     return list(warnings)
 
 
 def _device(config: RunConfig, component: str) -> Device | None:
     """The GPU of a component's nodes; None when it is in no table.
 
-    Raises `UserError` when the run file names an unknown one to plan with.
+    Raises `UserError` for an unknown ``planner.device``.
     """
     planner = config.planner
     if config.run.engine == "simulated":
-        told = pace(config, component)
-        return device(told.device, told.devices or None)
+        simulated = pace(config, component)
+        return device(simulated.device, simulated.devices or None)
     file = Path(planner.devices) if planner.devices else None
     if planner.device:
         try:
@@ -120,14 +119,14 @@ def _device(config: RunConfig, component: str) -> Device | None:
 
 
 def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int) -> Iterator[str]:
-    """Raise `UserError` when no batch could be trained; yields a sentence when the longest one could not."""
+    """Raise `UserError` when no batch could be trained; yields a warning when the longest one could not."""
     train = config.train
     whole = config.algorithm.prompts_per_step * config.algorithm.group_size * config.rollout.max_model_len
     tokens = min(train.micro_tokens, whole)
 
     def memory(tp: int, pp: int, recompute: bool, in_flight: int = 1, pack: int = tokens) -> TrainMemory:
-        layout = TrainLayout(tp, pp, 1, 1, 1, train.micro_tokens, recompute)
-        return train_memory(shape, layout, gpu, in_flight, pack)
+        layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=1, micro_tokens=train.micro_tokens, recompute=recompute)
+        return train_memory(shape, layout, gpu, micro_batches=in_flight, pack_tokens=pack)
 
     least = memory(train.tp, train.pp, train.recompute)
     usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
@@ -148,14 +147,15 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
             why,
             f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits",
         )
-    longest = memory(train.tp, train.pp, train.recompute, train.pp, max(tokens, config.rollout.max_model_len))
+    pack = max(tokens, config.rollout.max_model_len)
+    longest = memory(train.tp, train.pp, train.recompute, in_flight=train.pp, pack=pack)
     if memory_limit(longest, gpu) is not None:
-        what = f"a pipeline full of micro-batches of {max(tokens, config.rollout.max_model_len):,} tokens"
+        what = f"a pipeline full of micro-batches of {pack:,} tokens"
         yield f"training may run out of GPU memory: {what} needs {longest.total / 1e9:.0f} GB a GPU and {usable}"
 
 
 def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
-    """(TP, PP) that divide the model and fit on a node, those of the fewest GPUs first."""
+    """(TP, PP) that divide the model and fit on a node, the fewest GPUs first."""
     degrees = range(1, gpus + 1)
     widths = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
     found = [
@@ -167,13 +167,14 @@ def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
     return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
 
 
-def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: Device, gpus: int) -> None:
+def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: Device, *, gpus: int) -> None:
+    """Raise `UserError` when an engine cannot hold its weights and one sequence of full length."""
     rollout, hybrid = config.rollout, config.components.hybrid.nodes
     nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
     tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
 
     def missing(tp: int) -> tuple[float, float]:
-        """Bytes of a GPU that are needed, and that there are."""
+        """Needed and available bytes of a GPU."""
         weights, sequence = shape.weight_bytes / tp + gpu.workspace_bytes, tokens * shape.kv_bytes_per_device(tp)
         if rollout.kv_cache_mb:
             return weights + max(sequence, rollout.kv_cache_mb * MIB), gpu.memory_bytes

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from libra_hpc.errors import said
+from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
@@ -178,7 +178,7 @@ class RecoveryLog:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self.failed, self._failed_at = said(error), self._clock()
+        self.failed, self._failed_at = error_text(error), self._clock()
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):

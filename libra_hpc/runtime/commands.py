@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.simulated.dry_run import pace, play
+from libra_hpc.simulated.dry_run import pace, workload
 from libra_hpc.tasks.settings import host_command as real_host
 from libra_hpc.tasks.settings import host_settings as real_settings
 
@@ -47,7 +47,7 @@ def host_command(config: RunConfig, settings: Path) -> list[str]:
 
 def host_settings(config: RunConfig) -> bytes:
     """Content of an environment host's settings file: task and options, in a dry run the workload."""
-    return real_settings(config) if config.run.engine == "real" else msgspec.json.encode(play(config))
+    return real_settings(config) if config.run.engine == "real" else msgspec.json.encode(workload(config))
 
 
 def _command(config: RunConfig, component: str, real: str, simulated: str, settings: Path) -> list[str]:

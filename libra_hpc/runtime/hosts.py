@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from libra_hpc.errors import said
+from libra_hpc.errors import error_text
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import Deadlines
@@ -114,7 +114,7 @@ class Hosts:
                 host_command(context.config, settings), dict(os.environ), context.logs / f"host{host}.log"
             )
         except OSError as error:
-            self._ended(host, f"environment host cannot be started: {said(error)}", NO_START_S)
+            self._ended(host, f"environment host cannot be started: {error_text(error)}", NO_START_S)
             return False
         return True
 

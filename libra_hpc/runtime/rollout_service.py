@@ -7,7 +7,7 @@ import shutil
 import time
 from typing import Any
 
-from libra_hpc.errors import said
+from libra_hpc.errors import error_text
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.history import history
@@ -122,7 +122,9 @@ class RolloutService:
             )
         except OSError as error:
             context.log(
-                "storage_fault", part="trajectories.jsonl", reason=f"trajectories.jsonl cannot be read: {said(error)}"
+                "storage_fault",
+                part="trajectories.jsonl",
+                reason=f"trajectories.jsonl cannot be read: {error_text(error)}",
             )
             return
         for number, record in enumerate(records):

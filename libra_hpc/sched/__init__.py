@@ -1,4 +1,4 @@
-"""Rollout scheduling policies: pure, behind one `Policy` protocol."""
+"""Rollout scheduling policies behind one `Policy` protocol, without clock, I/O or randomness."""
 
 from libra_hpc import compiled
 

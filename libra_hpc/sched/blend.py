@@ -1,25 +1,14 @@
-"""The blend: how far each source of evidence moves an estimate of the tokens that are left.
+"""The blend: a regression that corrects the expected tokens left by prompt, tests and tool results.
 
-With b the tokens left by attained service and prompt (`survival`, `groups`), the estimate is
+With b the tokens left by attained service and prompt (`survival`, `groups`):
 
-    log left = log b + w . x + log smear,    x = (1, log b - `CENTRE`, log scale of the prompt, tests green, tests fail,
-    log failing tests, context effect),
+    log left = log b + w . x + log smear
+    x = (1, log b - `CENTRE`, log scale of the prompt, tests green, tests fail, log failing tests, signal effect)
 
-where w is a ridge regression of log (left / b) on x over finished trajectories, pulled to prior weights (`PRIOR`) that
-are worth `PRIOR_WEIGHT` observations per feature.  So the data decide whether to trust attained service once tests are
-known to fail, and noise is drawn to the mean, because a regression on held-out predictions is calibrated by
-construction.  `smear` (Duan, 1983) is what remained over exp of the predicted logarithm, as a ratio of decayed sums:
-the step from a mean logarithm to a mean.  Memory is `MEMORY` observations.
-
-Early in a batch only short trajectories have finished.  An observation therefore counts by the inverse of its chance to
-be seen by now (`Survival.weight`), which is 1 when all who started have ended (inverse probability of censoring
-weights, Robins and Rotnitzky, 1992).
-
-`loss` is the quantile loss of an observation before it is learned: the pinball losses (Koenker and Bassett, 1978) of
-the quantiles 0.5 and 0.9 of the logarithm, which are the prediction plus offsets tracked by stochastic approximation in
-steps of `STEP`.  On the logarithm, so that long trajectories do not outvote the rest.
-
-A `Blend` without signals uses the first `PLAIN` = 3 features alone; the tree keeps one of each and a gate between them.
+- w: ridge regression of log (left / b) on x over finished trajectories, pulled to `PRIOR`.
+- An observation counts by the inverse of its chance to be seen by now (`Survival.weight`; Robins and Rotnitzky, 1992).
+- smear: from the mean logarithm to the mean (Duan, 1983).
+- `Blend.loss`: pinball losses (Koenker and Bassett, 1978) of the quantiles 0.5 and 0.9 of the logarithm.
 """
 
 from __future__ import annotations
@@ -30,18 +19,23 @@ from typing import Final
 from .linear import solve_symmetric
 
 CENTRE: Final = 7.0
-"""log of some 1,100 tokens: keeps the constant and the slope apart."""
+"""Log of about 1,100 tokens: separates the constant from the slope."""
 PRIOR: Final[tuple[float, ...]] = (0.0, -0.3, 0.0, 0.0, 0.0, 0.0, 1.0)
-"""Attained service is taken at 0.7 of its word: lengths within a task vary less than the tail of the prior says."""
+"""-0.3: lengths within a task vary less than the Pareto tail of the survival table."""
 PRIOR_WEIGHT: Final = 20.0
-PLAIN: Final = 3
+"""Observations per feature that `PRIOR` is worth."""
+PLAIN_FEATURES: Final = 3
+"""Features of a blend without tool results: the first three."""
 MEMORY: Final = 4000.0
-"""Observations: some 1,300 trajectories."""
+"""Observations: about 1,300 trajectories."""
 SOLVE_EVERY: Final = 96
-"""Observations between two solutions (16 of the first so many): one takes some 20 us."""
+"""Observations between two solutions, 16 at first; one takes about 20 us."""
 SMEAR_PRIOR: Final = 25.0
+"""Observations that a smear of 1 is worth."""
 SMEAR_MOST: Final = 6.0
+"""Bound of the smear and of its inverse."""
 STEP: Final = 0.05
+"""Step of the quantile offsets, in units of the logarithm."""
 _GROWTH: Final = 1.0 / (1.0 - 1.0 / MEMORY)
 _LARGE: Final = 1e9
 
@@ -67,8 +61,8 @@ class Blend:
         self.weights = list(PRIOR[:size])
         self.log_smear = 0.0
         self.count = 0
-        """Observations, ever."""
-        # Offsets of an exponential rest's quantiles from its mean.
+        """Total number of observations."""
+        # Start: offsets of the quantiles of an exponential distribution from its mean.
         self.p50, self.p90 = -0.37, 0.83
         self._matrix = [[0.0] * size for _ in range(size)]
         self._vector = [0.0] * size
@@ -77,7 +71,7 @@ class Blend:
         self._stale = 0
 
     def predict(self, features: list[float]) -> float:
-        """Log of left / b, without the smear."""
+        """Log (left / b), without the smear."""
         total = 0.0
         weights = self.weights
         for i in range(len(weights)):
@@ -85,15 +79,15 @@ class Blend:
         return total
 
     def loss(self, error: float) -> float:
-        """Quantile loss of a prediction that is ``error`` below the target."""
+        """Quantile loss of a prediction that is ``error`` too low; the offsets then move by `STEP`."""
         low, high = error - self.p50, error - self.p90
         self.p50 += STEP * (0.5 if low > 0.0 else -0.5)
         self.p90 += STEP * (0.9 if high > 0.0 else -0.1)
         return (0.5 * low if low > 0.0 else -0.5 * low) + (0.9 * high if high > 0.0 else -0.1 * high)
 
     def learn(self, features: list[float], target: float, error: float, weight: float) -> None:
-        """One observation of log (left / b), of which the prediction was ``error`` short."""
-        # Relative to the sum of both, so that one very long trajectory does not outvote hundreds.
+        """Add an observation ``target`` = log (left / b); its prediction was ``error`` too low."""
+        # Relative to the sum of both, so that one very long trajectory does not outweigh hundreds.
         ratio = exp(min(20.0, error))
         share = weight / (1.0 + ratio)
         self._scale *= _GROWTH
@@ -104,7 +98,7 @@ class Blend:
         matrix = self._matrix
         for i in range(len(matrix)):
             value = features[i]
-            # Half of the features are 0 at any one time.
+            # Half of the features are 0 at any time.
             if value != 0.0:
                 value *= growing
                 row = matrix[i]
@@ -117,7 +111,7 @@ class Blend:
             self._solve()
 
     def copied(self) -> Blend:
-        """Another blend that has learned the same."""
+        """An independent copy."""
         other = Blend(len(self.weights))
         other._matrix, other._vector = [row[:] for row in self._matrix], self._vector[:]
         other._actual, other._expected, other._scale, other._stale = (
@@ -126,7 +120,7 @@ class Blend:
             self._scale,
             self._stale,
         )
-        # A solution replaces the weights; nothing changes them in place.
+        # Shared: a solution replaces the weights, and nothing changes them in place.
         other.weights, other.log_smear, other.count, other.p50, other.p90 = (
             self.weights,
             self.log_smear,

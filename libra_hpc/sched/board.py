@@ -1,19 +1,15 @@
-"""The board: what is known of every engine now, kept incrementally so that a decision costs the same with 4 engines and
-with 64.
+"""The board: the current state of every engine, updated in constant time per turn.
 
-Whoever drives a policy (the rollout leader, the simulator) writes to the board; policies read it.  Engines are grouped
-by tensor-parallel degree into *TP classes*, ascending, which are the buckets of C-MLFQ: the index of a class is its
-*level*.  Load is counted in KV tokens of turns in flight; a trajectory whose tool runs is not in flight and holds
-nothing.
+The rollout leader or the simulator writes it; policies read it.  Engines of one tensor-parallel degree form a *TP
+class*; the index of a class, in ascending degree, is its *level*, a bucket of C-MLFQ.
 
-`TpClass.least` finds the engine with the fewest tokens in flight and a free slot through a heap with lazy repair.  The
-heap promises a lower bound for every engine that may be chosen: a turn sent only makes the entry too low, which is
-mended when it surfaces; an engine that answered is noted, and gets a new entry when `least` is asked next.  Entries
-overtaken by a later one are told by their stamp and dropped.  So sending and answering cost no heap operation, and a
-policy that never asks pays nothing; asking costs O(log n) for each engine that answered since.
+- A turn is sent or answered -> tokens and slots of its engine change.  A trajectory in a tool call counts nowhere.
+- An engine reports (twice a second) -> its speed, its cap (`concurrency`) and the step costs of its class (`costs`).
 
-The costs of a class's steps (`costs`) and the caps of its engines (`concurrency`) are refreshed by reports, twice a
-second per engine, never by a decision.
+`TpClass.least` uses a heap of lower bounds with lazy repair:
+
+- A turn is sent -> the entry is too low, and is repaired when it surfaces.
+- A turn is answered -> the engine is noted, and gets a new entry at the next `least`.
 """
 
 from __future__ import annotations
@@ -27,24 +23,23 @@ from typing import Final
 from libra_hpc.protocol.rollout import EngineStats
 
 from .concurrency import CapController
-from .costs import StepFit, carried, stand_in
+from .costs import StepFit, default_costs, scaled_costs
 from .speed import SpeedEstimate
 
 REFIT_EVERY: Final = 16
-"""Observations of a class between two refits of its costs (the first so many refit each time): a refit takes some 25
-us, and the window is 64 long."""
+"""Observations of a class between two refits (25 us); each of the first 16 refits.  The window holds 64."""
 
 _generations = count(1)
 
 
 class EngineView:
-    """One vLLM replica.  Written by the `Board` alone."""
+    """State of one vLLM replica; only the `Board` changes it."""
 
     __slots__ = (
         "cap",
         "decode_s",
         "engine",
-        "home",
+        "tp_class",
         "inflight",
         "inflight_tokens",
         "kv_capacity",
@@ -62,35 +57,32 @@ class EngineView:
         "waiting",
     )
 
-    def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, home: TpClass) -> None:
+    def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, tp_class: TpClass) -> None:
         self.engine = engine
         self.tp = tp
-        self.home = home
-        """Its TP class."""
+        self.tp_class = tp_class
         self.kv_capacity = kv_capacity
-        """Tokens of KV cache."""
+        """Tokens."""
         self.cap = cap
         """Most turns in flight."""
         self.version = version
-        """Weights it samples under."""
         self.open = True
-        """Whether it may get turns at all (not draining, not behind in weights)."""
+        """False while it drains or lacks the newest weights."""
         self.level = 0
-        """Index of its TP class."""
         self.inflight = 0
         """Turns sent and not answered."""
         self.inflight_tokens = 0
         """Context tokens of those turns when they were sent."""
         self.kv_use = 0.0
-        """Last reported, 0..1."""
+        """Share of the KV cache, 0..1, as last reported."""
         self.running = self.waiting = self.preemptions = self.steps = 0
         self.decode_s = 0.0
-        """Measured seconds per decoded token of one sequence at the present batch; 0.0 while unknown."""
+        """Measured seconds per token of one sequence at the present batch size; 0.0 while unknown."""
         self.prefill_s = 0.0
         """Measured seconds per prefilled token; 0.0 while unknown."""
         self.speed = SpeedEstimate()
         self.stamp = 0
-        """Number of its valid heap entry; 0 when it has none."""
+        """Stamp of its valid heap entry; 0 if it has none."""
 
     @property
     def free(self) -> int:
@@ -108,18 +100,17 @@ class TpClass:
         self.level = 0
         self.members: list[EngineView] = []
         self.base_s = self.slope_s = self.prefill_s = 0.0
-        """Seconds of an empty decode step, per KV token in use, and per prefilled token: measured, else carried over
-        from the nearest class."""
+        """Seconds per empty decode step, per KV token in use, and per prefilled token."""
         self.fit = StepFit()
         self.touched: dict[EngineView, None] = {}
-        """Members that may have become a better choice than their entry says, first come first."""
+        """Members whose entry may be too high, in order of the change."""
         self._heap: list[tuple[int, int, EngineView]] = []
         self._stamps = 0
 
     def least(self) -> EngineView | None:
-        """The member with a free slot that has the fewest tokens in flight; None when all are full or closed."""
+        """The member with a free slot and the fewest tokens in flight; None if all are full or closed."""
         if self.touched:
-            self._mend()
+            self._repair_heap()
         heap = self._heap
         while heap:
             tokens, stamp, engine = heap[0]
@@ -134,8 +125,8 @@ class TpClass:
                 return engine
         return None
 
-    def _mend(self) -> None:
-        """Entries for the members that were touched."""
+    def _repair_heap(self) -> None:
+        """New entries for the touched members; rebuilds the heap if most entries are outdated."""
         for engine in self.touched:
             self._stamps = engine.stamp = self._stamps + 1
             heappush(self._heap, (engine.inflight_tokens, engine.stamp, engine))
@@ -146,74 +137,77 @@ class TpClass:
 
 
 class Board:
-    """See the module.  Names of engines that are not up are ignored by `answered`, `report` and `down`, and are a
-    `KeyError` elsewhere."""
+    """Load, caps and step costs of all engines.
+
+    `answered`, `report` and `down` ignore engines that are not up; other methods raise `KeyError`.
+    """
 
     def __init__(self, max_inflight: int, adaptive: bool = True) -> None:
         self.max_inflight = max_inflight
         """Most turns in flight at one engine."""
         self.adaptive = adaptive
-        """Whether caps follow the engines' reports (`concurrency`) instead of staying at ``max_inflight``."""
+        """Whether caps follow the reports (`concurrency`); else all are ``max_inflight``."""
         self.engines: dict[str, EngineView] = {}
         self.classes: list[TpClass] = []
-        """Ascending TP; the index is the level."""
+        """In ascending TP; the index is the level."""
         self.free = 0
-        """Turns that may still be sent, all open engines."""
+        """Free slots of all open engines."""
         self.generation = next(_generations)
-        """Changes when an engine comes or goes or a class's costs do; no two boards ever have the same."""
+        """Changes with engines and class costs; unique across boards."""
         self._controllers: dict[str, CapController] = {}
 
     def up(
         self, engine: str, tp: int, kv_capacity: int, version: int, warm_up: Sequence[EngineStats] = ()
     ) -> EngineView:
-        """An engine accepts turns; one of the same name is replaced.  Its class is priced by ``warm_up``, reports
-        from before it took any."""
+        """Add or replace an engine; ``warm_up`` are the reports of its warm-up profile, the first step costs."""
         if engine in self.engines:
             self.down(engine)
-        home = next((c for c in self.classes if c.tp == tp), None)
-        if home is None:
-            home = TpClass(tp)
-            insort(self.classes, home, key=lambda c: c.tp)
+        tp_class = next((c for c in self.classes if c.tp == tp), None)
+        if tp_class is None:
+            tp_class = TpClass(tp)
+            insort(self.classes, tp_class, key=lambda c: c.tp)
         cap = self.max_inflight
         if self.adaptive:
             controller = self._controllers[engine] = CapController(self.max_inflight)
             cap = controller.cap
-        view = self.engines[engine] = EngineView(engine, tp, kv_capacity, cap, version, home)
-        home.members.append(view)
+        view = self.engines[engine] = EngineView(
+            engine, tp=tp, kv_capacity=kv_capacity, cap=cap, version=version, tp_class=tp_class
+        )
+        tp_class.members.append(view)
         for stats in warm_up:
-            home.fit.observe(engine, stats, kv_capacity)
-        home.fit.forget(engine)
+            tp_class.fit.observe(engine, stats, kv_capacity)
+        tp_class.fit.forget(engine)
         self._relevel()
         self.free += view.free
-        home.touched[view] = None
+        tp_class.touched[view] = None
         return view
 
     def down(self, engine: str) -> EngineView | None:
-        """An engine is gone, with whatever was in flight."""
+        """Remove an engine and its turns in flight."""
         view = self.engines.pop(engine, None)
         if view is None:
             return None
         self._controllers.pop(engine, None)
         self.free -= view.free
-        home = view.home
-        home.members.remove(view)
-        home.fit.forget(engine)
-        home.touched.pop(view, None)
+        tp_class = view.tp_class
+        tp_class.members.remove(view)
+        tp_class.fit.forget(engine)
+        tp_class.touched.pop(view, None)
         view.open = False
         view.stamp = 0
-        if not home.members:
-            self.classes.remove(home)
+        if not tp_class.members:
+            self.classes.remove(tp_class)
         self._relevel()
         return view
 
     def set_open(self, engine: str, is_open: bool) -> None:
-        """Let an engine have turns, or keep them from it."""
+        """Allow or stop new turns at an engine."""
         view = self.engines[engine]
         if view.open != is_open:
             self.free -= view.free
             view.open = is_open
             self.free += view.free
-            view.home.touched[view] = None
+            view.tp_class.touched[view] = None
 
     def set_cap(self, engine: str, cap: int) -> None:
         """Change the most turns in flight at one engine."""
@@ -222,10 +216,10 @@ class Board:
             self.free -= view.free
             view.cap = cap
             self.free += view.free
-            view.home.touched[view] = None
+            view.tp_class.touched[view] = None
 
     def sent(self, engine: str, tokens: int) -> None:
-        """A turn of ``tokens`` context tokens is in flight now."""
+        """A turn of ``tokens`` context tokens is in flight."""
         view = self.engines[engine]
         if view.open and view.inflight < view.cap:
             self.free -= 1
@@ -233,7 +227,7 @@ class Board:
         view.inflight_tokens += tokens
 
     def answered(self, engine: str, tokens: int) -> None:
-        """A turn that was sent with ``tokens`` is no longer in flight."""
+        """A turn sent with ``tokens`` is no longer in flight."""
         view = self.engines.get(engine)
         if view is None:
             return
@@ -241,28 +235,23 @@ class Board:
         view.inflight_tokens -= tokens
         if view.open and view.inflight < view.cap:
             self.free += 1
-        view.home.touched[view] = None
+        view.tp_class.touched[view] = None
 
     def applied(self, engine: str, version: int) -> None:
-        """An engine samples under new weights."""
+        """An engine has applied a weight version."""
         self.engines[engine].version = version
 
     def report(self, engine: str, stats: EngineStats) -> None:
-        """Take in an engine's counters: its load and speed, the costs of its class, and its cap when caps are
-        adaptive."""
+        """Update load, speed, class costs and cap from an engine's counters."""
         view = self.engines.get(engine)
         if view is None:
             return
-        view.kv_use, view.running, view.waiting, view.preemptions = (
-            stats.kv_use,
-            stats.running,
-            stats.waiting,
-            stats.preemptions,
-        )
+        view.kv_use, view.preemptions = stats.kv_use, stats.preemptions
+        view.running, view.waiting = stats.running, stats.waiting
         view.steps = stats.steps
         view.speed.update(stats)
         view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s
-        fit = view.home.fit
+        fit = view.tp_class.fit
         if fit.observe(engine, stats, view.kv_capacity) and (fit.count <= REFIT_EVERY or fit.count % REFIT_EVERY == 0):
             self._recost()
         controller = self._controllers.get(engine)
@@ -281,8 +270,8 @@ class Board:
         classes = self.classes
         measured = [c for c in classes if c.fit.observations > 0.0]
         for c in classes:
-            prior = stand_in(c.tp, c.members[0].kv_capacity)
+            prior = default_costs(c.tp, c.members[0].kv_capacity)
             if measured and not (c.fit.observations > 0.0):
                 near = min(measured, key=lambda m: max(m.tp / c.tp, c.tp / m.tp))
-                prior = carried(near.fit.solve(stand_in(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
+                prior = scaled_costs(near.fit.solve(default_costs(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
             c.base_s, c.slope_s, c.prefill_s = c.fit.solve(prior)

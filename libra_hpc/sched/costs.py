@@ -1,21 +1,13 @@
-"""What a step of a TP class costs at any load: step = base + slope * KV tokens, and seconds per prefilled token.
+"""Cost of an engine step by TP class: seconds per step, per KV token in use and per prefilled token.
 
-Every `EngineStats` difference of a class's engines is one observation of
+A decayed least-squares fit with a ridge; the difference of two reports of an engine is one observation of
 
-    busy seconds = base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens,
+    busy seconds = base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens
 
-weight updates left out, with the KV tokens in use taken as the mean of the two reports.  The three coefficients are a
-least-squares fit over an exponentially decayed window (`HALF_LIFE` = 64 observations: half a minute of one engine's
-reports, a second or two of a whole class's), pulled towards a prior by a ridge that is worth `PRIOR_WEIGHT` = 0.2
-observations, so that a coefficient the observations cannot tell apart (all batches alike) stays where the prior puts
-it.
+without weight updates.  The ridge pulls coefficients that the observations cannot separate to a prior:
 
-The prior of a class that has reported nothing, or that has reported nothing yet about one coefficient, comes from the
-nearest class that has: decoding and prefilling one token cost less with more devices, but by less than their number,
-because of communication and of work that does not shrink.  Over A100 and H200 operator tables of 8B to 32B models,
-going from TP 1 to TP 8 speeds up either by 3.3 to 5 times; `TP_EXPONENT` = 0.65 (8 ** 0.65 = 3.9). While nothing at all
-is measured, `DECODE_S` = 0.02 s a step and `PREFILL_S` = 1e-4 s a token stand in at TP 1 (a 14B model on an A100), and
-a full KV cache is taken to double the step, `FULL_SHARE` = 1; only their ratios matter then.
+- The class has no report -> the fit of the nearest class that has one, scaled by ``TP ** -TP_EXPONENT``.
+- No class has a report -> `default_costs`; only their ratios matter then.
 """
 
 from __future__ import annotations
@@ -27,31 +19,37 @@ from libra_hpc.protocol.rollout import EngineStats
 from .linear import solve_symmetric
 
 HALF_LIFE: Final = 64.0
+"""Observations: half a minute of one engine's reports, one or two seconds of a whole class."""
 PRIOR_WEIGHT: Final = 0.2
+"""Observations that the prior is worth."""
 TP_EXPONENT: Final = 0.65
+"""TP 8 is 8 ** 0.65 = 3.9 times faster than TP 1.  Operator tables of A100 and H200, 8B to 32B: 3.3 to 5 times."""
 DECODE_S: Final = 0.02
+"""Seconds per step at TP 1: a 14B model on an A100."""
 PREFILL_S: Final = 1e-4
+"""Seconds per prefilled token at TP 1: the same model."""
 FULL_SHARE: Final = 1.0
+"""What a full KV cache adds to a step, as a share of the empty step."""
 _KEEP: Final = 0.5 ** (1.0 / HALF_LIFE)
 
 Coefficients = tuple[float, float, float]
-"""Seconds: of an empty step, per KV token in use, per prefilled token."""
+"""Seconds per empty step, per KV token in use, per prefilled token."""
 
 
-def stand_in(tp: int, kv_capacity: int) -> Coefficients:
-    """Costs while nothing is measured anywhere; ``kv_capacity`` in tokens of one replica."""
+def default_costs(tp: int, kv_capacity: int) -> Coefficients:
+    """Costs before any report; ``kv_capacity`` in tokens of one replica."""
     faster = float(tp**TP_EXPONENT)
     return DECODE_S / faster, FULL_SHARE * DECODE_S / faster / max(1, kv_capacity), PREFILL_S / faster
 
 
-def carried(known: Coefficients, from_tp: int, to_tp: int) -> Coefficients:
-    """Costs of one TP degree, guessed from those of another."""
+def scaled_costs(known: Coefficients, from_tp: int, to_tp: int) -> Coefficients:
+    """Costs of one TP degree, estimated from those of another."""
     scale = float((from_tp / to_tp) ** TP_EXPONENT)
     return known[0] * scale, known[1] * scale, known[2] * scale
 
 
 class StepFit:
-    """The decayed fit of one class; `observe` its engines' differences, `solve` against a prior."""
+    """The decayed fit of one TP class: `observe` reports, `solve` against a prior."""
 
     __slots__ = ("_last", "_sums", "_targets", "count", "observations")
 
@@ -61,17 +59,16 @@ class StepFit:
         self._sums = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
         self.observations = 0.0
-        """Decayed number behind the fit."""
+        """Decayed number of observations."""
         self.count = 0
-        """Number taken in, ever."""
+        """Total number of observations."""
 
     def forget(self, engine: str) -> None:
-        """An engine is gone; its next counters start anew."""
+        """An engine is gone: its next report starts a new difference."""
         self._last.pop(engine, None)
 
     def observe(self, engine: str, stats: EngineStats, kv_capacity: int) -> bool:
-        """Take in counters of one engine; False when they say nothing new (first report, no step since, rebuilt
-        engine)."""
+        """Add a report; False if it is no observation: a first report, no step since, or a rebuilt engine."""
         last = self._last.get(engine)
         self._last[engine] = stats
         if last is None or stats.steps <= last.steps:
@@ -79,8 +76,7 @@ class StepFit:
         busy = stats.stepping_s - last.stepping_s
         if busy <= 0.0:
             return False
-        # Divided by busy seconds: every observation has target 1, so that errors are relative and long windows do not
-        # drown short ones.
+        # Divided by busy seconds, every target is 1: errors are relative, and long windows do not dominate.
         steps = (stats.steps - last.steps) / busy
         x = (
             steps,
@@ -97,14 +93,13 @@ class StepFit:
         return True
 
     def solve(self, prior: Coefficients) -> Coefficients:
-        """Coefficients in seconds; never negative, and a step is never free."""
+        """Coefficients in seconds, each at least 5 % of its rescaled prior."""
         if self.observations == 0.0:
             return prior
-        # In units of the prior the unknowns are all about 1, which makes one ridge fit all three.
+        # In units of the prior all unknowns are about 1, so one ridge fits all three.
         matrix = [[self._sums[i][j] * prior[i] * prior[j] for j in range(3)] for i in range(3)]
         target = [self._targets[i] * prior[i] for i in range(3)]
-        # A prior that is off by a factor must not hold the fit back: it is first rescaled to explain the mean of the
-        # observations.
+        # First the prior is rescaled to explain the mean observation: a prior wrong by a factor must not bias the fit.
         total = sum(sum(row) for row in matrix)
         level = sum(target) / total if total > 0.0 else 1.0
         ridge = PRIOR_WEIGHT * total / (3.0 * self.observations)

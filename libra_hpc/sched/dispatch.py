@@ -1,14 +1,10 @@
-"""The dispatcher: ready turns in, routed turns out.  The rollout leader and the simulator both run this one.
+"""The dispatcher: the queue of ready turns that a policy routes to engines, live and in the simulator.
 
-Turns wait in the order of `Policy.key`.  As long as any engine has a free slot, the first one is offered to
-`Policy.route`; a turn that has to wait for a slot elsewhere goes back to its place, one that has to wait for a sibling
-is set aside until a trajectory of its prompt finishes (or `release`), one that waits for a certain engine until that
-has a free slot or no longer takes turns.  One pass gives up after `MAX_REFUSED` = 32 turns that preferred to wait: the
-policy is being choosy for some engines' sake, and asking thousands of turns the same question in every pass would cost
-more than it finds.
-
-A policy that moves running turns (`turn_migration`) is asked for moves while nothing waits, at most every `LOOK_S` = 5
-s: a turn worth moving has minutes to go.
+- An engine has a free slot -> the turn with the lowest `Policy.key` is offered to `Policy.route`.
+- It waits for any slot -> it returns to its place.
+- It waits for a sibling -> it is set aside until a trajectory of its prompt ends.
+- It waits for one engine -> it is set aside until that engine has a free slot or is closed.
+- Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
 """
 
 from __future__ import annotations
@@ -21,7 +17,9 @@ from .protocol import Decision, Finished, Policy, TurnView
 from .turn_migration import Move, Rebalances, Running
 
 MAX_REFUSED = 32
-LOOK_S = 5.0
+"""Turns that refuse a free slot before a pass ends; offering thousands would cost more than it finds."""
+REBALANCE_EVERY_S = 5.0
+"""Seconds between two evaluations of running turns; a turn worth moving has minutes left."""
 
 
 class _Entry:
@@ -36,7 +34,7 @@ class _Entry:
 
 
 class Dispatcher:
-    """See the module."""
+    """Orders and routes the ready turns of one policy."""
 
     def __init__(self, policy: Policy, board: Board) -> None:
         self.policy, self.board = policy, board
@@ -46,14 +44,14 @@ class Dispatcher:
         self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
-        self._look_at = 0.0
+        self._rebalance_at = 0.0
 
     def __len__(self) -> int:
-        """Turns that wait."""
+        """Waiting turns."""
         return len(self._entries)
 
     def ready(self, turn: TurnView, now: float) -> None:
-        """A turn needs an engine; one of the same trajectory is replaced."""
+        """Queue a turn; an older turn of the trajectory is replaced."""
         self.withdraw(turn.trajectory)
         self._count += 1
         entry = self._entries[turn.trajectory] = _Entry(turn, self.policy.key(turn, now), self._count)
@@ -61,7 +59,7 @@ class Dispatcher:
         self._push(entry)
 
     def withdraw(self, trajectory: str) -> bool:
-        """Forget a waiting turn; False when it does not wait."""
+        """Remove a waiting turn; False if there is none."""
         entry = self._entries.get(trajectory)
         if entry is None:
             return False
@@ -69,12 +67,12 @@ class Dispatcher:
         return True
 
     def dispatch(self, now: float) -> list[tuple[TurnView, Decision]]:
-        """Route what can be routed now; the board already counts it as sent."""
+        """Route all turns that can start now; the board counts them as sent."""
         routed: list[tuple[TurnView, Decision]] = []
         refused: list[_Entry] = []
         heap, board, route = self._heap, self.board, self.policy.route
         if self._wanted:
-            self._recall()
+            self._requeue()
         while heap and board.free > 0 and len(refused) < MAX_REFUSED:
             key, _, entry = heappop(heap)
             if not entry.alive or entry.parked or key != entry.key:
@@ -98,38 +96,40 @@ class Dispatcher:
 
     @property
     def rebalances(self) -> bool:
-        """Whether the policy ever moves running turns."""
+        """Whether the policy migrates running turns."""
         return self._rebalances is not None
 
     def rebalance(self, running: Iterable[Running], now: float) -> Sequence[Move]:
-        """Which of the running turns to interrupt, so that they go on elsewhere; ``running`` is not read unless the
-        policy wants to know."""
-        if self._rebalances is None or self._entries or now < self._look_at:
+        """Running turns to interrupt, and the engines that continue them.
+
+        ``running`` is read only if the policy evaluates it.
+        """
+        if self._rebalances is None or self._entries or now < self._rebalance_at:
             return ()
-        self._look_at = now + LOOK_S
+        self._rebalance_at = now + REBALANCE_EVERY_S
         return self._rebalances.rebalance(running, self.board, now)
 
     def finished(self, record: Finished, now: float) -> None:
-        """A trajectory ended: the policy learns, and the waiting turns of its prompt are placed anew."""
+        """A trajectory ended: the policy learns, and the waiting turns of its prompt get new keys."""
         self.policy.finished(record, now)
         self.release(record.prompt_id, now)
 
     def forget(self, trajectory: str, prompt_id: str, now: float) -> None:
-        """A trajectory was given up."""
+        """A trajectory was aborted."""
         self.withdraw(trajectory)
         self.policy.forget(trajectory)
         self.release(prompt_id, now)
 
     def release(self, prompt_id: str, now: float) -> None:
-        """Place the waiting turns of a prompt anew, those that wait for a sibling too."""
+        """Recompute the keys of a prompt's waiting turns, and requeue those that were set aside."""
         for entry in self._prompts.get(prompt_id, {}).values():
             key = self.policy.key(entry.turn, now)
             if entry.parked or key != entry.key:
                 entry.parked, entry.key = False, key
                 self._push(entry)
 
-    def _recall(self) -> None:
-        """Bring back as many turns as their engine has free slots; all of them when it takes no turns any more."""
+    def _requeue(self) -> None:
+        """Requeue turns whose engine has free slots; all of them if it is closed or gone."""
         engines = self.board.engines
         for name, waiting in list(self._wanted.items()):
             view = engines.get(name)

@@ -1,16 +1,13 @@
-"""Prompts and tasks: how long the trajectories of this prompt are, compared with those of its task.
+"""Statistics of tasks and prompts: how long the trajectories of a prompt are, compared with those of its task.
 
-A prompt's *gap* is the mean of log total - E[log total] of the task over its trajectories: the finished ones of its
-history and of the running group (the same sum, in which age discounts the former), and the running siblings, whose
-total is imputed as E[log total | so long already] with the weight P(total < attained): nothing at their start, nearly
-one when they outlived almost everybody.  So a group is known to be long before any of it has finished.
+The *gap* of a prompt is the mean of log total - E[log total of the task] over its trajectories:
 
-The gap is shrunk by n / (n + k).  What a prompt is worth depends on the data set (on tau-bench it explains 0.59 of the
-variance of lengths, on some sets nothing), so k is chosen on held-out data: each finished trajectory is predicted from
-its siblings under every k of `K_PROMPT` = 0.5, 2, 8, infinity before it is learned, and the k with the least decayed
-squared error of the logarithm rules (the absolute error cannot tell apart predictions between two modes). Infinity
-ignores siblings, which makes uninformative prompts harmless.  exp(shrunk gap) is the prompt's *scale*: its trajectories
-are those of the task, stretched by so much.
+- A finished one -> its total, discounted by weight version.
+- A running sibling -> E[log total | as long as now], with the weight P(total < attained).  So a group counts as long
+  before any of it has finished.
+
+The gap is shrunk by n / (n + k); exp of it is the *scale* of the prompt.  Each finished trajectory is predicted under
+every k before it is learned, and the k with the least decayed squared error applies.  Infinity ignores siblings.
 """
 
 from __future__ import annotations
@@ -19,50 +16,51 @@ from collections import OrderedDict
 from math import exp, inf
 from typing import Final
 
-from .blend import PLAIN, Blend
-from .context import Context, Gate
+from .blend import PLAIN_FEATURES, Blend
+from .signal_effect import Gate, SignalEffect
 from .survival import HALF_LIFE, Survival
 
 K_PROMPT: Final[tuple[float, ...]] = (0.5, 2.0, 8.0, inf)
-WIDEST: Final = 2.3
+"""Prompts explain 0.59 of the variance of lengths on tau-bench, and nothing on some data sets."""
+MAX_GAP: Final = 2.3
 """Bound of a shrunk gap: ten times shorter or longer than the task."""
-ERROR_KEEP: Final = 0.98
+ERROR_DECAY: Final = 0.98
 """Memory of the errors behind k: 50 trajectories."""
 FIRST_K: Final = 1
-"""Index of the k that rules before anything is known: one finished sibling counts a third."""
+"""Index of the first k: one finished sibling counts a third."""
 
 
 class TaskStats:
-    """What is known of one task, or of all."""
+    """Statistics of one task, or of all."""
 
     __slots__ = ("errors", "full", "gate", "k", "pairs", "plain", "singles", "tables", "tokens_per_turn")
 
     def __init__(self) -> None:
         self.tables = (Survival(), Survival())
-        """Of totals, and of totals / scale of trajectories whose prompt has finished ones."""
+        """Of totals; and of totals / scale, for prompts with finished trajectories."""
         self.errors = [0.0] * len(K_PROMPT)
         self.k = K_PROMPT[FIRST_K]
         self.tokens_per_turn = 128.0
-        self.plain, self.full = Blend(PLAIN), Blend()
-        """Estimates without and with what tools said."""
+        self.plain, self.full = Blend(PLAIN_FEATURES), Blend()
+        """Estimates without and with tool results."""
         self.gate = Gate()
-        """Whether what tools said pays."""
-        self.singles: dict[int, Context] = {}
-        """By the last symbol."""
-        self.pairs: OrderedDict[int, Context] = OrderedDict()
-        """By the last two symbols, least recently learned first."""
+        """Whether tool results are used."""
+        self.singles: dict[int, SignalEffect] = {}
+        """Effects by the last symbol."""
+        self.pairs: OrderedDict[int, SignalEffect] = OrderedDict()
+        """Effects by the last two symbols, least recently learned first."""
 
-    def judge(self, log_total: float, gap: float, count: float) -> None:
-        """Predict a finished trajectory from its siblings' gap under every k."""
+    def evaluate(self, log_total: float, gap: float, count: float) -> None:
+        """Predict a finished trajectory from its siblings' gap under every k, and choose k."""
         off = log_total - self.tables[0].log_total[0]
         errors = self.errors
         for i, k in enumerate(K_PROMPT):
             miss = off - gap * count / (count + k)
-            errors[i] = ERROR_KEEP * errors[i] + miss * miss
+            errors[i] = ERROR_DECAY * errors[i] + miss * miss
         self.k = K_PROMPT[errors.index(min(errors))]
 
     def copied(self) -> TaskStats:
-        """The same knowledge, which from now on goes its own way."""
+        """An independent copy."""
         other = TaskStats()
         other.tables = (self.tables[0].copied(), self.tables[1].copied())
         other.errors, other.k, other.tokens_per_turn = self.errors[:], self.k, self.tokens_per_turn
@@ -73,43 +71,43 @@ class TaskStats:
 
 
 class PromptGroup:
-    """What is known of one prompt."""
+    """Statistics of one prompt."""
 
-    __slots__ = ("_sum", "_version", "contexts", "finished", "log_scale", "running", "running_sum", "scale", "task")
+    __slots__ = ("_sum", "_version", "effects", "finished", "log_scale", "running", "running_sum", "scale", "task")
 
     def __init__(self, task: TaskStats) -> None:
         self.task = task
         self.finished = self._sum = 0.0
-        """Evidence: decayed number of finished trajectories, and the sum of their log totals."""
+        """Decayed number of finished trajectories, and the sum of their log totals."""
         self.running = self.running_sum = 0.0
-        """Weights of the running ones, and the weighted sum of their gaps."""
+        """Weights of running trajectories, and the weighted sum of their gaps."""
         self._version = 0
         self.scale = 1.0
         self.log_scale = 0.0
-        self.contexts: dict[int, Context] = {}
-        """By the last symbol, at most `tree.MAX_OWN`, first come."""
+        self.effects: dict[int, SignalEffect] = {}
+        """Effects within this prompt by the last symbol, at most `remaining_work.MAX_PROMPT_EFFECTS`."""
 
     def gap(self) -> tuple[float, float]:
-        """(mean gap, evidence)."""
+        """Mean gap, and the number of trajectories behind it."""
         count = self.finished + self.running
         if count <= 0.0:
             return 0.0, 0.0
         return (self._sum - self.finished * self.task.tables[0].log_total[0] + self.running_sum) / count, count
 
     def rescale(self) -> None:
-        """Bring ``scale`` up to date."""
+        """Update ``scale``."""
         gap, count = self.gap()
         gap *= count / (count + self.task.k)
-        self.log_scale = gap = gap if -WIDEST < gap < WIDEST else WIDEST if gap > 0.0 else -WIDEST
+        self.log_scale = gap = gap if -MAX_GAP < gap < MAX_GAP else MAX_GAP if gap > 0.0 else -MAX_GAP
         self.scale = exp(gap)
 
     def learn(self, log_total: float, version: int) -> None:
-        """One finished trajectory of the prompt."""
+        """Add a finished trajectory."""
         if version > self._version:
-            keep = 0.5 ** ((version - self._version) / HALF_LIFE)
+            decay = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
-            self.finished *= keep
-            self._sum *= keep
+            self.finished *= decay
+            self._sum *= decay
         self.finished += 1.0
         self._sum += log_total
         self.rescale()

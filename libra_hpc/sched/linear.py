@@ -1,17 +1,15 @@
-"""The solution of a small symmetric positive definite system: the regressions of the scheduler have three to seven
-unknowns."""
+"""Solver for small symmetric positive definite systems: regressions with three to seven unknowns."""
 
 from __future__ import annotations
 
 
 def solve_symmetric(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """x with A x = target; only the lower triangle of A is read.
+    """x with A x = target, by Gaussian elimination; only the lower triangle of A is read.
 
-    Gaussian elimination.  A is positive definite (a ridge makes it so), hence needs no pivoting, and symmetric, hence
-    its upper triangle is enough.
+    A must be symmetric and positive definite, as a ridge makes it: no pivoting is needed.
     """
     size = len(target)
-    # Row i holds columns i .. size - 1.
+    # Row i holds the columns from i on.
     upper = [[matrix[j][i] for j in range(i, size)] for i in range(size)]
     right = target[:]
     for i in range(size):
@@ -19,7 +17,7 @@ def solve_symmetric(matrix: list[list[float]], target: list[float]) -> list[floa
         first = pivot[0]
         for k in range(i + 1, size):
             factor = pivot[k - i] / first
-            # Many features never occur in a task.
+            # Often zero: many features never occur in a task.
             if factor != 0.0:
                 row = upper[k]
                 for j in range(size - k):

@@ -1,8 +1,8 @@
 """What a rollout policy sees and what it answers: state in, decision out, time as an argument.
 
-The rollout leader and the simulator call the same policy objects, through the same
-`libra_hpc.sched.dispatch.Dispatcher`.  A policy keeps statistics of its own, but no clock, no I/O and no randomness it
-was not given a seed for.  It reads the board, and never changes it.  Units: tokens, seconds.
+The rollout leader and the simulator run the same policy objects through the same `dispatch.Dispatcher`.  A policy has
+statistics of its own.  It has no clock, no I/O and no randomness without a seed, and it never changes the board.
+Units: tokens, seconds.
 """
 
 from __future__ import annotations
@@ -29,35 +29,33 @@ class TurnView(msgspec.Struct, frozen=True):
     attained_tokens: int
     """Generated so far."""
     turns: int
-    """Turns done before this one; 0 at admission."""
+    """Finished turns; 0 at admission."""
     ready_at: float
-    """When it became ready (same clock as ``now``)."""
+    """When it became ready, on the clock of ``now``."""
     engine: str
-    """Where the last turn ran (its prefix may still be cached there); empty at admission."""
+    """Engine of the last turn, where the prefix may still be cached; empty at admission."""
     signals: tuple[Signal, ...]
     max_context: int = 0
-    """Tokens of context at which its trajectory is ended; 0: not known."""
+    """Context tokens at which the trajectory ends; 0 if unknown."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where a turn goes and why.  ``engine`` empty: it waits."""
+    """Where a turn goes and why; an empty ``engine`` means that it waits."""
 
     engine: str
     priority: int
     """vLLM priority, lower first."""
     level: int
-    """Index of the TP class (ascending TP) the policy put the trajectory in."""
+    """Index of the TP class of the trajectory, in ascending TP."""
     template: str
-    """The reason in words, with the names of ``numbers`` in braces; rendered by `reason` off the hot path."""
+    """The reason, with names of ``numbers`` in braces; `reason` fills them in, off the hot path."""
     numbers: Mapping[str, float | str]
     keep_s: float = 0.0
-    """How long after this turn its KV cache is worth keeping for the next one (0: leave it to the engine's own
-    eviction)."""
+    """Seconds to retain the KV cache after this turn; 0 leaves it to the engine's eviction."""
     wait: Literal["slot", "sibling", "engine"] = "slot"
-    """What a waiting turn waits for: any free slot, the end of a trajectory of the same prompt, or a free slot of
-    the engine ``wanted``."""
+    """What a waiting turn waits for: any free slot, the end of a sibling, or a slot of the engine ``wanted``."""
     wanted: str = ""
-    """The engine a turn waits for (its prefix is cached there and costs more to compute again than the wait)."""
+    """The engine it waits for, because its prefix is cached there."""
 
     @property
     def reason(self) -> str:
@@ -66,7 +64,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A completed trajectory, for learning: generated tokens in all, and before each tool return."""
+    """A completed trajectory, for policies to learn from."""
 
     trajectory: str
     prompt_id: str
@@ -88,18 +86,19 @@ class Policy(Protocol):
     name: str
 
     def key(self, turn: TurnView, now: float) -> float:
-        """Place of a ready turn in the queue, lowest first.
+        """Place of a ready turn in the queue, lowest first; ties go first come, first served.
 
-        Asked when the turn becomes ready and again whenever a trajectory of its prompt finishes; ties go first come,
-        first served.
+        Called when the turn becomes ready, and again whenever a sibling ends.
         """
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """Choose an engine for a ready turn, or let it wait.  Only engines with ``open`` true and ``inflight < cap``
-        may be chosen."""
+        """Choose an engine for a ready turn, or let it wait.
+
+        Only engines with ``open`` true and ``inflight < cap`` may be chosen.
+        """
 
     def finished(self, record: Finished, now: float) -> None:
         """Learn from a completed trajectory."""
 
     def forget(self, trajectory: str) -> None:
-        """A trajectory was given up; it will not finish."""
+        """A trajectory was aborted; it will not finish."""

@@ -1,4 +1,4 @@
-"""Scheduling policies by the name used in the run file; a policy's module is imported when it is made."""
+"""Scheduling policies by their name in the run file; the module of a policy is imported on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLICIES: dict[str, tuple[str, str]] = {
 }
 
 SIMULATOR_ONLY = {"oracle": "it knows the future", "tail_batching": "it aborts what a live run has started"}
-"""Policies of the simulator that no run file may name, and why."""
+"""Policies that no run file may name, and why."""
 
 
 def policy_names() -> tuple[str, ...]:
@@ -32,7 +32,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def check_policy(name: str) -> None:
-    """Raise `UserError` for a name in a run file that is unknown, or that needs the simulator."""
+    """Raise `UserError` if a run file may not use this name."""
     if name in SIMULATOR_ONLY:
         why = f"this policy runs in the simulator only: {SIMULATOR_ONLY[name]}"
         raise invalid("rollout.policy", name, why, policy_names())
@@ -41,7 +41,7 @@ def check_policy(name: str) -> None:
 
 
 def make_policy(name: str) -> Policy:
-    """A fresh policy; raises `UserError` as `check_policy` does."""
+    """A new policy; raises `UserError` like `check_policy`."""
     check_policy(name)
     module, class_name = _POLICIES[name]
     made: Policy = getattr(importlib.import_module(module), class_name)()

@@ -1,18 +1,12 @@
-"""Causal signals as symbols: the structure of what a tool answered, never a word of it.
+"""Tool results as symbols: the structure of an answer, never its text.
 
 A symbol is (tool, outcome, tests, payload class, repeat class):
 
-* *outcome*: what the task declared.  A declared ``ok`` of a process that exited with a code other than 0 is an
-  ``error``: the exit code is a fact, ``ok`` may be a default.  Any other declared class (``timeout``, ``error``, the
-  task's own) stands.
-* *tests*: empty when none ran; ``all``, ``some`` or ``none`` passed; when some fail, ``-`` is appended when fewer fail
-  than in the trajectory's last run, ``=`` when not, nothing on the first run.
-* *payload class*: 0, 1, 2 for at most `SMALL_PAYLOAD` = 128, at most `LARGE_PAYLOAD` = 1024, more tokens (about 500 and
-  4,000 characters).
-* *repeat class*: how many equal (tool, outcome, tests) came right before: 0, 1, or 2 for more.
-
-Symbols are numbered by a `Vocabulary`, so that contexts of several symbols are plain integers.  It holds `MAX_SYMBOLS`
-= 1023 of them; what comes later shares number 0, which then means "anything unusual".
+- *outcome*: as the task declares it.  ``ok`` with an exit code other than 0 becomes ``error``.
+- *tests*: empty if none ran, else ``all``, ``some`` or ``none`` passed.  When some fail, ``-`` follows if fewer fail
+  than in the last run, ``=`` if not; nothing on the first run.
+- *payload class*: 0, 1, 2 for up to `SMALL_PAYLOAD`, up to `LARGE_PAYLOAD`, and more tokens.
+- *repeat class*: number of equal (tool, outcome, tests) right before, at most 2.
 """
 
 from __future__ import annotations
@@ -22,14 +16,17 @@ from typing import Final
 from libra_hpc.protocol.env import Signal
 
 SMALL_PAYLOAD: Final = 128
+"""Tokens: about 500 characters."""
 LARGE_PAYLOAD: Final = 1024
+"""Tokens: about 4,000 characters."""
 MAX_SYMBOLS: Final = 1023
+"""Numbered symbols; later ones share the number 0.  A number then fits in 10 bits."""
 
 Symbol = tuple[str, str, str, int, int]
 
 
 class SignalState:
-    """What of a trajectory's past its next symbol depends on."""
+    """What the next symbol of a trajectory depends on."""
 
     __slots__ = ("failed", "last", "repeats")
 
@@ -40,7 +37,7 @@ class SignalState:
         self.repeats = 0
 
     def read(self, signal: Signal) -> Symbol:
-        """The symbol of the next signal; the state moves on."""
+        """The symbol of the next signal; updates the state."""
         outcome, tests, size = signal.outcome, "", signal.payload_tokens
         if signal.exit_code and outcome == "ok":
             outcome = "error"
@@ -69,7 +66,7 @@ class SignalState:
 
 
 class Vocabulary:
-    """Numbers symbols from 1; see the module."""
+    """Numbers symbols from 1, so that pairs of symbols are integers too."""
 
     __slots__ = ("_numbers", "symbols")
 
@@ -79,7 +76,7 @@ class Vocabulary:
         """Symbol of each number."""
 
     def number(self, symbol: Symbol) -> int:
-        """The symbol's number, a new one when it is new and there is room, else 0."""
+        """The number of a symbol; 0 if it is new and `MAX_SYMBOLS` are numbered."""
         known = self._numbers.get(symbol)
         if known is not None:
             return known

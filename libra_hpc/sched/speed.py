@@ -1,9 +1,7 @@
-"""Measured speed of one engine: seconds per engine step and per prefilled token, from its own counters.
+"""Measured speed of one engine: seconds per step and per prefilled token, from its own counters.
 
-busy seconds = a * steps + b * prefilled tokens, fitted by least squares over an exponentially decayed window of
-`EngineStats` differences.  One engine step decodes one token of every running sequence, so ``a`` is the decode time per
-token of one sequence at the present batch.  The decay halves a window's weight every `HALF_LIFE_S` of busy time: long
-enough to average over batches, short enough to follow a changed batch size.
+A least-squares fit of busy seconds = a * steps + b * prefilled tokens over a decayed window of `EngineStats`
+differences.  A step decodes one token of every running sequence, so ``a`` is the decode time per token.
 """
 
 from __future__ import annotations
@@ -13,10 +11,11 @@ from typing import Final
 from libra_hpc.protocol.rollout import EngineStats
 
 HALF_LIFE_S: Final = 5.0
+"""Busy seconds: half follows noise of single batches, double lags behind a changed batch size."""
 
 
 class SpeedEstimate:
-    """Feed it every `EngineStats` of one engine; read `decode_s` and `prefill_s` (0.0 while unknown)."""
+    """Give every `EngineStats` to `update`; read `decode_s` and `prefill_s`, 0.0 while unknown."""
 
     def __init__(self) -> None:
         self._last: EngineStats | None = None
@@ -25,25 +24,25 @@ class SpeedEstimate:
         self.prefill_s = 0.0
 
     def update(self, stats: EngineStats) -> None:
-        """Add the difference to the previous counters; counters that ran backwards (a rebuilt engine) start anew."""
+        """Add the difference to the previous counters; a rebuilt engine's counters restart the difference."""
         last, self._last = self._last, stats
         if last is None or stats.steps <= last.steps:
             return
         steps = float(stats.steps - last.steps)
         prefill = float(stats.prefill_tokens - last.prefill_tokens)
         busy = stats.stepping_s - last.stepping_s
-        keep = 0.5 ** (busy / HALF_LIFE_S)
-        self._ss = keep * self._ss + steps * steps
-        self._sp = keep * self._sp + steps * prefill
-        self._pp = keep * self._pp + prefill * prefill
-        self._sb = keep * self._sb + steps * busy
-        self._pb = keep * self._pb + prefill * busy
+        decay = 0.5 ** (busy / HALF_LIFE_S)
+        self._ss = decay * self._ss + steps * steps
+        self._sp = decay * self._sp + steps * prefill
+        self._pp = decay * self._pp + prefill * prefill
+        self._sb = decay * self._sb + steps * busy
+        self._pb = decay * self._pb + prefill * busy
         determinant = self._ss * self._pp - self._sp * self._sp
         decode = prefill_s = -1.0
         if determinant > 1e-6 * self._ss * self._pp:
             decode = (self._sb * self._pp - self._pb * self._sp) / determinant
             prefill_s = (self._ss * self._pb - self._sp * self._sb) / determinant
         if decode <= 0.0 or prefill_s < 0.0:
-            # Windows too alike to tell the two apart: everything is charged to the step.
+            # The windows are too alike to separate the two: the step gets all seconds.
             decode, prefill_s = self._sb / self._ss, 0.0
         self.decode_s, self.prefill_s = decode, prefill_s

@@ -1,21 +1,14 @@
-"""Attained service: what a trajectory that already generated so much has left, from a survival table.
+"""Remaining tokens by attained service: a survival table of total lengths on a logarithmic grid.
 
-Totals are spread over many orders of magnitude, so the table has `PER_OCTAVE` = 4 cells per doubling, from `FIRST` = 16
-tokens over `CELLS` = 64 cells (16 octaves, up to a million tokens).  Per cell it counts how many trajectories got
-through it or ended in it (*at risk*) and how many ended (the estimator of Kaplan and Meier on a grid).  Trajectories
-that still run count in every cell they have left behind.  That matters: the first to finish of a batch are its short
-ones, and means over finished trajectories alone would start far too low.
+Each cell counts the trajectories that reached it and those that ended in it (Kaplan and Meier).  Running trajectories
+count too, because the first to finish are short.  The prior is a Pareto tail of index 2: after a tokens, a more.
 
-Each cell also has `PRIOR_RISK` = 2 imaginary trajectories, which end with the hazard of a Pareto tail of index 2 from
-`PRIOR_TOKENS` = 512 tokens (a few agentic turns) on: after a tokens, a more are to be expected (the longer it ran, the
-longer it will).  They decide alone where nobody has been yet.
+With T the total and e_c the lower edge of cell c, one pass gives by cell:
 
-From the hazards follow, for every cell c with lower edge e_c and by one pass from the top: G[c] = E[T - e_c | T > e_c],
-the expected rest; L[c] = E[log T | T > e_c]; W[c] = P(T < e_c); V[c], the inverse of the chance that one who ends in c
-has ended by now (expected over counted share of ends in c); and K[c], the share of those who got to c that have ended
-by now, which says how much of what comes after c has been seen at all.  The pass takes some 20 us; it is done after
-every `REBUILD` = 16 ends; when there are thousands, a 64th part of them, at most `REBUILD_MOST` = 64.  Counts halve per
-`HALF_LIFE` weight versions.
+- ``rest``: E[T - e_c | T > e_c]; ``log_rest``: its logarithm.
+- ``log_total``: E[log T | T > e_c]; ``below``: P(T < e_c).
+- ``weight``: inverse of the chance that a trajectory which ends in c has ended by now.
+- ``known``: of the trajectories that reached c, the share that has ended by now.
 """
 
 from __future__ import annotations
@@ -25,18 +18,25 @@ from math import log
 from typing import Final
 
 HALF_LIFE: Final = 16.0
-"""Weight versions after which evidence counts half: a table forgets within an epoch of a small data set."""
+"""Weight versions until evidence counts half: within one epoch of a small data set."""
 PER_OCTAVE: Final = 4
+"""Cells per doubling."""
 FIRST: Final = 16
+"""Tokens: lower edge of the first cell, which counts shorter lengths too."""
 CELLS: Final = 64
+"""16 octaves from `FIRST`: up to a million tokens."""
 PRIOR_RISK: Final = 2.0
+"""Imaginary trajectories per cell."""
 PRIOR_TOKENS: Final = 512.0
+"""Tokens from which they end: a few agentic turns."""
 REBUILD: Final = 16
+"""Ends between two rebuilds (20 us); later a 64th of all ends, at most `REBUILD_MOST`."""
 REBUILD_MOST: Final = 64
 MOST_WEIGHT: Final = 8.0
+"""Bound of ``weight``, so that one early end does not dominate."""
 _PER_LOG: Final = PER_OCTAVE / log(2.0)
 _FIRST_LOG: Final = log(FIRST) * _PER_LOG - 1e-9
-"""An edge belongs to the cell above it, whatever the rounding."""
+"""Reduced, so that rounding never moves an edge into the cell below."""
 _EDGES: Final = [FIRST * 2.0 ** (c / PER_OCTAVE) for c in range(CELLS + 1)]
 _WIDTHS: Final = [high - low for low, high in pairwise(_EDGES)]
 _LOG_MIDDLES: Final = [log(low + 0.5 * width) for low, width in zip(_EDGES, _WIDTHS, strict=False)]
@@ -54,7 +54,7 @@ def cell_of(tokens: float) -> int:
 
 
 class Survival:
-    """See the module."""
+    """Counts of one set of trajectories, and what follows from them by cell."""
 
     __slots__ = (
         "_deaths",
@@ -77,36 +77,32 @@ class Survival:
         self._stale = 0
         self._version = 0
         self.ends = 0
-        """Trajectories that ended, ever."""
+        """Total number of ended trajectories."""
         self.started = 0.0
-        """Decayed number of trajectories that began."""
+        """Decayed number of started trajectories."""
         self.rest: list[float] = []
-        """G, tokens."""
+        """Expected tokens left; see the module for all six lists."""
         self.log_rest: list[float] = []
         self.weight: list[float] = []
-        """V, at most `MOST_WEIGHT`."""
         self.known: list[float] = []
-        """K, 0..1."""
         self.log_total: list[float] = []
-        """L, natural logarithm."""
         self.below: list[float] = []
-        """W, 0..1."""
         self._rebuild()
 
     def passed(self, first: int, last: int) -> None:
-        """A running trajectory has left cells ``first`` .. ``last - 1`` behind."""
+        """A running trajectory has passed cells ``first`` to ``last - 1``."""
         risk = self._risk
         for cell in range(first, last):
             risk[cell] += 1.0
 
     def ended(self, cell: int, version: int) -> None:
-        """A trajectory ended in ``cell``, which it had not left behind; cells before it are told by `passed`."""
+        """A trajectory ended in ``cell``; `passed` has counted the cells before it."""
         if version > self._version:
-            keep = 0.5 ** ((version - self._version) / HALF_LIFE)
+            decay = 0.5 ** ((version - self._version) / HALF_LIFE)
             self._version = version
-            self.started *= keep
-            self._risk = [keep * r for r in self._risk]
-            self._deaths = [keep * d for d in self._deaths]
+            self.started *= decay
+            self._risk = [decay * r for r in self._risk]
+            self._deaths = [decay * d for d in self._deaths]
         self._risk[cell] += 1.0
         self._deaths[cell] += 1.0
         self.ends += 1
@@ -115,11 +111,11 @@ class Survival:
             self._rebuild()
 
     def copied(self) -> Survival:
-        """Another table of the same counts."""
+        """An independent copy."""
         other = Survival()
         other._risk, other._deaths = self._risk[:], self._deaths[:]
         other._stale, other._version, other.ends, other.started = self._stale, self._version, self.ends, self.started
-        # A rebuild replaces these; nothing changes them in place.
+        # Shared: a rebuild replaces these lists, and nothing changes them in place.
         other.rest, other.log_rest, other.log_total = self.rest, self.log_rest, self.log_total
         other.below, other.weight, other.known = self.below, self.weight, self.known
         return other

@@ -1,17 +1,12 @@
-"""How long a trajectory's KV cache is worth keeping while its tool runs (the idea of Continuum, arXiv 2511.02230: a
-time to live per tool).
+"""Time to live of a KV cache while a tool runs, per tool (the idea of Continuum, arXiv 2511.02230).
 
-Keeping c tokens until time t into the tool call saves their prefill, c * prefill_s, if the tool returns by then; and it
-takes c / capacity of the engine's cache for min(D, t) seconds, D the tool's duration, which costs that share of the
-engine's time as far as the cache is short of room.  Per token:
+Retaining c tokens until time t saves their prefill if the tool, of duration D, returns by then.  It occupies c /
+capacity of the cache for min(D, t) seconds.  Per token, for a full cache:
 
-    gain(t) = P(D <= t) * prefill_s - scarcity * E[min(D, t)] / capacity,      scarcity = 1 (a cache that is full; with
-    room to spare nothing is evicted anyway)
+    gain(t) = P(D <= t) * prefill_s - E[min(D, t)] / capacity
 
-so c cancels, and the best t depends on the tool and the engine class alone.  t is searched over the measured durations
-themselves, the last `KEPT` = 64 of each tool; `SLACK` = 1.25 of the best one is kept, for durations just beyond the
-longest seen within it.  A tool not measured yet takes the durations of all tools; with none at all, 0: the engine's own
-eviction decides.  Choices are cached and searched anew every `REFRESH` = 16 durations of a tool.
+- A tool without measured durations -> those of all tools.
+- No measurement at all -> 0: the engine's own eviction decides.
 """
 
 from __future__ import annotations
@@ -19,35 +14,38 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-KEPT: Final = 64
-SLACK: Final = 1.25
+WINDOW: Final = 64
+"""Last durations of a tool that count."""
+KEEP_SLACK: Final = 1.25
+"""Times the best t, for durations just above the longest one within it."""
 REFRESH: Final = 16
+"""Durations of a tool between two searches."""
 MAX_TOOLS: Final = 256
-"""Tools told apart; later ones count as "all tools" only."""
-ALL: Final = ""
+"""Tools with their own durations; later ones count under all tools only."""
+ALL_TOOLS: Final = ""
 
 
 class _Tool:
     __slots__ = ("chosen", "count", "durations")
 
     def __init__(self) -> None:
-        self.durations: deque[float] = deque(maxlen=KEPT)
+        self.durations: deque[float] = deque(maxlen=WINDOW)
         self.count = 0
         self.chosen: dict[int, float] = {}
 
 
 class KeepTimes:
-    """Learns tool durations, answers how long to keep a cache."""
+    """Learns tool durations and returns how long to retain a cache."""
 
     def __init__(self) -> None:
-        self._tools: dict[str, _Tool] = {ALL: _Tool()}
+        self._tools: dict[str, _Tool] = {ALL_TOOLS: _Tool()}
 
     def learn(self, tool: str, seconds: float) -> None:
         """One call of ``tool`` took ``seconds``."""
         known = self._tools.get(tool)
         if known is None and len(self._tools) <= MAX_TOOLS:
             known = self._tools[tool] = _Tool()
-        for one in (known, self._tools[ALL]):
+        for one in (known, self._tools[ALL_TOOLS]):
             if one is not None:
                 one.durations.append(seconds)
                 one.count += 1
@@ -55,14 +53,14 @@ class KeepTimes:
                     one.chosen.clear()
 
     def keep_s(self, tool: str, tp: int, prefill_s: float, kv_capacity: int) -> float:
-        """Seconds to keep a cache on a replica of ``tp`` devices; ``prefill_s`` seconds per token, ``kv_capacity``
-        tokens.
+        """Seconds to retain a cache on a replica of ``tp`` devices.
 
-        A choice stands until the tool's durations are searched again, even if ``prefill_s`` moved a little since.
+        ``prefill_s`` is per token, ``kv_capacity`` in tokens.  A result stands for `REFRESH` durations of the tool,
+        even if ``prefill_s`` changes.
         """
         known = self._tools.get(tool)
         if known is None:
-            known = self._tools[ALL]
+            known = self._tools[ALL_TOOLS]
         chosen = known.chosen.get(tp)
         if chosen is None:
             chosen = known.chosen[tp] = best_keep_s(sorted(known.durations), prefill_s, kv_capacity)
@@ -70,7 +68,7 @@ class KeepTimes:
 
 
 def best_keep_s(durations: list[float], prefill_s: float, kv_capacity: int) -> float:
-    """The time to live that maximises the gain of the module; ``durations`` ascending, seconds."""
+    """The time to live with the largest gain; ``durations`` in seconds, ascending."""
     size = len(durations)
     best, chosen, before = 0.0, 0.0, 0.0
     for i, t in enumerate(durations):
@@ -78,5 +76,5 @@ def best_keep_s(durations: list[float], prefill_s: float, kv_capacity: int) -> f
         held = (before + (size - i - 1) * t) / size
         gain = (i + 1) / size * prefill_s - held / kv_capacity
         if gain > best:
-            best, chosen = gain, SLACK * t
+            best, chosen = gain, KEEP_SLACK * t
     return chosen

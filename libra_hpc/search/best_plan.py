@@ -1,24 +1,14 @@
-"""The plan: how many nodes train, in which layout, and which TP classes the others roll out with; exact for what the
-cost models say.
+"""The best plan: how many nodes train, in which layout, and which TP classes roll out; exact for the cost models.
 
-*Objective.*  Seconds of one global batch: the slower stage when they overlap (eta > 0), both together when they take
-turns (eta = 0).
+The objective is the seconds of one global batch: the slower stage with eta > 0, the sum with eta = 0. The stages share
+only the nodes, so each number n of training nodes is searched per stage. Training uses nodes of one pool.
 
-*Search.*  The stages share nothing but the nodes, so for each number n of training nodes the best training layout and
-the best rollout layout are found by themselves.  Training uses nodes of one pool (synchronous replicas run at the
-slowest device's pace), rollout all nodes that are left.
+- eta > 0: rollout slows down and the best training time M(n) falls with n. Bisection finds their crossing; the best
+  plan is on one of its two sides.
+- eta = 0: branch and bound over intervals of n. The bound is the least training time there plus rollout at its start.
+- At most `ENUMERATED` nodes: every n is computed.
 
-Rollout time R falls with the nodes it has: a layout stays possible when nodes are added.  Let M(n) be the best training
-time with at most n nodes.
-
-* eta > 0: max(M(n), R(rest)) has a falling and a rising part, so the best n is where they cross, found by bisection: at
-  each n one question, whether a rollout layout within M(n) exists.  The best plan is on one of the two sides of the
-  crossing.
-* eta = 0: branch and bound over intervals of n.  In [a, b] no sum is below the least training time there plus R at a,
-  where rollout has most nodes. An interval whose bound is not better than the best plan by the share `GAP` is dropped.
-  With up to `ENUMERATED` nodes every n is computed instead.
-
-`PlanResult.bound` is what no plan can beat; `PlanResult.gap` says how far the best one is from it.
+`PlanResult.gap` is how far the best plan can be from the optimum.
 """
 
 from __future__ import annotations
@@ -37,13 +27,14 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 
-from .even_shares import EvenLayouts
-from .tp_classes import Cost, Layout, Layouts
+from .even_rollout_layout import EvenRolloutSearch
+from .rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
+"""Nodes up to which every number of training nodes is computed: a bisection or bounds save nothing there."""
 GAP = 2e-3
-"""Below the models' own error by more than an order of magnitude."""
+"""Relative difference at which branch and bound drops an interval: a tenth of the models' own error or less."""
 ROLLOUT_TP = (1, 2, 4, 8)
 
 
@@ -56,19 +47,18 @@ class DevicePool(msgspec.Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """In all."""
         return self.nodes * self.node_devices
 
 
 class RunPlan(msgspec.Struct, frozen=True):
-    """One complete plan and what it is predicted to cost."""
+    """A complete plan and its predicted cost."""
 
     pool: int
     """Index of the pool that trains."""
     nodes: int
-    """Training nodes of it; all others roll out."""
+    """Its training nodes; all other nodes roll out."""
     train: TrainChoice
-    rollout: Layout
+    rollout: RolloutLayout
     seconds: float
     """Of one global batch."""
     tokens_s: float
@@ -76,24 +66,23 @@ class RunPlan(msgspec.Struct, frozen=True):
 
 
 class PlanResult(msgspec.Struct, frozen=True):
-    """Plans from best to worst, one for each number of training nodes that was looked at."""
+    """Plans from best to worst, one for each evaluated number of training nodes."""
 
     plans: tuple[RunPlan, ...]
     bound: float
     """Seconds that no plan can beat."""
     excluded: tuple[Excluded, ...]
-    """Impossible choices for the best plan's nodes, nearest to possible first within each stage; training comes
-    first."""
+    """Impossible choices for the best plan's nodes, nearest to possible first; training comes before rollout."""
     alone: tuple[tuple[int, int, float], ...]
     """Rollout of the best plan's nodes with one class only: (pool, TP, seconds)."""
     straggler: float
-    """Seconds of the longest trajectories alone: no number of rollout nodes brings a batch sooner."""
+    """Seconds of the longest trajectories alone; more rollout nodes do not shorten them."""
     sources: tuple[str, ...]
     """Where step times come from."""
 
     @property
     def gap(self) -> float:
-        """Share by which the best plan could be off."""
+        """Share by which the best plan can be off the optimum."""
         return max(0.0, 1.0 - self.bound / self.plans[0].seconds)
 
 
@@ -109,11 +98,10 @@ def plan(
     keep: int = 5,
     steps: StepLookup = lookup,
 ) -> PlanResult:
-    """The best plans for ``shape`` on ``pools``.
+    """The best plans for ``shape`` on ``pools``; ``keep`` of them, those around the best one.
 
-    ``sorted_lengths`` says whether the scheduler can send long trajectories to large TP; without, every replica gets a
-    fair sample.  ``keep`` plans are returned, those around the best one.  Raises `UserError` when there are too few
-    nodes or when nothing fits, with the limit that comes nearest.
+    ``sorted_lengths``: the scheduler sends long trajectories to large TP; otherwise every replica gets a fair sample.
+    Raises `UserError` for too few nodes and when nothing fits, with the nearest limit.
     """
     return PlanSearch(
         shape, pools, batch, space=space, options=options, factors=factors, sorted_lengths=sorted_lengths, steps=steps
@@ -121,11 +109,10 @@ def plan(
 
 
 class PlanSearch:
-    """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes of the
-    same kinds.
+    """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes.
 
-    With ``whole_nodes`` all replicas of a node have one TP degree, as a run file says it; ``degrees`` are those that
-    rollout may have.
+    With ``whole_nodes``, all replicas of a node have one TP degree, as in a run file. ``degrees`` are the TP degrees of
+    rollout.
     """
 
     def __init__(
@@ -144,11 +131,11 @@ class PlanSearch:
     ) -> None:
         self._pools, self._batch = list(pools), batch
         self._train = [
-            TrainSearch(TrainCost(shape, p.device, p.node_devices, batch, factors), p.node_devices, space)
+            TrainSearch(TrainCost(shape, p.device, p.node_devices, batch=batch, factors=factors), p.node_devices, space)
             for p in pools
         ]
         self._costs = [
-            Cost(
+            ReplicaClass(
                 i,
                 ReplicaCost(steps(p.device, shape, tp), batch, options, factors),
                 p.node_devices // tp if whole_nodes else 1,
@@ -157,14 +144,16 @@ class PlanSearch:
             for tp in degrees
             if p.node_devices % tp == 0 and shape.divides(tp)
         ]
-        kind = Layouts if sorted_lengths else EvenLayouts
-        self._layouts: Layouts | EvenLayouts = kind(self._costs, len(batch.lengths.bins))
+        kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
+        self._layouts: RolloutSearch | EvenRolloutSearch = kind(self._costs, len(batch.lengths.bins))
 
     def run(
         self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None
     ) -> PlanResult:
-        """Search with ``nodes[pool]`` nodes of each pool, by default those of the pools; only pools in ``trainers``,
-        by default all, may train."""
+        """Search with ``nodes[pool]`` nodes of each pool (default: those of the pools).
+
+        Only pools in ``trainers`` may train (default: all).
+        """
         have = list(nodes) if nodes is not None else [p.nodes for p in self._pools]
         if sum(have) < 2:
             raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
@@ -173,13 +162,13 @@ class PlanSearch:
         bounds: list[float] = []
         for pool in range(len(have)) if trainers is None else trainers:
             most = have[pool] - (0 if sum(have) > have[pool] else 1)
-            look = _Look(self, have, pool, most, found)
+            search = _NodeSearch(self, have, pool=pool, most=most, found=found)
             if most <= ENUMERATED:
-                bounds.append(min((look.seconds(n) for n in range(1, most + 1)), default=math.inf))
+                bounds.append(min((search.seconds(n) for n in range(1, most + 1)), default=math.inf))
             else:
-                bounds.append(look.crossing() if overlapping else look.branch_and_bound())
-            for n in look.around(keep):
-                look.seconds(n)
+                bounds.append(search.crossing() if overlapping else search.branch_and_bound())
+            for n in search.around(keep):
+                search.seconds(n)
         if not found:
             raise self._impossible(have)
         plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
@@ -196,16 +185,15 @@ class PlanSearch:
         ]
         sources = tuple(dict.fromkeys(c.replica.source for c in self._layouts.costs))
         return PlanResult(
-            tuple(plans[:keep]),
-            min(min(bounds), best.seconds),
-            tuple(excluded),
-            tuple(a for a in alone if a[2] < math.inf),
-            self._layouts.straggler(),
-            sources,
+            plans=tuple(plans[:keep]),
+            bound=min(min(bounds), best.seconds),
+            excluded=tuple(excluded),
+            alone=tuple(a for a in alone if a[2] < math.inf),
+            straggler=self._layouts.straggler(),
+            sources=sources,
         )
 
     def train_seconds(self, pool: int, nodes: int) -> float:
-        """Best training time on ``nodes`` nodes of a pool."""
         return self._train[pool].seconds(nodes * self._pools[pool].node_devices)
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
@@ -217,8 +205,10 @@ class PlanSearch:
         return self._layouts.within(seconds, devices) is not None
 
     def build(self, have: Sequence[int], pool: int, nodes: int, low: float = 0.0) -> RunPlan | None:
-        """The best plan with ``nodes`` training nodes of ``pool``, whose rollout is known to take ``low`` at least;
-        None when a stage is impossible."""
+        """The best plan with ``nodes`` training nodes of ``pool``; None when a stage is impossible.
+
+        ``low`` is a known lower bound of its rollout seconds.
+        """
         choice = self._train[pool].best(nodes * self._pools[pool].node_devices)
         if choice is None:
             return None
@@ -227,7 +217,14 @@ class PlanSearch:
             return None
         a, b = choice.time.total, rollout.seconds
         seconds = max(a, b) if self._batch.eta > 0 else a + b
-        return RunPlan(pool, nodes, choice, rollout, seconds, self._batch.tokens / seconds)
+        return RunPlan(
+            pool=pool,
+            nodes=nodes,
+            train=choice,
+            rollout=rollout,
+            seconds=seconds,
+            tokens_s=self._batch.tokens / seconds,
+        )
 
     def excluded_classes(self) -> list[Excluded]:
         """Rollout classes that cannot serve the longest trajectories, nearest first."""
@@ -241,7 +238,7 @@ class PlanSearch:
         return sorted(found, key=lambda e: e.limit.over)
 
     def _impossible(self, have: Sequence[int]) -> UserError:
-        """Nothing fits: say which stage, and what comes nearest."""
+        """The error when nothing fits: which stage, and what comes nearest."""
         devices = [n * p.node_devices for n, p in zip(have, self._pools, strict=True)]
         if self._layouts.best(devices) is None:
             nearest = self.excluded_classes()
@@ -265,7 +262,7 @@ class PlanSearch:
         return UserError(f"No training layout fits beside a rollout node; nearest: {near.what}, {near.limit.reason}.")
 
 
-class _Look:
+class _NodeSearch:
     """The search over the number of training nodes of one pool, 1..most."""
 
     def __init__(
@@ -275,9 +272,9 @@ class _Look:
         self._done: dict[int, float] = {}
 
     def seconds(self, nodes: int) -> float:
-        """Seconds of the best plan with so many training nodes; the plan itself is kept."""
+        """Seconds of the best plan with so many training nodes; records the plan."""
         if nodes not in self._done:
-            # Rollout with more nodes is no slower, so it bounds this one.
+            # Rollout with more nodes is not slower, so its time bounds this one.
             low = max((self._rollout(n) for n in self._done if n < nodes), default=0.0)
             plan = self._search.build(self._have, self._pool, nodes, low)
             if plan is not None:
@@ -286,7 +283,7 @@ class _Look:
         return self._done[nodes]
 
     def around(self, count: int) -> list[int]:
-        """Numbers of training nodes next to the best one so far."""
+        """Numbers of training nodes around the best one so far."""
         if not self._done or math.isinf(min(self._done.values())):
             return []
         best = min(self._done, key=lambda n: self._done[n])
@@ -321,7 +318,7 @@ class _Look:
             middle = (a + 1 + b) // 2
             for low, high in ((a + 1, middle), (middle + 1, b)):
                 if low <= high:
-                    # Rollout never gets faster by losing nodes: its time at a bounds the whole interval.
+                    # Rollout is not faster with fewer nodes: its time at a bounds the whole interval.
                     heapq.heappush(open_intervals, (self._rollout(a) + self._least(low, high), low, high))
         return best
 
@@ -333,7 +330,7 @@ class _Look:
         return min(self._search.train_seconds(self._pool, n) for n in range(low, high + 1))
 
     def _falling(self) -> tuple[list[float], list[int]]:
-        """M(n) and the number of nodes that reaches it, by n; entry 0 is no training at all."""
+        """M(n) and the number of nodes that reaches it, by n; entry 0 is no training."""
         least, at = [math.inf], [0]
         for n in range(1, self._most + 1):
             seconds = self._search.train_seconds(self._pool, n)

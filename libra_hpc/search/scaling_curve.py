@@ -1,8 +1,7 @@
 """The scaling curve: the best plan at several numbers of nodes, and its knee.
 
-The knee is the point farthest above the straight line from the first to the last one, both axes scaled to 0..1 (Satopaa
-et al., "Finding a 'Kneedle' in a Haystack", 2011): up to there a device brings more than the average one, after it
-less.  A curve that is nowhere `BENT` above the line has none; one that grows by less than `FLAT` has it at its start.
+The knee is the point farthest above the line from the first to the last point, both axes scaled to 0..1. Before it, a
+device brings more than average. Satopaa et al., "Finding a 'Kneedle' in a Haystack", 2011.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from libra_hpc.errors import UserError
 from .best_plan import PlanSearch, RunPlan
 
 POINTS = 16
-"""Most numbers of nodes that one sweep computes."""
+"""Most numbers of nodes in one sweep."""
 BENT = 0.05
+"""Least height above the line, as a share of the range; a flatter curve has no knee."""
 FLAT = 0.02
-"""Growth over the whole range below which the smallest number of devices is as good as any."""
+"""Growth over the whole range below which the smallest number of devices is the knee."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def sweep(search: PlanSearch, node_devices: int, nodes: Sequence[int]) -> list[Point]:
-    """The best plan at each number of nodes of the only pool."""
+    """The best plan of the only pool at each number of nodes."""
     points = []
     for n in nodes:
         try:
@@ -49,7 +49,7 @@ def steps(low: int, high: int) -> list[int]:
 
 
 def knee(points: Sequence[Point]) -> int | None:
-    """Index of the knee in ``points``; None when the curve is straight, bends upwards or is too short to tell."""
+    """Index of the knee in ``points``; None when the curve is straight, bends upwards or is too short."""
     known = [(i, p.devices, p.plan.tokens_s) for i, p in enumerate(points) if p.plan is not None]
     if len(known) < 3:
         return None

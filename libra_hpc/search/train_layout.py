@@ -1,12 +1,11 @@
-"""The best way to train on a given number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation, exactly.
+"""The best training layout on a number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation; exact.
 
-All layouts whose degrees divide the model and the devices are candidates.  `TrainCost.device_seconds` bounds every
-layout of one shard shape from below whatever its DP, so shapes are tried in the order of that bound and the search ends
-where the bound, divided by the devices, exceeds the best time found: what is skipped cannot be better.  A layout that
-does not fit in memory is never proposed; why it does not is kept.
+All degrees that divide the model and the devices are candidates. `TrainCost.device_seconds` is a lower bound for any
+DP. Candidates are evaluated in its order, until it exceeds the best time.
 
-TP stays inside a node.  Micro-batches are powers of two; those far shorter than the mean trajectory or far longer than
-the longest one do not differ from their neighbours.
+- A layout that does not fit in memory -> excluded, with the reason.
+- TP stays within a node.
+- Micro-batches are powers of two, from the mean trajectory on.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from libra_hpc.cost_models.training_time import TrainCost, TrainTime
 from libra_hpc.hardware.models import ModelShape
 
 MOST_MICRO_TOKENS = 65536
-"""Largest micro-batch considered, unless one trajectory is longer: kernels are efficient long before."""
+"""Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
 
 
 class TrainSpace(msgspec.Struct, frozen=True):
-    """What the trainer can do; degrees that do not divide the model are left out by themselves."""
+    """Degrees that the trainer supports; those that do not divide the model are skipped."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -33,31 +32,27 @@ class TrainSpace(msgspec.Struct, frozen=True):
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     recompute: tuple[bool, ...] = (False, True)
     distributed: tuple[bool, ...] = (False,)
-    """Optimizer state divided over data-parallel ranks; an elastic pool keeps it whole, so that replicas can join
-    and leave."""
+    """Optimizer state divided over data-parallel ranks. An elastic pool keeps it whole, so that replicas can join and
+    leave."""
     replica_devices: int = 0
-    """Most devices of one data-parallel replica; 0: any."""
+    """Most devices of a data-parallel replica; 0: any."""
     least_devices: int = 0
     """Fewest devices of one: those of a node where each training node is one replica."""
 
 
 class TrainChoice(msgspec.Struct, frozen=True):
-    """A layout that fits, and what it costs."""
-
     layout: TrainLayout
     time: TrainTime
     memory: TrainMemory
 
 
 class Excluded(msgspec.Struct, frozen=True):
-    """A choice that is impossible."""
-
     what: str
     limit: Limit
 
 
 class TrainSearch:
-    """Best layouts by number of devices; results are kept, so asking again is free."""
+    """Best layouts by number of devices; results are cached."""
 
     def __init__(self, cost: TrainCost, devices_per_node: int, space: TrainSpace = TrainSpace()) -> None:  # noqa: B008
         self._cost = cost
@@ -68,24 +63,23 @@ class TrainSearch:
         self._limits: dict[tuple[int, int, int], Limit | None] = {}
 
     def best(self, devices: int) -> TrainChoice | None:
-        """The fastest layout of exactly ``devices`` devices that fits; None when there is none."""
+        """The fastest layout of exactly ``devices`` devices that fits, or None."""
         if devices not in self._best:
             self._best[devices] = self._search(devices)
         return self._best[devices]
 
     def seconds(self, devices: int) -> float:
-        """Its seconds per global batch; infinite when there is none."""
+        """Its seconds per global batch; infinite without one."""
         found = self.best(devices)
         return math.inf if found is None else found.time.total
 
     def candidates(self, devices: int) -> Iterator[TrainLayout]:
-        """Every layout of exactly ``devices`` devices, whether it fits or not."""
+        """Every layout of exactly ``devices`` devices, fitting or not."""
         for _, layout in self._spread(devices):
             yield layout
 
     def excluded(self, devices: int) -> list[Excluded]:
-        """For each (TP, PP, CP, EP) of which no variant fits: the variant that comes nearest to fitting, and what it
-        lacks; nearest first."""
+        """For each (TP, PP, CP, EP) without a fitting variant, the variant nearest to fitting; nearest first."""
         nearest: dict[tuple[int, int, int, int], tuple[TrainLayout, Limit] | None] = {}
         for index, layout in self._spread(devices):
             key = (layout.tp, layout.pp, layout.cp, layout.ep)
@@ -115,21 +109,21 @@ class TrainSearch:
         return None if best is None else TrainChoice(best[1], best[2], self._cost.memory(best[1]))
 
     def _spread(self, devices: int) -> Iterator[tuple[int, TrainLayout]]:
-        """Layouts of exactly ``devices`` devices, with the index of their shard, in the order of the bound."""
+        """Layouts of exactly ``devices`` devices with the index of their shard, in the order of the bound."""
         for index, (_, shard) in enumerate(self._shards):
             dp, rest = divmod(devices, self._replicas[index])
             if dp and not rest and not dp % shard.ep:
                 yield (
                     index,
                     TrainLayout(
-                        shard.tp,
-                        shard.pp,
-                        shard.cp,
-                        shard.ep,
-                        dp,
-                        shard.micro_tokens,
-                        shard.recompute,
-                        shard.distributed,
+                        tp=shard.tp,
+                        pp=shard.pp,
+                        cp=shard.cp,
+                        ep=shard.ep,
+                        dp=dp,
+                        micro_tokens=shard.micro_tokens,
+                        recompute=shard.recompute,
+                        distributed=shard.distributed,
                     ),
                 )
 
@@ -158,7 +152,16 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                     for micro in _micro_tokens(cost):
                         for recompute in space.recompute:
                             for distributed in space.distributed:
-                                yield TrainLayout(tp, pp, cp, ep, ep, micro, recompute, distributed)
+                                yield TrainLayout(
+                                    tp=tp,
+                                    pp=pp,
+                                    cp=cp,
+                                    ep=ep,
+                                    dp=ep,
+                                    micro_tokens=micro,
+                                    recompute=recompute,
+                                    distributed=distributed,
+                                )
 
 
 def trains(shape: ModelShape, tp: int) -> bool:

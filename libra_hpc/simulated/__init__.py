@@ -1,2 +1,1 @@
-"""Stand-ins for the processes below the agents: they speak the same protocols and take the modelled time instead of
-computing."""
+"""Simulated engine, trainer and environment-host processes of dry runs: real protocols, modelled times."""

@@ -1,8 +1,6 @@
-"""Simulated time of one process: the wall clock, faster.
+"""Simulated time of one process: the wall clock times ``speedup``, hence synchronous in all processes of a machine.
 
-The wall clock of all processes of a machine is one, so their simulated times pass together without a word between them.
-What is not modelled (messages, scheduling, this interpreter) takes its real time, and therefore counts ``speedup``
-times in simulated seconds.
+What is not modelled (messages, scheduling, this interpreter) takes its real time, which counts ``speedup`` times.
 """
 
 from __future__ import annotations
@@ -12,18 +10,14 @@ import time
 
 
 class Clock:
-    """Seconds since the start of the process, simulated."""
-
     def __init__(self, speedup: float) -> None:
         self.speedup = speedup
         self._begin = time.monotonic()
 
     def now(self) -> float:
-        """Simulated seconds."""
         return (time.monotonic() - self._begin) * self.speedup
 
     def wall(self, seconds: float) -> float:
-        """Wall seconds of ``seconds`` simulated ones."""
         return seconds / self.speedup
 
 

@@ -1,8 +1,7 @@
-"""What a dry run makes of a run file: settings of the simulated processes, times of the wall clock, and what can be
-wrong with it.
+"""From a run file to a dry run: settings of the simulated processes, scaled planner times, and checks.
 
-The planner sees the wall clock, on which everything passes ``speedup`` times faster, so the times of ``[planner]`` are
-divided by it (and the rate of moves is multiplied): one run file then means the same to a real run and to its dry run.
+The planner uses the wall clock, on which modelled times pass ``speedup`` times faster.  So a dry run divides the times
+of ``[planner]`` by it and multiplies ``moves_per_hour``.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.traces import profiles
 from libra_hpc.traces.read import read_trace
 
-from .settings import Pace, Play
+from .settings import Pace, Workload
 from .workload import dials
 
 TASK = "simulated"
-"""Name of the task in records, and for scheduling policies."""
+"""Task name in records and for scheduling policies."""
 
 
 def pace(config: RunConfig, component: str) -> Pace:
-    """What the simulated processes of a component's nodes are told."""
+    """Settings of the simulated engines and trainers of one component."""
     simulated, planner = config.simulated, config.planner
     nodes: Component = getattr(config.components, component)
     return Pace(
@@ -46,10 +45,10 @@ def pace(config: RunConfig, component: str) -> Pace:
     )
 
 
-def play(config: RunConfig) -> Play:
-    """What the environment hosts replay."""
+def workload(config: RunConfig) -> Workload:
+    """Settings of the simulated environment hosts."""
     simulated, algorithm = config.simulated, config.algorithm
-    return Play(
+    return Workload(
         trace=simulated.trace,
         presets=tuple(simulated.presets),
         sibling=simulated.sibling,
@@ -64,7 +63,7 @@ def play(config: RunConfig) -> Play:
 
 
 def in_wall_time(config: RunConfig) -> RunConfig:
-    """A dry run's configuration as its agents use it; that of a real run is returned as it is."""
+    """The configuration with planner times scaled to the wall clock; that of a real run is returned unchanged."""
     if config.run.engine == "real":
         return config
     planner, speedup = config.planner, config.simulated.speedup
@@ -79,31 +78,31 @@ def in_wall_time(config: RunConfig) -> RunConfig:
 
 
 def check_simulated(config: RunConfig) -> None:
-    """Raise `UserError` for hardware, a model, or a workload that cannot be simulated."""
+    """Raise `UserError` for hardware, a model or a workload that cannot be simulated."""
     for name in ("train", "hybrid", "rollout"):
         if getattr(config.components, name).nodes:
             _check_hardware(config, name)
-    told = play(config)
-    if told.trace:
-        read_trace(Path(told.trace))
+    work = workload(config)
+    if work.trace:
+        read_trace(Path(work.trace))
         return
-    for preset, mine in dials(told):
-        mine.check(profiles.profile(preset))
+    for preset, part in dials(work):
+        part.check(profiles.profile(preset))
 
 
 def _check_hardware(config: RunConfig, component: str) -> None:
-    told = pace(config, component)
-    if not told.device:
+    modelled = pace(config, component)
+    if not modelled.device:
         raise invalid("simulated.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
-    if not told.model:
+    if not modelled.model:
         raise invalid(
             "simulated.model",
             "",
             "there is no model.path either",
             "a known model such as qwen3-14b, or a Hugging Face folder",
         )
-    device(told.device, told.devices or None)
-    shape = model_shape(told.model)
+    device(modelled.device, modelled.devices or None)
+    shape = model_shape(modelled.model)
     if component != "rollout":
         shape.check_tp(config.train.tp)
     if component == "train":
@@ -112,10 +111,16 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
     for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
         steps = lookup(
-            told.device, told.model, tp, told.calibration or None, source=told.source, devices_file=told.devices or None
+            modelled.device,
+            modelled.model,
+            tp,
+            modelled.calibration or None,
+            source=modelled.source,
+            devices_file=modelled.devices or None,
         )
         if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
             raise UserError(
-                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {told.model} on {tp} x {told.device}"
-                f" holds {steps.kv_capacity} tokens; valid: a shorter context, or a larger rollout.tp."
+                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {modelled.model} on {tp} x"
+                f" {modelled.device} holds {steps.kv_capacity} tokens;"
+                " valid: a shorter context, or a larger rollout.tp."
             )

@@ -1,12 +1,10 @@
-"""The simulated vLLM replica: the messages of `libra_hpc.protocol.rollout` on the outside, the simulator's `Engine` on
-the inside.
+"""The simulated vLLM replica: messages of `libra_hpc.protocol.rollout` around the simulator's `Engine`.
 
-Time is an argument, in simulated seconds; what leaves is in wall seconds, as everything the live runtime sees.
-`run_until` does what is due by then, each step at its own moment, so that a process that wakes late answers late but
-computes the same.  Log-probabilities are 0: nothing is sampled.
-
-As in the real engine, a weight file is checked before it counts; an update drops the KV cache and costs a pause; an
-engine in standby, or woken without new weights, refuses turns.
+* Arguments are simulated seconds; messages have wall seconds, as everything in the live runtime.
+* `run_until` simulates each step at its own time, so a process that wakes late answers late but computes the same.
+* As in the real engine, a weight file is checked first, and an update empties the KV cache and pauses the engine.
+* An engine in standby, or woken without new weights, refuses turns.
+* Log-probabilities are 0.
 """
 
 from __future__ import annotations
@@ -44,8 +42,6 @@ FLOAT_BYTES = 4
 
 
 class _Turn:
-    """A request in flight; times simulated."""
-
     __slots__ = ("admitted", "arrived", "first", "full", "request", "rid", "spans", "spanned")
 
     def __init__(self, rid: str, request: SimRequest, full: bool, now: float) -> None:
@@ -55,7 +51,7 @@ class _Turn:
         self.spanned = 0
 
     def close_span(self, version: int) -> None:
-        """What was generated since the last call was sampled under ``version``."""
+        """Mark the tokens since the last call as sampled under ``version``."""
         count = self.request.generated - self.spanned
         if count:
             self.spans.append((version, count))
@@ -75,7 +71,9 @@ class SimulatedEngine:
         limits = SimSettings(
             max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup
         )
-        self._engine = Engine("simulated", config.tp, steps, limits, 0, config.version, 0.0)
+        self._engine = Engine(
+            name="simulated", tp=config.tp, steps=steps, settings=limits, number=0, version=config.version, now=0.0
+        )
         self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._turns: dict[str, _Turn] = {}
         self._rids: dict[SimRequest, str] = {}
@@ -86,27 +84,41 @@ class SimulatedEngine:
 
     @property
     def next_at(self) -> float:
-        """When `run_until` has something to do; `IDLE` (infinity) when it has not."""
+        """Time of the next event for `run_until`; `IDLE` (infinity) without one."""
         return self._engine.next_at
 
     def ready(self, start_s: float) -> EngineReady:
-        """The announcement; ``start_s`` in wall seconds."""
+        """The first message to the agent; ``start_s`` in wall seconds."""
         return EngineReady(
-            self._config.version, self._config.tp, self._config.max_model_len, self._kv_tokens, start_s, self._warm_up()
+            version=self._config.version,
+            tp=self._config.tp,
+            max_model_len=self._config.max_model_len,
+            kv_tokens=self._kv_tokens,
+            start_s=start_s,
+            warm_up=self._warm_up(),
         )
 
     def _warm_up(self) -> tuple[EngineStats, ...]:
-        """The warm-up profile, as the real engine takes it (`libra_hpc.rollout.engine.warm_up`), from the modelled
-        step times."""
+        """The warm-up profile of `libra_hpc.rollout.engine.warm_up`, from the modelled step times."""
         decodes, prompt = lengths(self._config.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
-        start = EngineStats(self._config.version, 0, 0, 0.0, 0, 0, 0, 0, 0, 0.0)
+        start = EngineStats(
+            version=self._config.version,
+            running=0,
+            waiting=0,
+            kv_use=0.0,
+            generated_tokens=0,
+            prefill_tokens=0,
+            cached_tokens=0,
+            preemptions=0,
+            steps=0,
+            busy_s=0.0,
+        )
         between = msgspec.structs.replace(start, generated_tokens=decodes, steps=decodes, busy_s=decoded)
         end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=decodes + 1, busy_s=decoded + read)
         return start, self._wall(between), self._wall(end)
 
     def submit(self, message: Generate, now: float) -> list[FromEngine]:
-        """Accept a turn, or refuse it at once."""
         if message.rid in self._turns:
             return [EngineError(f"request {message.rid!r} is already in flight.", fatal=False)]
         room = self._config.max_model_len - len(message.prompt) // 4
@@ -124,13 +136,13 @@ class SimulatedEngine:
             ]
         left = min(context.left, room, message.max_tokens)
         request = SimRequest(
-            f"{context.prompt}/{context.sample}",
-            str(context.prompt),
-            context.prompt_tokens // self._config.block_size,
-            context.tokens,
-            left,
-            message.priority,
-            message.keep_s * self._pace.speedup,
+            trajectory=f"{context.prompt}/{context.sample}",
+            prompt=str(context.prompt),
+            prompt_blocks=context.prompt_tokens // self._config.block_size,
+            tokens=context.tokens,
+            left=left,
+            priority=message.priority,
+            keep_s=message.keep_s * self._pace.speedup,
         )
         turn = _Turn(message.rid, request, left == context.left, now)
         self._turns[message.rid] = turn
@@ -140,13 +152,11 @@ class SimulatedEngine:
         return []
 
     def abort(self, message: Abort, now: float) -> None:
-        """End a turn at the next boundary; its answer follows then."""
         turn = self._turns.get(message.rid)
         if turn is not None and not turn.request.aborted:
             self._engine.abort(turn.request, now)
 
     def update(self, message: UpdateWeights, now: float) -> list[FromEngine]:
-        """Check a weight file and swap it in at the next boundary."""
         if self._asleep:
             return [EngineError(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
         try:
@@ -165,7 +175,6 @@ class SimulatedEngine:
         return []
 
     def sleep(self, now: float) -> list[FromEngine]:
-        """Become a standby: what runs is answered as aborted."""
         for turn in self._turns.values():
             if not turn.request.aborted:
                 self._engine.abort(turn.request, now)
@@ -176,17 +185,15 @@ class SimulatedEngine:
         return out
 
     def wake(self) -> None:
-        """Leave standby: the next weight update takes longer, and until then turns are refused."""
+        """Leave standby: turns are refused until the next weight update, which takes ``wake_s`` longer."""
         self._asleep, self._refuses = False, "the engine has woken and has no current weights yet."
         self._extra_s = self._pace.wake_s
         self._engine.version = -1
 
     def stats(self, now: float) -> EngineStats:
-        """The present load and the totals since start."""
         return self._wall(self._engine.snapshot(now))
 
     def run_until(self, now: float) -> list[FromEngine]:
-        """Everything that happens up to ``now``."""
         out: list[FromEngine] = []
         while self._engine.next_at <= now:
             out += self._advance()
@@ -214,7 +221,7 @@ class SimulatedEngine:
         return out
 
     def _applied(self) -> list[FromEngine]:
-        # One that a newer update overtook before it began counts as applied with that one.
+        # An update replaced by a newer one counts as applied with that one.
         version = self._engine.version
         ended = [update for update in self._updates if update.version <= version]
         self._updates = [update for update in self._updates if update.version > version]
@@ -228,14 +235,14 @@ class SimulatedEngine:
         finish = "abort" if request.left else "stop" if complete else "length"
         admitted = turn.admitted if turn.admitted >= 0.0 else at
         return Generated(
-            turn.rid,
-            tokens.generated(request.generated, complete),
-            bytes(FLOAT_BYTES * request.generated),
-            finish,
-            tuple(turn.spans),
-            request.cached,
-            (admitted - turn.arrived) / self._pace.speedup,
-            (at - admitted) / self._pace.speedup,
+            rid=turn.rid,
+            tokens=tokens.generated(request.generated, complete),
+            logprobs=bytes(FLOAT_BYTES * request.generated),
+            finish=finish,
+            versions=tuple(turn.spans),
+            cached_tokens=request.cached,
+            queue_s=(admitted - turn.arrived) / self._pace.speedup,
+            run_s=(at - admitted) / self._pace.speedup,
         )
 
     def _wall(self, stats: EngineStats) -> EngineStats:
@@ -246,4 +253,14 @@ class SimulatedEngine:
 
 
 def _refusal(rid: str, why: str) -> Generated:
-    return Generated(rid, b"", b"", "error", (), 0, 0.0, 0.0, why)
+    return Generated(
+        rid=rid,
+        tokens=b"",
+        logprobs=b"",
+        finish="error",
+        versions=(),
+        cached_tokens=0,
+        queue_s=0.0,
+        run_s=0.0,
+        error=why,
+    )

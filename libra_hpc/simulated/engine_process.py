@@ -1,9 +1,11 @@
-"""The simulated rollout engine process: ``python -m libra_hpc.simulated.engine_process --socket PATH --config JSON
---pace JSON``.
+"""The simulated rollout engine process.
 
-``--config`` is the `EngineConfig` file of the engine it stands for, ``--pace`` the modelled hardware.  One thread,
-which sleeps until a message comes or something is due; an idle engine reports once a second.  It ends as the real one
-does: on `Shutdown`, or when the agent closes the socket.
+``python -m libra_hpc.simulated.engine_process --socket PATH --config FILE --pace JSON``: the `EngineConfig` file of the
+real engine, and the modelled hardware.
+
+* One thread sleeps until a message arrives or a step ends.
+* An idle engine reports every `IDLE_INTERVAL_S`.
+* It ends on `Shutdown`, or when the agent closes the socket.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ from .settings import Pace
 
 
 def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) -> None:
-    """Run an engine until it is told to leave; raises `EOFError` when the agent is gone, `UserError` for hardware or
-    a model that is not known."""
+    """Run an engine until `Shutdown`.
+
+    Raises `EOFError` when the agent is gone, `UserError` for unknown hardware or an unknown model.
+    """
     begin = time.monotonic()
     steps = lookup(
         pace.device,
@@ -57,7 +61,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
     wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
     clock = Clock(pace.speedup)
     socket.send(engine.ready(time.monotonic() - begin))
-    said = time.monotonic()
+    sent_at = time.monotonic()
     while True:
         timeout = (
             IDLE_INTERVAL_S
@@ -70,16 +74,16 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
         while message is not None:
             if isinstance(message, Shutdown):
                 return
-            replies += _obey(engine, message, now)
+            replies += _handle(engine, message, now)
             message = socket.receive(0)
-        if time.monotonic() - said >= IDLE_INTERVAL_S:
+        if time.monotonic() - sent_at >= IDLE_INTERVAL_S:
             replies.append(engine.stats(now))
         if replies:
-            said = time.monotonic()
+            sent_at = time.monotonic()
         socket.send_many(replies)
 
 
-def _obey(engine: SimulatedEngine, message: ToEngine, now: float) -> list[FromEngine]:
+def _handle(engine: SimulatedEngine, message: ToEngine, now: float) -> list[FromEngine]:
     match message:
         case Generate():
             return engine.submit(message, now)

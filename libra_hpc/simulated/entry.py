@@ -1,5 +1,4 @@
-"""The entry point that simulated engines and trainers share: the command line of an agent's child, and what its end
-says."""
+"""The common entry point of simulated engines and trainers: command line and exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from .settings import Pace
 def run(module: str, description: str, arguments: list[str] | None, work: Callable[[str, Path, Pace], None]) -> int:
     """Parse the command line and do ``work(socket, config, pace)``.
 
-    Exit codes: 0 asked to leave or the agent is gone, 2 a user's mistake (one sentence on stderr).
+    Exit codes: 0 after `Shutdown` or without the agent, 2 for a user's mistake (one sentence on stderr).
     """
     parser = argparse.ArgumentParser(prog=f"python -m libra_hpc.simulated.{module}", description=description)
     parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")

@@ -1,10 +1,9 @@
-"""The simulated environment host: ``python -m libra_hpc.simulated.host_process --socket PATH --config PATH`` of a
-`Play`.
+"""The simulated environment host: the real `Host` around a task that replays a workload.
 
-It is the real host around a task of its own, `WorkloadTask`: prompts and tool results of the workload's
-sizes (`tokens`), tools that take the workload's seconds,
-rewards of the workload.  It needs no tokenizer and starts no tool process.  Its steps have no limit: they take the
-tools' recorded times.
+``python -m libra_hpc.simulated.host_process --socket PATH --config FILE``, with a `Workload` in the file.
+
+Prompts, tool answers, tool seconds and rewards are those of the workload (`tokens`).  It needs no tokenizer and starts
+no tool process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.tasks.base import Episode, Task, ToolResult, Tools, Turn
 from libra_hpc.tasks.host import Host, main
 
-from .settings import Play
+from .settings import Workload
 from .tokens import STOP, answer, prompt
 from .workload import groups
 
@@ -27,14 +26,13 @@ from .workload import groups
 class WorkloadTask(Task):
     """A task that replays a workload.  Raises `UserError` for one that cannot be read or generated."""
 
-    def __init__(self, play: Play) -> None:
-        self.seed = play.seed
-        self._groups = groups(play)
-        self._speedup = play.speedup
+    def __init__(self, workload: Workload) -> None:
+        self.seed = workload.seed
+        self._groups = groups(workload)
+        self._speedup = workload.speedup
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        """Sample ``sample`` of the workload's ``index``-th prompt; both count on from the beginning when the
-        workload is shorter."""
+        """Replay sample ``sample`` of prompt ``index``; both wrap around at the end of the workload."""
         number = index % len(self._groups)
         group = self._groups[number]
         return _Replayed(group[sample % len(group)], number, sample, self._speedup)
@@ -50,7 +48,6 @@ class _Replayed(Episode):
         self.stop_ids = (STOP,)
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer a turn after the tool's time."""
         turns, number = self._spec.turns, self._next
         turn = turns[number]
         self._next += 1
@@ -67,7 +64,7 @@ class _Replayed(Episode):
 
 
 class _NoTools:
-    """A replayed tool is only its time, its outcome and the size of its answer."""
+    """No tools: a replayed tool is its seconds, its outcome and the size of its answer."""
 
     async def call(self, name: str, *args: Any) -> ToolResult:
         raise KeyError(name)
@@ -76,12 +73,12 @@ class _NoTools:
         raise KeyError("python")
 
 
-async def serve(path: str, play: Play) -> int:
+async def serve(path: str, workload: Workload) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
-    host = Host("simulated", WorkloadTask(play), _NoTools())
+    host = Host("simulated", WorkloadTask(workload), _NoTools())
     await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
     return await host.closed
 
 
 if __name__ == "__main__":
-    sys.exit(main("libra_hpc.simulated.host_process", Play, serve))
+    sys.exit(main("libra_hpc.simulated.host_process", Workload, serve))

@@ -1,11 +1,8 @@
-"""How long a replica's share of a training step takes.
+"""Seconds of a training step on one replica: ``fixed_s`` + FLOPs / (devices * peak * MFU) + gradient all-reduce.
 
-Seconds = ``fixed_s`` + FLOPs / (devices * peak * MFU) + gradient all-reduce over the replicas.
-
-* FLOPs: forward plus backward, three times the forward pass of each sample, whose attention counts pairs of positions.
-* The all-reduce is a ring over float32 gradients, sharded over the replica's devices, on the link between nodes, hidden
-  behind nothing: 2 (r - 1) / r * 4 bytes * parameters / devices / bandwidth.
-* A newcomer's state is `STATE_BYTES` = 12 per parameter: float32 weights and both Adam moments.
+* FLOPs: three times the forward pass of each sample (forward plus backward), attention by pairs of positions.
+* All-reduce over r replicas: a ring on the link between nodes, sharded over the replica's devices, not overlapped:
+  2 (r - 1) / r * `GRADIENT_BYTES` * parameters / devices / bandwidth.
 """
 
 from __future__ import annotations
@@ -20,12 +17,12 @@ from libra_hpc.hardware.models import ModelShape
 
 PASSES = 1.0 + BACKWARD
 GRADIENT_BYTES = 4
+"""Per parameter: float32."""
 STATE_BYTES = 12
+"""Per parameter that a joining replica receives: float32 weights and both Adam moments."""
 
 
 class ReplicaTime(msgspec.Struct, frozen=True):
-    """One replica of ``devices`` devices."""
-
     shape: ModelShape
     device: Device
     devices: int
@@ -33,21 +30,19 @@ class ReplicaTime(msgspec.Struct, frozen=True):
     fixed_s: float
 
     def compute_s(self, lengths: Iterable[int]) -> float:
-        """Seconds of forward and backward over samples of so many tokens, and of what no sample causes."""
+        """Seconds of forward and backward over samples of ``lengths`` tokens, plus ``fixed_s``."""
         flops = PASSES * sum(forward_flops(self.shape, n, n * n) for n in lengths)
         return self.fixed_s + flops / (self.devices * self.device.peak_flops * self.mfu)
 
     def reduce_s(self, replicas: int) -> float:
-        """Seconds of one gradient all-reduce."""
         sent = 2.0 * (replicas - 1) / replicas * GRADIENT_BYTES * self.shape.params / self.devices
         return sent / self.device.inter_bytes_s
 
     @property
     def state_bytes(self) -> int:
-        """Bytes one process of the replica receives when it takes a peer's state."""
+        """Bytes that one process of a joining replica receives."""
         return STATE_BYTES * self.shape.params // self.devices
 
     @property
     def receive_s(self) -> float:
-        """Seconds of receiving them."""
         return self.state_bytes / self.device.inter_bytes_s

@@ -1,8 +1,7 @@
-"""What the processes of a dry run are told at their start, beside the configuration that the process they stand for
-would get: plain data as JSON.
+"""Settings of the simulated processes, as JSON, beside the configuration that the real process would get.
 
-Importable without pydantic: a dry run of 48 GPUs starts some 60 processes on one machine, and each import is paid in
-all of them.
+Importable without pydantic: a dry run of 48 GPUs starts some 60 processes on one machine, which all pay for imports.
+The schema of ``[simulated]`` (`libra_hpc.config.simulated`) has the defaults; `dry_run` passes every value.
 """
 
 from __future__ import annotations
@@ -16,42 +15,39 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The modelled hardware and how fast its time passes.  All ``*_s`` are simulated seconds."""
+    """The modelled hardware, model and times of an engine or trainer.  All ``*_s`` are simulated seconds."""
 
     device: str
     """A device of `libra_hpc.hardware.devices`, or of the file ``devices``."""
-    devices: str = ""
+    devices: str
     model: str
     """A short name, or a Hugging Face folder."""
-    calibration: str = ""
-    source: str = "auto"
+    calibration: str
+    source: str
     speedup: Positive
-    """Simulated seconds that pass in one second of the wall clock."""
+    """Simulated seconds per second of the wall clock."""
     mfu: Positive
-    """Share of the devices' peak that a training step reaches."""
+    """Share of the devices' peak FLOP/s in a training step."""
     step_s: Seconds
     """Part of a training step that does not depend on its tokens."""
     start_s: Seconds
     """From the start of a process until it is ready."""
     wake_s: Seconds
-    """What waking an engine from standby adds to its next weight update."""
+    """Added to the first weight update after standby."""
     sync_s: Seconds
-    """Pause of an engine for a weight update."""
 
 
-class Play(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The workload an environment host replays."""
 
-    trace: str = ""
-    """A trace file; empty: generate one."""
-    presets: tuple[str, ...] = ("r2e",)
-    sibling: float = 0.69
-    outcome: float = 0.2
-    drift: float = 1.0
+    trace: str
+    presets: tuple[str, ...]
+    """Presets of `libra_hpc.traces.profiles`, one after the other; this and the next three are for generation."""
+    sibling: float
+    outcome: float
+    drift: float
     prompts: Annotated[int, msgspec.Meta(ge=1)]
-    """Prompts of the whole run."""
     group: Annotated[int, msgspec.Meta(ge=1)]
     max_context: int
-    """Longest context in tokens."""
-    seed: int = 0
+    seed: int
     speedup: Positive

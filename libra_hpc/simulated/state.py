@@ -1,9 +1,8 @@
-"""The simulated trainer's state: two counters, and the files that stand for weights, checkpoints and the meeting of a
-generation.
+"""State of the simulated trainer: weight files, checkpoints, and the rendezvous of a membership generation.
 
-Weight files are real safetensors files of one small tensor, so everything that carries, checks and keeps weights does
-its work; checkpoints have the layout of `libra_hpc.train.state_folders`.  Members of a generation meet in files beside
-the path that torch would use: each writes its step, and reads all.
+* The state is two counters, `TrainerState`; checkpoints have the layout of `libra_hpc.train.state_folders`.
+* A weight file is a safetensors file with one small tensor, so transfer, checksums and storage are real.
+* Rendezvous: each member writes its state to a file beside the path torch would use, and reads those of all others.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from libra_hpc.train import state_folders as folders
 
 TENSOR = "simulated.step"
 ELEMENTS = 4096
-"""float32 elements of a weight file: enough to be a file, small enough that sending it takes no time."""
+"""float32 elements of a weight file (16 KiB): its transfer takes no time."""
 MEET_POLL_S = 0.01
+"""Seconds between two checks of the rendezvous files."""
 ALIGN = 8
-"""The header of a safetensors file is padded to a multiple of so many bytes."""
+"""The header of a safetensors file is padded to a multiple of this many bytes."""
 
 
 class NotMet(Exception):
-    """A generation did not come together."""
+    """A member of the generation is missing."""
 
 
 def weight_file(step: int) -> bytes:
@@ -44,9 +44,9 @@ def weight_file(step: int) -> bytes:
 
 
 def export(path: Path, step: int) -> tuple[int, int]:
-    """Write the weights of ``step``, all at once; returns crc32 and size of the file.
+    """Write the weights of ``step`` atomically; returns crc32 and size of the file.
 
-    Raises `OSError`, and leaves nothing behind, when there is no room.
+    When there is no room, raises `OSError` and leaves nothing behind.
     """
     data = weight_file(step)
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
@@ -61,7 +61,7 @@ def export(path: Path, step: int) -> tuple[int, int]:
 
 
 def save(folder: Path, step: int, updates: int) -> None:
-    """Write a checkpoint, which appears all at once; raises `OSError` and leaves nothing when there is no room."""
+    """Write a checkpoint atomically; when there is no room, raises `OSError` and leaves nothing behind."""
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -76,16 +76,16 @@ def save(folder: Path, step: int, updates: int) -> None:
 
 
 def meet(
-    order: Join, local_rank: int, step: int, updates: int, timeout_s: float, interrupted: Callable[[], bool]
+    order: Join, *, local_rank: int, own: folders.TrainerState, timeout_s: float, interrupted: Callable[[], bool]
 ) -> folders.TrainerState:
-    """Wait for all members of a generation and return the state of the one with the highest step.
+    """Wait for all members of a generation; returns the state of the one with the highest step.
 
-    Raises `NotMet` after ``timeout_s``, or once ``interrupted`` says that something newer is to be done.
+    Raises `NotMet` after ``timeout_s``, or once ``interrupted()`` returns True (a newer message waits).
     """
     base = Path(order.rendezvous)
     mine = base.with_name(f"{base.name}.{local_rank}-{order.rank}")
     partial = mine.with_name(f"{mine.name}{folders.TEMPORARY}")
-    partial.write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
+    partial.write_bytes(msgspec.json.encode(own))
     os.replace(partial, mine)
     missing = {base.with_name(f"{base.name}.{local_rank}-{rank}") for rank in range(order.size)}
     found: list[folders.TrainerState] = []

@@ -1,13 +1,10 @@
-"""Token ids of a dry run.  They carry no text, only what an engine must know to take the right time for a turn:
+"""Token ids of a dry run: no text, only what a simulated engine needs to time a turn.
 
-* The prompt begins with `HEADER` = 3 ids: the prompt's number, the prompt's length, and the sample's number.  They
-  stand for what an engine's prefix cache sees in real ids: which contexts begin alike (siblings share the prompt, the
-  turns of a trajectory the whole past), and how far.
-* The last id the environment adds before a turn is a *mark*, `MARK` + the number of tokens the policy generates in it.
-* A turn is `BODY` ids and one `STOP`.  A turn that was aborted half-way is continued: the ids after the mark say how
-  much of it is done.
-
-Everything between is `FILLER`.  So a prompt has at least `LEAST_PROMPT` ids and a tool's answer at least one.
+* A prompt begins with `HEADER` ids: number of the prompt, its length, number of the sample.  They replace the hashes of
+  a prefix cache: contexts of equal prompt, or of equal prompt and sample, begin alike.
+* The last id before a turn is a *mark*: `MARK` + the number of tokens the policy generates in this turn.
+* A turn is `BODY` ids and one `STOP`.  After an abort it continues: the ids after the mark are the part done.
+* All other ids are `FILLER`.
 """
 
 from __future__ import annotations
@@ -19,21 +16,22 @@ import msgspec
 FILLER, BODY, STOP, MARK = 0, 1, 2, 16
 HEADER = 3
 LEAST_PROMPT = HEADER + 1
+"""Ids of the shortest prompt: header and mark."""
 
 
 class Unreadable(ValueError):
-    """A context that is not of this id space; the message is one sentence."""
+    """A context that does not follow the format of the module; the message is one sentence."""
 
 
 class SimulatedContext(msgspec.Struct, frozen=True):
-    """What an engine reads off a context."""
+    """The content of a context, as `read` returns it."""
 
     prompt: int
     prompt_tokens: int
     sample: int
     tokens: int
     left: int
-    """Tokens of the turn that are still to be generated, `STOP` included."""
+    """Tokens of the turn still to generate, `STOP` included."""
 
 
 def prompt(number: int, sample: int, tokens: int, turn: int) -> list[int]:
@@ -68,4 +66,4 @@ def read(context: bytes) -> SimulatedContext:
     number, tokens, sample = ids[0], ids[1], ids[2]
     if last < HEADER or left < 1 or number < 0 or sample < 0 or not LEAST_PROMPT <= tokens <= last + 1:
         raise Unreadable(f"prompt: the {len(ids)} ids do not say how long the turn is.")
-    return SimulatedContext(number, tokens, sample, len(ids), left)
+    return SimulatedContext(prompt=number, prompt_tokens=tokens, sample=sample, tokens=len(ids), left=left)

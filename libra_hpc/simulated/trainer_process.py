@@ -1,11 +1,11 @@
-"""The simulated Megatron worker process: ``python -m libra_hpc.simulated.trainer_process --socket PATH --config JSON
---pace JSON``.
+"""The simulated Megatron worker process: `libra_hpc.train.worker` with `ReplicaTime` instead of the computation.
 
-It obeys `libra_hpc.protocol.trainer` as `libra_hpc.train.worker` does, with `ReplicaTime` in place of the computation
-and a counter in place of the state: a step is refused unless it is the next one of the present generation, a newcomer
-takes the state of the member with the highest step, a rebuilt replica starts from its newest snapshot.  What differs: a
-member whose peer dies in mid-step finishes and commits it, which the train leader accepts as a step that some survivor
-committed.
+``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE --pace JSON``
+
+* `TrainStep` that is not the next step of the current generation -> refused.
+* `Join` -> the state of the member with the highest step.
+* Start with ``start_dir`` -> the newest snapshot.
+* Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
 """
 
 from __future__ import annotations
@@ -53,14 +53,18 @@ TOKEN_BYTES = 4
 
 
 class Trainer:
-    """One process of a replica.  Raises `UserError` for hardware or a model that is not known."""
+    """One process of a replica.  Raises `UserError` for unknown hardware or an unknown model."""
 
     def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
         self._pulse = Pulse(socket)
         self._config, self._speedup, self._socket = config, pace.speedup, socket
         shape = model_shape(pace.model)
         self._time = ReplicaTime(
-            shape, device(pace.device, pace.devices or None), config.tp * config.pp, pace.mfu, pace.step_s
+            shape=shape,
+            device=device(pace.device, pace.devices or None),
+            devices=config.tp * config.pp,
+            mfu=pace.mfu,
+            fixed_s=pace.step_s,
         )
         self._generation, self._size = -1, 1
         self._state = folders.TrainerState(0, 0)
@@ -70,19 +74,19 @@ class Trainer:
         socket.send(WorkerReady(self._state.step, shape.params, time.monotonic() - begin))
 
     def run(self) -> None:
-        """Obey messages until `StopWorker`; raises `EOFError` when the agent is gone."""
+        """Handle messages until `StopWorker`; raises `EOFError` when the agent is gone."""
         while True:
             message = self._socket.receive()
             if message is None or isinstance(message, StopWorker):
                 return
             with self._pulse.phase(COMPUTE):
-                self._socket.send_many(self._obey(message))
+                self._socket.send_many(self._handle(message))
 
     def _take(self, simulated_s: float, begin: float) -> None:
-        """Be busy until so many simulated seconds after ``begin``."""
+        """Sleep until ``simulated_s`` after ``begin`` (wall clock)."""
         wait(self._socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
 
-    def _obey(self, message: ToWorker) -> list[FromWorker]:
+    def _handle(self, message: ToWorker) -> list[FromWorker]:
         begin = time.monotonic()
         match message:
             case TrainStep():
@@ -99,23 +103,25 @@ class Trainer:
 
     def _join(self, message: Join, begin: float) -> list[FromWorker]:
         self._generation = -1
-        mine = self._state
         try:
             with self._pulse.phase(WAITING):
-                config, interrupted = self._config, self._socket.interrupted
-                truth = state.meet(
-                    message, config.local_rank, mine.step, mine.updates, config.join_timeout_s, interrupted
+                newest = state.meet(
+                    message,
+                    local_rank=self._config.local_rank,
+                    own=self._state,
+                    timeout_s=self._config.join_timeout_s,
+                    interrupted=self._socket.interrupted,
                 )
         except state.NotMet as error:
             what = f"generation {message.generation} did not form: {error}"
             return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
         received = 0
-        if truth != mine:
+        if newest != self._state:
             received = self._time.state_bytes
             self._take(self._time.receive_s, begin)
-        self._state, self._generation, self._size = truth, message.generation, message.size
+        self._state, self._generation, self._size = newest, message.generation, message.size
         seconds = time.monotonic() - begin
-        return [Joined(message.generation, truth.step, received, seconds, attempt=message.attempt)]
+        return [Joined(message.generation, newest.step, received, seconds, attempt=message.attempt)]
 
     def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
         step = self._state.step

@@ -1,7 +1,6 @@
-"""The optional capability to give up running trajectories and start them anew later (over-sampling).
+"""The optional capability of a policy to abort trajectories and restart them later (over-sampling).
 
-Only a driver that owns the workload can honour it, so policies with it run in the simulator alone: a live run trains on
-what it started.
+Policies with it run in the simulator alone: a live run trains on every trajectory it started.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ import msgspec
 
 
 class OpenTrajectory(msgspec.Struct, frozen=True):
-    """A trajectory that started and has not ended."""
+    """A trajectory that started and has not ended, as `Abandons` receives it."""
 
     trajectory: str
     prompt_id: str
     sample: int
     attained_tokens: int
-    """Generated so far; lost when it is abandoned."""
+    """Generated so far; lost when the trajectory is aborted."""
     step: int
-    """Training step (round) it was started for."""
 
 
 @runtime_checkable
@@ -29,10 +27,8 @@ class Abandons(Protocol):
     """A policy that may abort trajectories."""
 
     def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
-        """Asked whenever a group (all samples of a prompt) has finished: which of the ``open`` trajectories to abort
-        now.
+        """Trajectories among ``open`` to abort now; called whenever a group (all samples of a prompt) has finished.
 
-        ``finished_groups`` of the ``groups`` started in this round are complete.  The driver forgets the aborted ones
-        and starts them from their prompts, under the same names, once everything else of the round has ended (the long
-        round).
+        ``finished_groups`` of the ``groups`` started in this round are complete.  The simulator restarts the aborted
+        trajectories from their prompts, under the same names, after everything else of the round (the long round).
         """

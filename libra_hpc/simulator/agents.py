@@ -1,6 +1,6 @@
-"""The engines of a simulation, and what the agents of a live run are to them: turns arrive, answers leave, loads are
-reported, weights are applied, and engines come and go.  What this means for trajectories and training is the business
-of `simulate`, which is told of answers, weights and free slots.
+"""What the node agents are in a live run: turns go to simulated engines, answers and load reports come back.
+
+Engines join, leave and apply weights here too.  `Simulation` receives answers, new weights and free slots by callbacks.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from collections.abc import Callable
 from libra_hpc.errors import OperationError
 from libra_hpc.hardware.capacity import blocks_of
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.protocol import TurnView
+from libra_hpc.sched.protocol import Decision, TurnView
 
 from .event_queue import STEP, Events
 from .result import Recorder
 from .settings import EngineSpec, SimSettings
 from .sim_engine import IDLE, Engine
 from .sim_request import SimRequest
-from .simulated_run import Sent
+from .simulated_trajectory import SentTurn, SimulatedTrajectory
 
 
 class Agents:
-    """Calls ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights or is gone,
-    ``freed()`` when a report frees a slot."""
+    """The engines of a simulation and the turns in flight.
+
+    Callbacks: ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights or is gone,
+    ``freed()`` when a report frees a slot.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class Agents:
         board: Board,
         recorder: Recorder,
         events: Events,
-        answered: Callable[[Sent], None],
+        answered: Callable[[SentTurn], None],
         applied: Callable[[], None],
         freed: Callable[[], None],
     ) -> None:
@@ -39,32 +42,37 @@ class Agents:
         self._answered, self._applied, self._freed = answered, applied, freed
         self._at = events.at
         self._count = 0
-        self._requests: dict[SimRequest, Sent] = {}
+        self._requests: dict[SimRequest, SentTurn] = {}
         self._leaving: dict[str, Callable[[], None]] = {}
 
     @property
     def in_flight(self) -> int:
-        """Turns sent and not answered."""
         return len(self._requests)
 
     # --- engines come and go
-    # ----------------------------------------------------------------------------------------------------------------
 
     def up(self, spec: EngineSpec, version: int) -> None:
-        """A new engine accepts turns, with weights ``version``."""
         self._count += 1
-        engine = Engine(spec.name, spec.tp, spec.steps, self._settings, self._count, version, self._events.now)
+        engine = Engine(
+            name=spec.name,
+            tp=spec.tp,
+            steps=spec.steps,
+            settings=self._settings,
+            number=self._count,
+            version=version,
+            now=self._events.now,
+        )
         self.engines[spec.name] = engine
         self._board.up(spec.name, spec.tp, engine.blocks * self._settings.block_size, engine.version)
 
     def drain(self, name: str, then: Callable[[], None]) -> None:
-        """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
+        """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""
         self._board.set_open(name, False)
         self._leaving[name] = then
         self._maybe_gone(name)
 
     def stop(self) -> None:
-        """Every engine is gone at once, with whatever was in flight: those turns are never answered."""
+        """All engines are gone at once; turns in flight are never answered."""
         self._requests.clear()
         self._leaving.clear()
         for name, engine in self.engines.items():
@@ -82,14 +90,42 @@ class Agents:
         then()
 
     # --- turns
-    # ----------------------------------------------------------------------------------------------
 
-    def holder(self, turn: TurnView, new: int, name: str) -> Engine:
-        """The chosen engine or, when it cannot hold the turn to its end, the one with the fewest tokens in flight that
-        can.
+    def send(self, trajectory: SimulatedTrajectory, turn: TurnView, decision: Decision) -> SentTurn:
+        """Send a routed turn to its engine; raises `OperationError` when no engine can hold it to its end."""
+        recorder, settings = self._recorder, self._settings
+        engine = self._holder(turn, trajectory.left, decision.engine)
+        again = "restart" if not turn.engine else "move"
+        if turn.engine == engine.name:
+            again = "eviction" if trajectory.version == engine.version else "swap"
+        elif turn.engine:
+            recorder.moves += 1
+            recorder.turn_migrations += trajectory.partial > 0
+            last = self.engines.get(turn.engine)
+            recorder.tp_moves += last is not None and last.tp != engine.tp
+        request = SimRequest(
+            trajectory=trajectory.name,
+            prompt=turn.prompt_id,
+            prompt_blocks=trajectory.shared // settings.block_size,
+            tokens=turn.context_tokens,
+            left=trajectory.left,
+            priority=decision.priority,
+            keep_s=decision.keep_s,
+            high=trajectory.high,
+            again=again,
+        )
+        trajectory.engine, trajectory.place = engine.name, "engine"
+        steps = self._board.engines[engine.name].steps
+        sent = SentTurn(trajectory=trajectory, turn=turn, engine=engine, request=request, steps=steps)
+        self._requests[request] = sent
+        if settings.send_s > 0.0:
+            self._at(self._events.now + settings.send_s, self._arrive, sent)
+        else:
+            self._arrive(sent)
+        return sent
 
-        Raises `OperationError` when none can.
-        """
+    def _holder(self, turn: TurnView, new: int, name: str) -> Engine:
+        """The chosen engine if it can hold the turn to its end, else the able one with the fewest tokens in flight."""
         chosen = self.engines[name]
         need = blocks_of(turn.context_tokens + new, self._settings.block_size)
         if need <= chosen.blocks:
@@ -106,61 +142,50 @@ class Agents:
         self._recorder.redirected += 1
         return self.engines[best.engine]
 
-    def send(self, sent: Sent) -> None:
-        """A turn is on its way to its engine."""
-        self._requests[sent.request] = sent
-        if self._settings.send_s > 0.0:
-            self._at(self._events.now + self._settings.send_s, self._arrive, sent)
-        else:
-            self._arrive(sent)
-
-    def abort(self, sent: Sent) -> None:
-        """A turn is not wanted there any more; it is answered nevertheless, with what was generated."""
+    def abort(self, sent: SentTurn) -> None:
+        """Abort a turn at its engine; it is answered with what was generated."""
         if sent.request.aborted:
             return
         sent.request.aborted = True
         if sent.request.serial:
-            self._tell(sent.engine, sent.engine.abort, sent.request)
+            self._act(sent.engine, sent.engine.abort, sent.request)
 
     def forget(self, trajectory: str) -> None:
-        """No engine keeps the cache of a trajectory."""
+        """All engines drop the cache of a trajectory."""
         for engine in self.engines.values():
             self.drop(engine, trajectory)
 
     def drop(self, engine: Engine, trajectory: str) -> None:
-        """What one engine has cached of a trajectory is of no use."""
-        self._tell(engine, engine.drop, trajectory)
+        """One engine drops the cache of a trajectory."""
+        self._act(engine, engine.drop, trajectory)
 
     def ended(self, name: str, trajectory: str) -> None:
-        """A trajectory is complete; the engine of its last turn, if it is still there, keeps its cache no longer."""
+        """A trajectory is complete: its last engine, if it is still there, need not pin its cache any more."""
         engine = self.engines.get(name)
         if engine is not None:
-            self._tell(engine, engine.ended, trajectory)
+            self._act(engine, engine.ended, trajectory)
 
     def swap(self, version: int) -> None:
-        """Every engine applies new weights at its next boundary."""
         for engine in self.engines.values():
-            self._tell(engine, engine.swap, version, self._settings.sync_s)
+            self._act(engine, engine.swap, version, self._settings.sync_s)
 
-    def _tell(self, engine: Engine, act: Callable[..., None], *what: object) -> None:
-        """Let something happen to an engine now, which may change when its next boundary is."""
+    def _act(self, engine: Engine, act: Callable[..., None], *arguments: object) -> None:
         before = engine.next_at
-        act(*what, self._events.now)
+        act(*arguments, self._events.now)
         self._wake(engine, before)
 
     def _wake(self, engine: Engine, before: float) -> None:
-        """Call an engine at its next boundary, if that has changed."""
         at = engine.next_at
         if at != before and at != IDLE:
-            self._at(at, self._step, engine, STEP, engine.number)
+            self._at(at, self._step, engine, rank=STEP, number=engine.number)
 
-    def _arrive(self, sent: Sent) -> None:
+    def _arrive(self, sent: SentTurn) -> None:
         if sent.request not in self._requests:
             return
         if sent.request.aborted:
             self._answer(sent)
             return
-        self._tell(sent.engine, sent.engine.submit, sent.request)
+        self._act(sent.engine, sent.engine.submit, sent.request)
 
     def _step(self, engine: Engine) -> None:
         now, board = self._events.now, self._board
@@ -168,11 +193,11 @@ class Agents:
             return
         version = engine.version
         done = engine.advance(now)
-        # Whatever event stood for the boundary just passed is used up.
+        # The event of the boundary just passed is used up.
         self._wake(engine, IDLE)
         for request in done:
             sent = self._requests[request]
-            sent.run.version = engine.version
+            sent.trajectory.version = engine.version
             if self._settings.answer_s > 0.0:
                 self._at(now + self._settings.answer_s, self._answer, sent)
             else:
@@ -187,7 +212,7 @@ class Agents:
             if board.free > free:
                 self._freed()
 
-    def _answer(self, sent: Sent) -> None:
+    def _answer(self, sent: SentTurn) -> None:
         name = sent.engine.name
         if self._requests.pop(sent.request, None) is None:
             return

@@ -1,4 +1,4 @@
-"""Several policies on the same work and the same engines, each from a clean start or after the same earlier work."""
+"""Compare policies: simulate each on the same work and the same engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from .simulate import simulate
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One policy's run."""
-
     result: SimResult
     computed_s: float
-    """Seconds the simulation itself took."""
 
 
 def compare(
@@ -32,10 +29,10 @@ def compare(
     started: Callable[[str], None] = lambda name: None,
     before: Sequence[Sequence[TrajectoryRecord]] = (),
 ) -> dict[str, Compared]:
-    """Run every policy; ``started`` is called before each.
+    """Simulate every policy; calls ``started(name)`` before each.
 
-    ``before`` are batches that each policy plays first, one after the other: what it learned from them stays.  Raises
-    `UserError` for what cannot be simulated.
+    Every policy but the oracle is first trained on the batches ``before``, in order.  Raises `UserError` for what
+    cannot be simulated.
     """
     done: dict[str, Compared] = {}
     foresight = foresight_of(work, engines, settings)

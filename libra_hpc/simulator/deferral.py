@@ -1,53 +1,59 @@
-"""Trajectories that a policy gave up for now, and when they start again: the long round of
-`libra_hpc.simulator.abandon`."""
+"""Trajectories that a policy aborted, and when they restart: the long round of `libra_hpc.simulator.abandon`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from .abandon import Abandons, OpenTrajectory
-from .simulated_run import Run
+from .simulated_trajectory import SimulatedTrajectory
 
 
 class Deferral:
-    """Counts the groups of each round, asks the policy, and holds what it gave up.  For a policy without the
-    capability it does nothing."""
+    """Counts the groups of each round, asks the policy what to abort, and holds it.
+
+    For a policy without the capability it does nothing.
+    """
 
     def __init__(self, policy: object) -> None:
         self._policy = policy if isinstance(policy, Abandons) else None
         self._rounds: dict[int, list[int]] = {}
-        self._deferred: list[Run] = []
+        """Groups started and finished, by round."""
+        self._deferred: list[SimulatedTrajectory] = []
 
     def started(self, number: int) -> None:
-        """A group of a round started."""
         self._rounds.setdefault(number, [0, 0])[0] += 1
 
-    def finished(self, number: int, open_runs: Sequence[Run], now: float) -> Sequence[str]:
-        """A group of a round ended; returns the trajectories to give up now."""
+    def finished(self, number: int, open_trajectories: Sequence[SimulatedTrajectory], now: float) -> Sequence[str]:
         if self._policy is None:
             return ()
         counts = self._rounds[number]
         counts[1] += 1
         views = [
-            OpenTrajectory(run.name, run.spec.prompt_id, run.spec.sample, run.attained, run.round)
-            for run in open_runs
-            if run.place != "deferred"
+            OpenTrajectory(
+                trajectory=trajectory.name,
+                prompt_id=trajectory.spec.prompt_id,
+                sample=trajectory.spec.sample,
+                attained_tokens=trajectory.attained,
+                step=trajectory.round,
+            )
+            for trajectory in open_trajectories
+            if trajectory.place != "deferred"
         ]
         return self._policy.abandon(views, counts[1], counts[0], now)
 
-    def add(self, run: Run) -> None:
-        """Hold a trajectory back."""
-        run.place = "deferred"
-        self._deferred.append(run)
+    def add(self, trajectory: SimulatedTrajectory) -> None:
+        trajectory.place = "deferred"
+        self._deferred.append(trajectory)
 
     @property
     def holds(self) -> bool:
-        """Whether anything is held back."""
         return bool(self._deferred)
 
-    def due(self, open_runs: Sequence[Run]) -> list[Run]:
-        """Those that start now, from their prompts: nothing else of their round, or of one before, is open."""
-        oldest = min((run.round for run in open_runs if run.place != "deferred"), default=None)
-        due = [run for run in self._deferred if oldest is None or run.round < oldest]
-        self._deferred = [run for run in self._deferred if run not in due]
+    def due(self, open_trajectories: Sequence[SimulatedTrajectory]) -> list[SimulatedTrajectory]:
+        """Held trajectories that restart now: nothing else of their round or an earlier one is open."""
+        oldest = min(
+            (trajectory.round for trajectory in open_trajectories if trajectory.place != "deferred"), default=None
+        )
+        due = [trajectory for trajectory in self._deferred if oldest is None or trajectory.round < oldest]
+        self._deferred = [trajectory for trajectory in self._deferred if trajectory not in due]
         return due

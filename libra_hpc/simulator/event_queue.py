@@ -1,8 +1,10 @@
-"""The event queue.  Events at one moment are handled in a fixed order: first arrivals, answers and returns of tools,
-then one routing pass for all of them, then the engines' steps by engine number; among equals, first come, first served.
+"""The event queue of a simulation, deterministic.
 
-Hence turns that become ready together are routed together, those that arrive together join the same step, and a run is
-the same every time.
+Events at one moment are handled in this order, first come, first served among equals:
+
+1. arrivals, answers and returns of tools
+2. one routing pass for all of them
+3. steps of the engines, by engine number
 """
 
 from __future__ import annotations
@@ -12,20 +14,19 @@ from heapq import heappop, heappush
 from typing import Any
 
 ARRIVAL, ROUTING, STEP = 0, 1, 2
-"""Ranks at one moment."""
+"""Ranks: the order of events at one moment."""
 
 
 class Events:
-    """`now` is the time of the event in progress, seconds from the start."""
+    """A heap of events; `now` is the time of the event in progress, seconds from the start."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.count = 0
-        """Events ever entered."""
         self._heap: list[tuple[float, int, int, int, Callable[[Any], None], Any]] = []
 
     def at(self, at: float, act: Callable[[Any], None], argument: Any, rank: int = ARRIVAL, number: int = 0) -> None:
-        """Call ``act(argument)`` at the time ``at``, not before `now`."""
+        """Call ``act(argument)`` at time ``at`` >= `now`."""
         self.count += 1
         heappush(self._heap, (at, rank, number, self.count, act, argument))
 

@@ -1,4 +1,4 @@
-"""The policies a simulation can play: those of a run file, and those of `libra_hpc.simulator.baselines`."""
+"""Policies a simulation can run: those of a run file, and those of `libra_hpc.simulator.baselines`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ORACLE = Oracle.name
 
 
 def simulated_policy_names() -> tuple[str, ...]:
-    """All names, in alphabetical order."""
+    """All policy names, in alphabetical order."""
     return tuple(sorted((*policy_names(), *SIMULATOR_ONLY)))
 
 
 def parse_policies(text: str, field: str = "--policy") -> list[str]:
-    """Names of a comma-separated list, each once, in the order given; raises `UserError` for one that is unknown."""
+    """Policy names of a comma-separated list, each once, in the order given; raises `UserError` for an unknown one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise invalid(field, text, "no policy is named", "one or more policies, separated by commas")
@@ -29,7 +29,7 @@ def parse_policies(text: str, field: str = "--policy") -> list[str]:
 
 
 def make_simulated_policy(name: str, foresight: Foresight) -> Policy:
-    """A fresh policy; ``foresight`` is for the oracle alone."""
+    """A new policy; only the oracle uses ``foresight``."""
     if name == ORACLE:
         return Oracle(foresight)
     return TailBatching() if name == TailBatching.name else make_policy(name)

@@ -1,4 +1,4 @@
-"""What a simulation says: one value, plain data, the same for every policy."""
+"""The result of a simulation, and the recorder that collects it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from .sim_engine import Engine
 from .training_stage import SimulatedStep
 
 SAMPLED = 256
-"""Most decisions kept as text; beyond it every second one kept so far is dropped, and from then on every second one
-is not looked at."""
+"""Most decisions in `SimResult.sampled`; beyond it every second one is dropped and the sampling interval doubles."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Nearest rank; 0.0 each of nothing."""
+    """Quantiles (nearest rank) and mean; all 0.0 without values."""
 
     p50: float
     p95: float
@@ -26,7 +25,6 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 def quantiles(values: Sequence[float]) -> Quantiles:
-    """Quantiles and mean of some values."""
     if not values:
         return Quantiles(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(values)
@@ -36,8 +34,6 @@ def quantiles(values: Sequence[float]) -> Quantiles:
 
 
 class SampledDecision(msgspec.Struct, frozen=True):
-    """A decision in words."""
-
     at_s: float
     trajectory: str
     turn: int
@@ -47,12 +43,10 @@ class SampledDecision(msgspec.Struct, frozen=True):
 
 
 class EngineResult(msgspec.Struct, frozen=True):
-    """One engine over the run."""
-
     engine: str
     tp: int
     up_s: float
-    """Seconds it was there."""
+    """Seconds between its join and its end."""
     busy_s: float
     paused_s: float
     """Of ``busy_s``: in weight updates."""
@@ -60,21 +54,20 @@ class EngineResult(msgspec.Struct, frozen=True):
     generated_tokens: int
     preemptions: int
     segments: list[tuple[float, float, float]]
-    """(start, end, mean number of running sequences), at most some 500."""
+    """(start, end, mean number of running sequences), at most `timeline.BINS`."""
 
 
 class SimResult(msgspec.Struct, frozen=True):
-    """See the fields; seconds count from the start of the run."""
+    """Totals, quantiles and time series of one simulation; seconds count from its start."""
 
     policy: str
     makespan_s: float
-    """Until the last trajectory ended and the last whole batch was trained."""
+    """Seconds until the last trajectory ended and the last whole batch was trained."""
     trajectories: int
     turns: int
     generated_tokens: int
-    """Of complete trajectories."""
     discarded_tokens: int
-    """Generated for trajectories that were abandoned."""
+    """Generated for trajectories that were aborted or restarted."""
     prefilled_tokens: int
     """Computed in prefill, repetitions included."""
     cached_tokens: int
@@ -82,44 +75,38 @@ class SimResult(msgspec.Struct, frozen=True):
     reprefilled_tokens: int
     """Of ``prefilled_tokens``: positions of a trajectory that had been computed for it before."""
     reprefilled_by: dict[str, int]
-    """The same by cause: ``move``, ``eviction``, ``partial_block``, ``preemption``, ``swap``, ``restart``
-    (`Request.again`)."""
+    """``reprefilled_tokens`` by cause (`SimRequest.again`)."""
     tokens_per_s: float
-    """Generated tokens of complete trajectories over the makespan."""
     completion: Quantiles
-    """Seconds from the start of a trajectory to its end."""
     turn_latency: Quantiles
-    """Seconds from a turn's readiness to the answer: queues, prefill, decoding, hops."""
+    """Seconds from a ready turn to its answer: queues, prefill, decoding, hops."""
     queue_wait: Quantiles
-    """Seconds a turn waited for its routing."""
     moves: int
-    """Turns, or rests of interrupted ones, on another engine than what came before."""
+    """Turns, or rests of migrated ones, sent to another engine than the one before."""
     tp_moves: int
-    """... of another TP degree."""
+    """Of ``moves``: to another TP degree."""
     turn_migrations: int
-    """... in the middle of a turn, which went on there."""
+    """Of ``moves``: of a running turn."""
     preemptions: int
     recomputed: int
-    """Running requests put back by weight updates."""
     abandoned: int
     redirected: int
-    """Turns that the chosen engine could not hold and that went to another."""
+    """Turns sent to another engine because the chosen one could not hold them."""
     idle_share: float
-    """Share of the engines' device-seconds in which no step and no weight update ran."""
+    """Share of the engines' device-seconds without a step or a weight update."""
     decisions: int
     waits: int
-    """Passes after which turns were left waiting although engines had free slots."""
+    """Routing passes that left turns waiting although engines had free slots."""
     by_level: list[int]
     """Turns routed to each TP class, ascending."""
     finish_s: list[float]
-    """When each trajectory ended, ascending."""
     steps: list[SimulatedStep]
     engines: list[EngineResult]
     sampled: list[SampledDecision]
 
 
 class Recorder:
-    """Collects during a run what `result` returns."""
+    """Collects events of a run and turns them into a `SimResult`."""
 
     def __init__(self) -> None:
         self.turn_s: list[float] = []
@@ -138,7 +125,6 @@ class Recorder:
         self._present_s = self._busy_s = 0.0
 
     def decided(self, turn: TurnView, decision: Decision, now: float) -> None:
-        """A turn was routed."""
         if self.decisions % self._stride == 0:
             self._sampled.append((now, turn, decision))
             if len(self._sampled) > SAMPLED:
@@ -149,7 +135,6 @@ class Recorder:
         self.wait_s.append(now - turn.ready_at)
 
     def gone(self, engine: Engine, now: float) -> None:
-        """An engine left, or the run is over."""
         counters, present = engine.counters, now - engine.up_at
         for cause, tokens in counters.again.items():
             self._again[cause] = self._again.get(cause, 0) + tokens
@@ -161,20 +146,20 @@ class Recorder:
         self._busy_s += min(present, counters.busy_s) * engine.tp
         self._gone.append(
             EngineResult(
-                engine.name,
-                engine.tp,
-                present,
-                counters.busy_s,
-                counters.paused_s,
-                counters.steps,
-                counters.generated,
-                counters.preemptions,
-                engine.timeline.segments(),
+                engine=engine.name,
+                tp=engine.tp,
+                up_s=present,
+                busy_s=counters.busy_s,
+                paused_s=counters.paused_s,
+                steps=counters.steps,
+                generated_tokens=counters.generated,
+                preemptions=counters.preemptions,
+                segments=engine.timeline.segments(),
             )
         )
 
     def result(self, policy: str, makespan: float, steps: list[SimulatedStep]) -> SimResult:
-        """Everything, once all engines are `gone`."""
+        """The result, once all engines are `gone`."""
         levels = max(self._by_level, default=-1) + 1
         return SimResult(
             policy=policy,
@@ -206,7 +191,14 @@ class Recorder:
             steps=steps,
             engines=sorted(self._gone, key=lambda engine: (engine.tp, engine.engine)),
             sampled=[
-                SampledDecision(at, turn.trajectory, turn.turns, d.engine, d.level, d.reason)
-                for at, turn, d in self._sampled
+                SampledDecision(
+                    at_s=at,
+                    trajectory=turn.trajectory,
+                    turn=turn.turns,
+                    engine=decision.engine,
+                    level=decision.level,
+                    reason=decision.reason,
+                )
+                for at, turn, decision in self._sampled
             ],
         )

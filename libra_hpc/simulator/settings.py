@@ -1,4 +1,4 @@
-"""What a simulation is given beside the work and the policy: engines, limits, training; and the checks of all of it."""
+"""Settings of a simulation: engines, limits, training; and the check of settings and work."""
 
 from __future__ import annotations
 
@@ -16,64 +16,53 @@ Training = Callable[[int, int], float]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """One replica."""
-
     name: str
     tp: int
     steps: StepTimes
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and rules; the defaults are those of a run file."""
+    """Limits and delays; the defaults are those of a run file."""
 
     max_inflight: int = 96
-    """Most turns in flight at one engine."""
     adaptive: bool = False
-    """Whether caps follow the engines' reports below ``max_inflight``."""
+    """Whether caps below ``max_inflight`` follow the engines' reports."""
     max_num_seqs: int = 64
-    """Most sequences an engine runs at once."""
     max_num_batched_tokens: int = 8192
     """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs)."""
     block_size: int = 32
-    """KV block in tokens."""
     max_model_len: int = 0
-    """Context in tokens at which trajectories are ended, which policies may know; 0: unknown, what the engines' KV
-    caches hold."""
+    """Longest context in tokens, which policies see; 0: unknown, the engines' KV caches are the limit."""
     send_s: float = 0.002
-    """From the routing of a turn to its arrival in the engine: two hops over TCP and a Unix socket."""
+    """Seconds from the routing of a turn to its arrival in the engine: two hops over TCP and a Unix socket."""
     answer_s: float = 0.002
-    """From the last token to the environment's start, the same hops back."""
+    """Seconds from the last token to the start of the environment: the same hops back."""
     tick_s: float = 1.0
-    """How often turns that a policy lets wait are offered again although nothing happened, as the leader does with
-    each report."""
+    """Interval at which waiting turns are routed again without any event, as the leader does with each report."""
     batch_groups: int = 0
     """Groups per training step; 0: everything starts at once and nothing is trained."""
     eta: int = 0
-    """Staleness bound in weight versions."""
     max_open_groups: int = 0
-    """Most groups sampled at once; 0: no bound of its own."""
+    """Most groups sampled at once; 0: no bound but the staleness gate's."""
     train_s: float = 0.0
     """Seconds of a training step, unless a training function is given."""
     train_nodes: int = 1
-    """Handed to the training function."""
     sync_s: float = 0.0
     """Pause of an engine for a weight update, between two steps.
 
-    The update drops all KV, as live: running requests are computed again and nothing is cached.
+    As in a live run, the update empties the KV cache and running requests are computed again.
     """
     task: str = "sim"
-    """Task name that policies see."""
     seed: int = 0
     """Order of the groups: 0 as given, else shuffled by this seed."""
     report_s: float = 0.5
-    """Shortest time between two reports of a busy engine, as live."""
+    """Shortest time between two reports of a busy engine, as in a live run."""
     max_stretch: int = 1 << 30
-    """Most decode steps of an unchanged batch taken in one event; 1 simulates step by step, with the same result."""
+    """Most decode steps of an unchanged batch in one event; 1 simulates step by step, with the same result."""
 
 
 def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
-    """Names of the trajectories as policies see them: ``prompt_id/sample``, with ``#2``, ``#3`` ... when the pair
-    occurs again."""
+    """Names of the trajectories: ``prompt_id/sample``, with ``#2``, ``#3`` ... when the pair occurs again."""
     seen: dict[str, int] = {}
     names = []
     for spec in work:

@@ -1,13 +1,10 @@
 """One simulated vLLM replica: continuous batching, chunked prefill, KV blocks, priorities, preemption, weight updates.
 
-Who takes part in a step is `batch`'s business.  The step lasts what `StepTimes` says of its decodes and its prefill
-chunks; a request whose context is computed completely gets one token at its end.
-
-Chunks of several requests in one step are given to `StepTimes` as one chunk after a context chosen so that the number
-of attended pairs is kept: (sum of n_i * (context_i + n_i / 2)) / n - n / 2, with n their sum.
-
-Time is an argument.  The engine says in `next_at` when it wants `advance` to be called: at the next boundary between
-two steps that matters (see `stretch`).
+* `engine_batch` chooses the requests of a step; `StepTimes` gives its seconds.
+* A request whose whole context is computed gets one token at the end of the step.
+* Several prefill chunks n_i in one step are priced as one chunk of n = sum of n_i.  Its context preserves the number
+  of attended pairs: (sum of n_i * (context_i + n_i / 2)) / n - n / 2.
+* Time is an argument.  The caller must call `advance` at `next_at`, the next step boundary that matters (`stretch`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import EngineStats
 
 from .cache import BlockCache
-from .global_batch import SimulatedBatch
+from .engine_batch import SimulatedBatch
 from .settings import SimSettings
 from .sim_request import Counters, SimRequest
 from .stretch import Stretch
@@ -28,7 +25,7 @@ IDLE = math.inf
 
 
 class Engine:
-    """See the module; ``number`` orders engines that act at the same moment."""
+    """One replica; ``number`` orders engines whose steps end at the same moment."""
 
     def __init__(
         self, name: str, tp: int, steps: StepTimes, settings: SimSettings, number: int, version: int, now: float
@@ -38,7 +35,7 @@ class Engine:
         self.counters = Counters()
         self.timeline = Timeline()
         self.next_at = IDLE
-        """When to call `advance`."""
+        """Time at which to call `advance`."""
         self._step_s = steps.step_s
         self._limits = settings
         self._block = settings.block_size
@@ -56,43 +53,34 @@ class Engine:
 
     @property
     def blocks(self) -> int:
-        """KV blocks in all."""
         return self._cache.total
 
-    @property
-    def busy(self) -> bool:
-        """Whether it has requests."""
-        return bool(self._batch.running or self._batch.waiting)
-
     def submit(self, request: SimRequest, now: float) -> None:
-        """A request arrives; it takes part in the first step that starts from now on."""
+        """Add a request; it takes part from the next step boundary on."""
         self._batch.add(request)
         if self._batch.open:
             self._interrupt(now)
 
     def abort(self, request: SimRequest, now: float) -> None:
-        """End a request at the next boundary; `advance` returns it there."""
         request.aborted = True
         self._aborted.append(request)
         self._interrupt(now)
 
     def swap(self, version: int, seconds: float, now: float) -> None:
-        """Update the weights at the next boundary, which takes ``seconds``; a newer update replaces one that has not
-        begun."""
+        """Update the weights at the next step boundary, in ``seconds``; replaces an update that has not begun."""
         self._swap = (version, seconds)
         self._interrupt(now)
 
     def drop(self, trajectory: str, now: float) -> None:
-        """A trajectory starts anew with other tokens: what is cached of it is of no use from the next boundary on."""
+        """A trajectory restarts with other tokens: drop its cache at the next step boundary."""
         self._at_boundary(trajectory, True, now)
 
     def ended(self, trajectory: str, now: float) -> None:
-        """A trajectory is complete: from the next boundary on its KV is kept no longer."""
+        """A trajectory is complete: unpin its cache at the next step boundary."""
         self._at_boundary(trajectory, False, now)
 
     def _at_boundary(self, trajectory: str, dropped: bool, now: float) -> None:
-        # Steps that have begun take their blocks before; which ones must not hang on how many steps one event stands
-        # for.
+        # Not at once: the result must not depend on how many steps one event takes.
         if self._cache.holds(trajectory, dropped):
             self._stale.append((trajectory, dropped))
             if self._stretch.steps:
@@ -105,11 +93,11 @@ class Engine:
             if dropped:
                 self._cache.drop(trajectory)
             else:
-                self._cache.unkeep(trajectory, now)
+                self._cache.unpin(trajectory, now)
         self._stale.clear()
 
     def advance(self, now: float) -> list[SimRequest]:
-        """Do what is due at `next_at`; returns the requests that ended now."""
+        """End what is due at `next_at` and start the next step; returns the requests that ended."""
         done = self._settle(now) if self._stretch.steps else []
         if self._stale:
             self._refresh(now)
@@ -130,30 +118,28 @@ class Engine:
         return done
 
     def report(self, now: float) -> EngineStats | None:
-        """The counters, if the last `advance` made a report due: at a boundary every `SimSettings.report_s`, and
-        when it fell idle."""
+        """The load and totals if a report is due: every `SimSettings.report_s`, and when the engine falls idle."""
         if not self._due:
             return None
         self._due = False
         return self.snapshot(now)
 
     def snapshot(self, now: float) -> EngineStats:
-        """The counters at any time."""
         cache, counters = self._cache, self.counters
         cache.expire(now)
         return EngineStats(
-            self.version,
-            len(self._batch.running),
-            self._batch.waiting,
-            cache.held / cache.total,
-            counters.generated,
-            counters.first_prefill,
-            counters.first_cached,
-            counters.preemptions + counters.recomputed,
-            counters.steps,
-            counters.busy_s,
-            cache.kept / cache.total,
-            counters.paused_s,
+            version=self.version,
+            running=len(self._batch.running),
+            waiting=self._batch.waiting,
+            kv_use=cache.held / cache.total,
+            generated_tokens=counters.generated,
+            prefill_tokens=counters.first_prefill,
+            cached_tokens=counters.first_cached,
+            preemptions=counters.preemptions + counters.recomputed,
+            steps=counters.steps,
+            busy_s=counters.busy_s,
+            kv_pinned=cache.pinned / cache.total,
+            update_s=counters.paused_s,
         )
 
     def _interrupt(self, now: float) -> None:
@@ -164,7 +150,7 @@ class Engine:
             self.next_at = self._stretch.end
 
     def _settle(self, now: float) -> list[SimRequest]:
-        """The stretch under way ended: hand out its tokens."""
+        """The stretch ended: give its tokens to the requests; returns those that ended."""
         start, steps, running, block, counters = (
             self._stretch.start,
             self._stretch.steps,
@@ -229,7 +215,6 @@ class Engine:
         return 1
 
     # --- steps
-    # ----------------------------------------------------------------------------------------------
 
     def _run(self, now: float, preempted: bool) -> None:
         running = self._batch.running
@@ -260,9 +245,8 @@ class Engine:
         self.next_at = stretch.end
 
     def _extend(self, steps: int, held: int) -> None:
-        """Let the step under way become a stretch of at most ``steps``."""
         decodes, stretch = len(self._batch.running), self._stretch
-        # Steps only get longer: no more than this many end before the next report is due.
+        # Steps only get longer, so at most this many end before the next report is due.
         steps = min(steps, max(1, math.ceil((self._report_at - stretch.start) / stretch.first)))
         if decodes * -(-(steps - 1) // self._block) > self._cache.available:
             steps = self._affordable(steps)
@@ -271,7 +255,7 @@ class Engine:
             stretch.cut(self._report_at)
 
     def _affordable(self, steps: int) -> int:
-        """The most steps up to ``steps`` for which there are blocks, the first of them being paid for."""
+        """The most steps up to ``steps`` for which there are blocks; the first one has its blocks already."""
         block, room = self._block, self._cache.available
         low, high = 1, steps
         while low < high:
@@ -284,7 +268,6 @@ class Engine:
         return low
 
     # --- between steps
-    # ----------------------------------------------------------------------------------------------
 
     def _remove_aborted(self, now: float) -> list[SimRequest]:
         gone = [request for request in self._aborted if request.left]

@@ -1,7 +1,6 @@
-"""A fleet of simulated engines from a few words: ``4xTP1,2xTP2,2xTP4`` on so many GPUs of a kind.
+"""Build simulated engines from a pattern such as ``4xTP1,2xTP2,2xTP4`` and a number of GPUs.
 
-The buckets are a pattern.  Given a number of GPUs it is repeated as often as fits; without one it stands for itself.
-What does not fill another pattern stays empty, and is reported.
+The pattern is repeated as often as it fits the GPUs; without a number it is built once.
 """
 
 from __future__ import annotations
@@ -22,26 +21,22 @@ EXAMPLE = "counts and TP degrees such as 4xTP1,2xTP2,2xTP4"
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """``count`` engines of one TP degree."""
-
     count: int
     tp: int
 
 
 class SimulatedEngines(msgspec.Struct, frozen=True):
-    """What was asked for, made concrete."""
+    """The engines of a pattern."""
 
     engines: list[EngineSpec]
     gpus: int
-    """GPUs in use."""
     empty: int
     """GPUs that no whole pattern fills."""
     source: str
-    """Where the step times come from."""
 
 
 def parse_buckets(text: str) -> list[Bucket]:
-    """Buckets of a pattern, ascending TP; raises `UserError`."""
+    """Buckets of a pattern in ascending TP; raises `UserError`."""
     buckets: dict[int, int] = {}
     for part in text.split(","):
         match = PATTERN.match(part.strip())
@@ -51,7 +46,7 @@ def parse_buckets(text: str) -> list[Bucket]:
     return [Bucket(count, tp) for tp, count in sorted(buckets.items())]
 
 
-def build_fleet(
+def build_engines(
     buckets: str,
     gpus: int,
     device: str,
@@ -61,7 +56,7 @@ def build_fleet(
     devices_file: Path | None = None,
     source: str = "auto",
 ) -> SimulatedEngines:
-    """Engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
+    """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """

@@ -1,4 +1,4 @@
-"""One turn inside a simulated engine, and the totals an engine keeps."""
+"""One turn inside a simulated engine, and the counters of an engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from __future__ import annotations
 class SimRequest:
     """A turn: continue a context of ``tokens`` by ``left`` more.
 
-    ``computed`` of its tokens are in the KV cache; as in vLLM the last sampled token is not, until the next step
-    computes it.
+    ``computed`` of its tokens are in the KV cache.  As in vLLM, the last sampled token enters it in the next step.
     """
 
     __slots__ = (
@@ -52,24 +51,22 @@ class SimRequest:
         self.high = high
         """Positions of the context that were computed before, here or elsewhere."""
         self.again = again
-        """Why a position below ``high`` has to be computed again.
+        """Why positions below ``high`` are computed again.
 
-        ``move`` (the last turn ran elsewhere), ``eviction`` (its blocks were), ``partial_block`` (no block was, but
-        partly filled ones are never found), ``preemption``, ``swap`` (of the weights), ``restart`` (of the trajectory,
-        from its prompt).
+        ``move``: the last turn ran elsewhere.  ``eviction``: its blocks were evicted.  ``partial_block``: it ended in
+        a partly filled block, which is never found.  ``preemption``.  ``swap``: of the weights.  ``restart``: of the
+        trajectory, from its prompt.
         """
         self.serial = 0
         self.computed = self.generated = self.step = 0
         self.blocks = self.own = 0
-        """Blocks of the context so far, and those of them that no prompt shares."""
+        """Blocks of the context so far, and those of them outside the shared prompt."""
         self.decoding = self.counted = self.aborted = False
         self.cached = 0
         """Tokens found in the prefix cache at its first admission."""
 
 
 class Counters:
-    """Totals of one engine."""
-
     __slots__ = (
         "again",
         "busy_s",
@@ -91,15 +88,13 @@ class Counters:
         self.cached = 0
         """Tokens found in the prefix cache, at every admission."""
         self.again: dict[str, int] = {}
-        """Of ``prefilled``: tokens that had been computed before, by cause: see `SimRequest.again`."""
+        """Of ``prefilled``: tokens computed before, by cause (`SimRequest.again`)."""
         self.first_prefill = self.first_cached = 0
-        """The split of every request's prompt at its first admission, which is what live engines report."""
+        """The same two at the first admission of each request, which is what live engines report."""
         self.preemptions = 0
-        """By lack of KV blocks."""
         self.recomputed = 0
-        """Running requests put back by weight updates."""
         self.steps = 0
         self.busy_s = 0.0
-        """Inside steps and weight updates."""
+        """Seconds in steps and weight updates."""
         self.paused_s = 0.0
-        """Inside weight updates."""
+        """Seconds in weight updates."""

@@ -1,11 +1,11 @@
 """The simulator of the rollout stage: discrete events around the live policy, dispatcher, board and staleness gate.
 
-A trajectory goes from the dispatcher's queue to an engine (`agents`), from there to its tool, and back.  This module is
-what the rollout leader and the coordinator are in a live run: it opens groups as the gate admits them, routes with the
-policy, trains batches, spreads weights, and moves engines in and out.
+This module is what the rollout leader and the coordinator are in a live run:
 
-A ``controller`` is called every ``controller_s`` seconds with the simulation and the time; it may use the methods under
-"for a controller".
+* the gate admits a group -> its trajectories start
+* a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
+* a batch is complete -> it is trained (`training_stage`); then all engines apply new weights
+* every ``controller_s`` seconds -> ``controller(simulation, now)``, which may call the methods under "for a controller"
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from libra_hpc.errors import OperationError
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.sched.board import Board
-from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
+from libra_hpc.sched.dispatch import REBALANCE_EVERY_S, Dispatcher
 from libra_hpc.sched.protocol import Policy
 from libra_hpc.sched.turn_migration import Running
 
@@ -26,18 +26,17 @@ from .deferral import Deferral
 from .event_queue import ROUTING, Events
 from .result import Recorder, SimResult
 from .settings import EngineSpec, SimSettings, Training, check
-from .sim_request import SimRequest
-from .simulated_run import Run, Sent, grouped
+from .simulated_trajectory import SentTurn, SimulatedTrajectory, grouped
 from .training_stage import TrainingStage
 
 STALLED_S = 3600.0
-"""A policy that lets every turn wait this long with nothing running will do so for ever."""
+"""Simulated seconds that turns may wait with nothing running; after that the policy would wait for ever."""
 
 Controller = Callable[["Simulation", float], None]
 
 
 class Simulation:
-    """One run; see the module.  Raises `UserError` for input that cannot be simulated."""
+    """One simulated rollout stage.  Raises `UserError` for input that cannot be simulated."""
 
     def __init__(
         self,
@@ -57,16 +56,24 @@ class Simulation:
         self._deferral = Deferral(policy)
         self._queue = Dispatcher(policy, self.board)
         self._groups = grouped(work, settings.seed)
-        self._runs = {run.name: run for runs in self._groups.values() for run in runs}
+        self._trajectories = {
+            trajectory.name: trajectory for trajectories in self._groups.values() for trajectory in trajectories
+        }
         self.training = TrainingStage(self._groups, settings, training)
         self._events = Events()
         self._at = self._events.at
         self._agents = Agents(
-            settings, self.board, self.recorder, self._events, self._answered, self._spread, self._freed
+            settings=settings,
+            board=self.board,
+            recorder=self.recorder,
+            events=self._events,
+            answered=self._answered,
+            applied=self._applied,
+            freed=self._freed,
         )
         self.engines = self._agents.engines
-        self._sent: dict[str, Sent] = {}
-        self._open: dict[str, Run] = {}
+        self._sent: dict[str, SentTurn] = {}
+        self._open: dict[str, SimulatedTrajectory] = {}
         self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
         self._joining = 0
@@ -78,7 +85,7 @@ class Simulation:
         self._at(0.0, self._admit, None)
 
     def run(self) -> SimResult:
-        """Play it to the end.  Raises `OperationError` when turns wait for ever."""
+        """Simulate to the end.  Raises `OperationError` when turns would wait for ever."""
         training, following = self.training, self._events.next
         while not training.done:
             if not following():
@@ -89,14 +96,12 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Seconds since the start."""
         return self._events.now
 
     # --- for a controller
-    # ----------------------------------------------------------------------------------------------
 
     def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        """An engine gets no more turns and leaves when its last one ended; ``then`` is called at that moment."""
+        """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""
         self._agents.drain(name, then)
 
     def join(self, spec: EngineSpec, delay_s: float = 0.0) -> None:
@@ -105,48 +110,46 @@ class Simulation:
         self._at(self.now + delay_s, self._joined, spec)
 
     def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
-        """All ranks start anew: the engines are gone at once, trajectories that have not ended begin again on the new
-        ones, ``delay_s`` later.
+        """Restart all ranks: the engines are gone at once, the new ones are up after ``delay_s``.
 
-        What has ended counts, as live (`libra_hpc.rollout.rollout_leader`).  The caller holds the training meanwhile.
+        Unfinished trajectories begin again from their prompts; finished ones count, as in a live run.  The caller
+        holds training meanwhile.
         """
         self._agents.stop()
         self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
         self._sent.clear()
-        waiting = [run for run in self._open.values() if run.place != "deferred"]
-        for run in waiting:
-            self._begin_again(run)
-            run.place = "queue"
+        waiting = [trajectory for trajectory in self._open.values() if trajectory.place != "deferred"]
+        for trajectory in waiting:
+            self._begin_again(trajectory)
+            trajectory.place = "queue"
         self._joining += 1
-        self._at(self.now + delay_s, self._restarted, (specs, [(run, run.epoch) for run in waiting]))
+        self._at(
+            self.now + delay_s, self._restarted, (specs, [(trajectory, trajectory.epoch) for trajectory in waiting])
+        )
 
     def hold_training(self, held: bool) -> None:
-        """No training step starts while held."""
         self.training.held = held
         if not held:
             self._train()
 
     @property
     def waiting(self) -> int:
-        """Turns that wait for an engine."""
         return len(self._queue)
 
     @property
     def in_flight(self) -> int:
-        """Turns sent and not answered."""
         return self._agents.in_flight
 
-    def open_runs(self) -> list[Run]:
+    def open_trajectories(self) -> list[SimulatedTrajectory]:
         """Trajectories that started and have not ended, in order of admission."""
         return list(self._open.values())
 
     # --- events
-    # ----------------------------------------------------------------------------------------------
 
     def _kick(self) -> None:
         if not self._routing:
             self._routing = True
-            self._at(self.now, self._route, None, ROUTING)
+            self._at(self.now, self._route, None, rank=ROUTING)
 
     def _freed(self) -> None:
         if len(self._queue):
@@ -164,135 +167,111 @@ class Simulation:
         self._kick()
 
     # --- trajectories
-    # ----------------------------------------------------------------------------------------------
 
     def _admit(self, _: None = None) -> None:
         for group in self.training.admit():
-            for run in self._groups[group]:
-                run.opened_at, run.round = self.now, self.training.round
-                self._open[run.name] = run
-                self._ready((run, run.epoch))
+            for trajectory in self._groups[group]:
+                trajectory.opened_at, trajectory.round = self.now, self.training.round
+                self._open[trajectory.name] = trajectory
+                self._ready((trajectory, trajectory.epoch))
             self._deferral.started(self.training.round)
 
-    def _ready(self, item: tuple[Run, int]) -> None:
-        run, epoch = item
-        if run.epoch != epoch:
+    def _ready(self, item: tuple[SimulatedTrajectory, int]) -> None:
+        trajectory, epoch = item
+        if trajectory.epoch != epoch:
             return
-        run.ready(self.now)
-        self._queue.ready(run.view(self.settings), self.now)
+        trajectory.ready(self.now)
+        self._queue.ready(trajectory.view(self.settings), self.now)
         self._kick()
 
     def _route(self, _: None) -> None:
         self._routing = False
-        now, settings, recorder = self.now, self.settings, self.recorder
+        now = self.now
         routed = self._queue.dispatch(now)
         for turn, decision in routed:
-            run, view = self._runs[turn.trajectory], self.board.engines[decision.engine]
+            view = self.board.engines[decision.engine]
             if not view.open or view.inflight > view.cap:
                 raise ValueError(
                     f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot"
                 )
-            recorder.decided(turn, decision, now)
-            engine = self._agents.holder(turn, run.left, decision.engine)
-            again = "restart" if not turn.engine else "move"
-            if turn.engine == engine.name:
-                again = "eviction" if run.version == engine.version else "swap"
-            elif turn.engine:
-                recorder.moves += 1
-                recorder.turn_migrations += run.partial > 0
-                last = self.engines.get(turn.engine)
-                recorder.tp_moves += last is not None and last.tp != engine.tp
-            request = SimRequest(
-                run.name,
-                turn.prompt_id,
-                run.shared // settings.block_size,
-                turn.context_tokens,
-                run.left,
-                decision.priority,
-                decision.keep_s,
-                run.high,
-                again,
-            )
-            run.engine, run.place = engine.name, "engine"
-            sent = self._sent[run.name] = Sent(run, turn, engine, request, self.board.engines[engine.name].steps)
-            self._agents.send(sent)
+            self.recorder.decided(turn, decision, now)
+            self._sent[turn.trajectory] = self._agents.send(self._trajectories[turn.trajectory], turn, decision)
         if routed:
             self._active_at = now
             self._watch()
         if len(self._queue) and self.board.free > 0:
-            recorder.waits += 1
+            self.recorder.waits += 1
             if not self._ticking:
                 self._ticking = True
-                self._at(now + settings.tick_s, self._tick, None)
+                self._at(now + self.settings.tick_s, self._tick, None)
 
-    def _answered(self, sent: Sent) -> None:
-        run = sent.run
+    def _answered(self, sent: SentTurn) -> None:
+        trajectory = sent.trajectory
         now = self._active_at = self.now
         self._freed()
-        if run.epoch != sent.epoch:
+        if trajectory.epoch != sent.epoch:
             self.recorder.discarded += sent.request.generated
-            self._agents.drop(sent.engine, run.name)
+            self._agents.drop(sent.engine, trajectory.name)
             return
-        del self._sent[run.name]
+        del self._sent[trajectory.name]
         if sent.request.left:
-            run.interrupted(sent.request.generated, sent.request.high, run.version)
-            self._ready((run, run.epoch))
+            trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
+            self._ready((trajectory, trajectory.epoch))
             return
-        self.recorder.turn_s.append(now - run.asked_at)
-        tool_s = run.answered(sent.request.high, run.version)
-        run.place = "tool"
-        after = self._end if run.last else self._ready
+        self.recorder.turn_s.append(now - trajectory.asked_at)
+        tool_s = trajectory.answered(sent.request.high, trajectory.version)
+        trajectory.place = "tool"
+        after = self._end if trajectory.last else self._ready
         if tool_s > 0.0:
-            self._at(now + tool_s, after, (run, run.epoch))
+            self._at(now + tool_s, after, (trajectory, trajectory.epoch))
         else:
-            after((run, run.epoch))
+            after((trajectory, trajectory.epoch))
 
-    def _end(self, item: tuple[Run, int]) -> None:
-        run, epoch = item
-        if run.epoch != epoch:
+    def _end(self, item: tuple[SimulatedTrajectory, int]) -> None:
+        trajectory, epoch = item
+        if trajectory.epoch != epoch:
             return
         now, recorder = self.now, self.recorder
-        run.place = "done"
-        del self._open[run.name]
-        recorder.generated += run.attained
+        trajectory.place = "done"
+        del self._open[trajectory.name]
+        recorder.generated += trajectory.attained
         recorder.finish_s.append(now)
-        recorder.completion_s.append(now - run.opened_at)
-        self._agents.ended(run.engine, run.name)
-        self._queue.finished(run.finished(self.settings.task), now)
+        recorder.completion_s.append(now - trajectory.opened_at)
+        self._agents.ended(trajectory.engine, trajectory.name)
+        self._queue.finished(trajectory.finished(self.settings.task), now)
         self._kick()
-        if self.training.close(run.group, now):
-            for name in self._deferral.finished(run.round, self.open_runs(), now):
-                self._abandon(self._runs[name])
+        if self.training.close(trajectory.group, now):
+            for name in self._deferral.finished(trajectory.round, self.open_trajectories(), now):
+                self._abandon(self._trajectories[name])
             self._train()
             self._admit()
-        for held in self._deferral.due(self.open_runs()) if self._deferral.holds else ():
+        for held in self._deferral.due(self.open_trajectories()) if self._deferral.holds else ():
             self._ready((held, held.epoch))
 
-    def _abandon(self, run: Run) -> None:
-        """Give a trajectory up for now; what it generated is lost."""
-        sent = self._sent.pop(run.name, None)
+    def _abandon(self, trajectory: SimulatedTrajectory) -> None:
+        """Abort a trajectory until the long round; what it generated is lost."""
+        sent = self._sent.pop(trajectory.name, None)
         if sent is not None:
-            run.high = max(run.high, sent.request.computed)
+            trajectory.high = max(trajectory.high, sent.request.computed)
             self._agents.abort(sent)
-        self._agents.forget(run.name)
+        self._agents.forget(trajectory.name)
         self.recorder.abandoned += 1
-        self._begin_again(run)
-        self._deferral.add(run)
+        self._begin_again(trajectory)
+        self._deferral.add(trajectory)
 
-    def _begin_again(self, run: Run) -> None:
-        self.recorder.discarded += run.attained
-        run.begin()
-        self._queue.forget(run.name, run.spec.prompt_id, self.now)
+    def _begin_again(self, trajectory: SimulatedTrajectory) -> None:
+        self.recorder.discarded += trajectory.attained
+        trajectory.begin()
+        self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
 
-    # --- moves in mid-turn
-    # ------------------------------------------------------------------------------------------------------------------
+    # --- migration of running turns
 
     def _watch(self) -> None:
         if self._queue.rebalances and not self._watching:
             self._watching = True
-            self._at(self.now + LOOK_S, self._look, None)
+            self._at(self.now + REBALANCE_EVERY_S, self._migrate, None)
 
-    def _look(self, _: None) -> None:
+    def _migrate(self, _: None) -> None:
         self._watching = False
         for move in self._queue.rebalance(self._running(), self.now):
             self._agents.abort(self._sent[move.trajectory])
@@ -300,13 +279,12 @@ class Simulation:
             self._watch()
 
     def _running(self) -> Iterator[Running]:
-        """What the leader knows of running turns: the steps their engines have reported."""
+        """Running turns as the leader sees them: progress in steps that their engines have reported."""
         for sent in self._sent.values():
             steps = self.board.engines[sent.engine.name].steps - sent.steps
             yield Running(replace(sent.turn, engine=sent.engine.name), steps)
 
     # --- training and engines
-    # ---------------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         seconds = self.training.begin(self.now)
@@ -319,7 +297,7 @@ class Simulation:
         self._agents.swap(version)
         self._train()
 
-    def _spread(self) -> None:
+    def _applied(self) -> None:
         if self.engines:
             self.training.applied(min(engine.version for engine in self.engines.values()))
             self._admit()
@@ -331,21 +309,20 @@ class Simulation:
         self._agents.up(spec, self.training.version)
         self._kick()
 
-    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[Run, int]]]) -> None:
+    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[SimulatedTrajectory, int]]]) -> None:
         specs, waiting = item
         self._joining += len(specs) - 1
         for spec in specs:
             self._joined(spec)
         for each in waiting:
             self._ready(each)
-        self._spread()
+        self._applied()
 
     # --- stalls
-    # ----------------------------------------------------------------------------------------------
 
     def _check_stall(self) -> None:
         running = self.in_flight or self._joining or not self.training.idle
-        if running or any(run.place == "tool" for run in self._runs.values()):
+        if running or any(trajectory.place == "tool" for trajectory in self._trajectories.values()):
             self._active_at = self.now
         elif self.now - self._active_at > STALLED_S:
             raise self._stalled()
@@ -364,5 +341,7 @@ def simulate(
     settings: SimSettings | None = None,
     training: Training | None = None,
 ) -> SimResult:
-    """Play ``work`` on ``engines`` under ``policy``; see `Simulation` and `SimSettings`."""
-    return Simulation(work, engines, policy, settings or SimSettings(), training).run()
+    """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
+    return Simulation(
+        work=work, engines=engines, policy=policy, settings=settings or SimSettings(), training=training
+    ).run()

@@ -1,8 +1,7 @@
-"""A stretch: consecutive engine steps of one batch, taken in one event.
+"""A stretch: consecutive decode steps of an unchanged batch, simulated in one event.
 
-While a batch consists of decodes alone it does not change until a request ends, one arrives, blocks run out or a report
-is due.  Steps are linear in the KV tokens, which grow by one per sequence and step, so each is longer than the one
-before by the same amount, and j steps take
+A batch of decodes changes only when a request ends or arrives, blocks run out or a report is due.  Step times are
+linear in the KV tokens, so each step is longer than the one before by the same ``growth``, and j steps take
 
     j * first + growth * j (j - 1) / 2.
 """
@@ -13,7 +12,7 @@ import math
 
 
 class Stretch:
-    """``steps`` steps from ``start`` on, none when 0; durations in seconds."""
+    """``steps`` steps from ``start`` on (0: none); durations in seconds."""
 
     __slots__ = ("first", "growth", "start", "steps")
 
@@ -22,7 +21,6 @@ class Stretch:
         self.steps = 0
 
     def begin(self, start: float, first: float) -> None:
-        """One step of ``first`` seconds."""
         self.start, self.first, self.growth, self.steps = start, first, 0.0, 1
 
     def extend(self, steps: int, last: float) -> None:
@@ -30,16 +28,14 @@ class Stretch:
         self.steps, self.growth = steps, (last - self.first) / (steps - 1)
 
     def boundary(self, steps: int) -> float:
-        """When the first ``steps`` steps are over."""
         return self.start + (steps * self.first + self.growth * (steps * (steps - 1) * 0.5))
 
     @property
     def end(self) -> float:
-        """When all are over."""
         return self.boundary(self.steps)
 
     def cut(self, at: float) -> None:
-        """End it at its first boundary not before ``at``; at least one step stays."""
+        """Cut it at its first step boundary not before ``at``; at least one step remains."""
         first, growth, seconds = self.first, self.growth, max(0.0, at - self.start)
         if growth > 0.0:
             middle = first - 0.5 * growth
@@ -47,7 +43,7 @@ class Stretch:
         else:
             steps = int(min(seconds / first, float(self.steps)))
         steps = min(max(1, steps), self.steps)
-        # The root is good to the last digit only; the boundaries decide.
+        # The root has a rounding error; the boundaries decide.
         while steps > 1 and self.boundary(steps - 1) >= at:
             steps -= 1
         while steps < self.steps and self.boundary(steps) < at:

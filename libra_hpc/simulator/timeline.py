@@ -1,16 +1,15 @@
-"""How busy something was over time, in a bounded number of equal bins: when the run outgrows them, pairs are merged
-and a bin lasts twice as long."""
+"""Busy time of an engine over the run, in at most `BINS` equal bins: when they are full, pairs are merged."""
 
 from __future__ import annotations
 
 BINS = 512
-"""Most bins: more than a picture has columns for."""
+"""Most bins: more than a picture has columns."""
 FIRST_S = 0.125
-"""Width of a bin at the start; a power of two, so that later widths are too."""
+"""Width of a bin at the start, seconds; a power of two, so that doubled widths are exact."""
 
 
 class Timeline:
-    """Seconds of work per bin, weighted: `busy` counts time, `load` time multiplied by what ran at once."""
+    """Per bin: `busy` seconds, and `load`, seconds times the number of running sequences."""
 
     def __init__(self) -> None:
         self.width_s = FIRST_S
@@ -18,7 +17,7 @@ class Timeline:
         self.load: list[float] = []
 
     def add(self, start: float, end: float, weight: float) -> None:
-        """Something ran from ``start`` to ``end`` (seconds since the start of the run), ``weight`` of it at once."""
+        """``weight`` sequences ran from ``start`` to ``end`` (seconds since the start of the run)."""
         while end > BINS * self.width_s:
             self._merge()
         width = self.width_s
@@ -37,7 +36,7 @@ class Timeline:
             self.load[place] += seconds * weight
 
     def segments(self) -> list[tuple[float, float, float]]:
-        """(start, end, mean weight) of every stretch that was busy at all; neighbours of equal weight are one."""
+        """(start, end, mean weight) of every bin that was busy at all; neighbours of equal weight are merged."""
         out: list[tuple[float, float, float]] = []
         for place, (busy, load) in enumerate(zip(self.busy, self.load, strict=True)):
             if busy <= 0.0:

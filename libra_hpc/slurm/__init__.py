@@ -1,2 +1,1 @@
-"""The login node's side of Slurm: queries, the batch script, submission, single jobs, and the same run without
-Slurm."""
+"""The login node's side of Slurm: queries, batch script, submission, single jobs, and the launcher without Slurm."""

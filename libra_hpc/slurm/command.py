@@ -1,7 +1,7 @@
-"""Run one Slurm client command with an explicit environment, and turn what it says into our errors.
+"""Run one Slurm client command with an explicit environment; its failures become our errors.
 
-A busy controller answers late or not at all for a moment; such failures are retried with a doubling pause.  A query may
-be repeated; a submission may not, because its answer can get lost after the job was queued.
+- The controller does not answer (`TRANSIENT_FAILURES`, or no answer in time) -> retry with a doubling pause.
+- The command is a submission -> one try: its answer can get lost after the job was queued.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ TRANSIENT_FAILURES = (
     "temporarily unable",
 )
 FIRST_PAUSE_S = 0.5
-"""Doubles with every retry: 0.5, 1 s."""
+"""Pause before the first retry, in seconds.  It doubles with every retry."""
 TRIES = 3
 TIMEOUT_S = 20.0
-"""Of one try.  Slurm's clients themselves go on trying for one to two minutes when the controller is gone: too long
-for a person who waits."""
+"""Seconds of one try.  Slurm's clients would try for one to two minutes: too long for a person who waits."""
 WAYS_OUT = "start the embedded one with `libra-hpc cluster up`, or run without Slurm with `--executor local`"
 
 
 class SlurmRefused(OperationError):
-    """Slurm understood the command and declined; the message is Slurm's own, without its program prefix."""
+    """Slurm refused the command; the message is Slurm's own, without its program prefix."""
 
 
 def call(argv: Sequence[str], env: Mapping[str, str], *, tries: int = TRIES, timeout_s: float = TIMEOUT_S) -> str:
-    """Standard output of a Slurm command run with environment ``env``; ``tries`` is 1 for what must not be done twice.
+    """Standard output of a Slurm command; ``tries`` is 1 for what must not be done twice.
 
-    Raises `SlurmUnreachable` when the command does not exist or the controller does not answer after ``tries``,
-    `SlurmRefused` on any other failure.
+    Raises `SlurmUnreachable` when the command does not exist or the controller does not answer, `SlurmRefused` on any
+    other failure.
     """
     program = shutil.which(argv[0], path=env.get("PATH", ""))
     if program is None:
         raise SlurmUnreachable(f"The command {argv[0]} was not found; {WAYS_OUT}.")
-    said = ""
+    reason = ""
     for attempt in range(tries):
         if attempt:
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
@@ -60,18 +59,18 @@ def call(argv: Sequence[str], env: Mapping[str, str], *, tries: int = TRIES, tim
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired:
-            said = f"no answer within {timeout_s:.0f} s"
+            reason = f"no answer within {timeout_s:.0f} s"
             continue
         if done.returncode == 0:
             return done.stdout
-        said = complaint(done.stderr) or f"exit code {done.returncode}"
-        if not any(sign in said for sign in TRANSIENT_FAILURES):
-            raise SlurmRefused(said)
-    raise SlurmUnreachable(f"Slurm does not answer {argv[0]} ({said}); {WAYS_OUT}.")
+        reason = complaint(done.stderr) or f"exit code {done.returncode}"
+        if not any(sign in reason for sign in TRANSIENT_FAILURES):
+            raise SlurmRefused(reason)
+    raise SlurmUnreachable(f"Slurm does not answer {argv[0]} ({reason}); {WAYS_OUT}.")
 
 
 def complaint(stderr: str) -> str:
-    """What a Slurm command said, on one line: ``sbatch: error:`` and the like removed, repetitions dropped."""
+    """A Slurm command's error output in one line, without prefixes such as ``sbatch: error:`` and repetitions."""
     lines: list[str] = []
     for line in stderr.splitlines():
         text = line.strip()

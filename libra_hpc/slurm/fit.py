@@ -1,7 +1,6 @@
-"""Whether a job can ever start on this cluster: the run file's components against the partitions, before anything is
-queued.
+"""Whether a job can ever start on this cluster: components of the run file against the partitions.
 
-Slurm itself accepts some of these requests and leaves the job pending for ever, and names no field for the others.
+Slurm accepts some impossible requests and leaves the job pending for ever.  For the others it names no field.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def present_components(config: RunConfig) -> list[tuple[str, Component]]:
-    """The components that have nodes, in rank order.  Raises `UserError` when the first of them is not one planner
-    node."""
+    """Components that have nodes, in rank order; raises `UserError` unless the first is one planner node."""
     if config.components.planner.nodes != 1:
         raise invalid("components.planner.nodes", config.components.planner.nodes, "rank 0 alone is the planner", "1")
     return [(name, component) for name in COMPONENTS if (component := getattr(config.components, name)).nodes]
 
 
 def memory_mb(text: str) -> float:
-    """MiB of a Slurm memory size (``2G``; without a unit MiB)."""
+    """MiB of a Slurm memory size such as ``2G``; a number without a unit is MiB."""
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
 
 
 def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
-    """Raise `UserError` naming field, value and limit when no state of the cluster could ever start the job."""
+    """Raise `UserError` naming field, value and limit when the cluster could never start the job."""
     known = {partition.name: partition for partition in partitions}
     default = next((partition.name for partition in partitions if partition.default), "")
     limit = _time_limit(config)

@@ -1,7 +1,6 @@
-"""The interpreter of the compute nodes: which one it is, and whether it has what a run needs.
+"""The Python interpreter of the compute nodes: which one it is, and whether it has what a run needs.
 
-`Launch.python` is the one place others take it from; agents start their children with their own, which is the same.
-`check_python` runs it once, before anything is queued; ``find_spec`` of a top-level name imports no package.
+Others take it from `Launch.python`.  `check_python` runs it once, before anything is queued.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from .plugins import PYPI
 CONTROL = ("libra_hpc", "mpi4py")
 """Packages of every agent."""
 ENGINES = ("vllm", "megatron", "torch")
-"""Packages of the engines, which dry runs simulate."""
+"""Packages of the engines; a dry run needs none of them."""
 OLDEST = (3, 11)
 TIMEOUT_S = 60.0
-"""A cold network file system may take half a minute to start Python; a warm one takes a tenth of a second."""
+"""Starting Python takes 0.1 s on a warm network file system, and up to half a minute on a cold one."""
 MARK = "libra-hpc finds"
+# find_spec of a top-level name imports no package.
 PROBE = f"""
 import glob, importlib.util, sys
 mpi = "mpich" if any(glob.glob(glob.escape(path) + "/mpich-*.dist-info") for path in sys.path if path) else "other"
@@ -34,14 +34,14 @@ print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *missing)
 
 
 def compute_python(config: RunConfig) -> str:
-    """The interpreter that starts the agents: ``slurm.python``, else the one that submits."""
+    """The interpreter that starts the agents: ``slurm.python``, else this process's own."""
     return config.slurm.python or sys.executable
 
 
 def check_python(config: RunConfig) -> list[str]:
     """Raise `UserError` when the nodes' interpreter cannot run this configuration.
 
-    Returns a sentence when it cannot be seen from here, or when its MPI may not speak the plugin.
+    Returns a warning when it is not visible from here, or when its MPI may not fit the plugin.
     """
     named, python = config.slurm.python, compute_python(config)
     if not os.path.isabs(python):
@@ -71,7 +71,7 @@ def check_python(config: RunConfig) -> list[str]:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         raise UserError(f"slurm.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
     if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
-        # A warning, because variables of the site may still put another MPI in its place.
+        # Only a warning: the site's variables may still put another MPI in its place.
         return [
             f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: each rank may"
             " become a world of its own"
@@ -81,7 +81,7 @@ def check_python(config: RunConfig) -> list[str]:
 
 @cache
 def _found(python: str, wanted: tuple[str, ...]) -> list[str]:
-    """Version of an interpreter, whose MPI it has (PyPI's ``mpich``, or ``other``), and which packages it lacks.
+    """Version of an interpreter, its MPI (PyPI's ``mpich``, or ``other``), and the packages it lacks.
 
     Raises ``OSError`` or ``SubprocessError`` when it does not run.
     """

@@ -1,4 +1,4 @@
-"""``job.json`` of a run directory: which job carries the run, started how."""
+"""``job.json`` of a run directory: the job that carries the run, and how it was started."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ class JobRecord(msgspec.Struct, frozen=True):
     pid: int = 0
     """Local only: process id and group of the launcher."""
     started: int = 0
-    """Local only: kernel start time of that process in clock ticks, which tells it from a later process of the same
-    id."""
+    """Local only: kernel start time of that process in clock ticks; a later process of the same id has another."""
     cancelled: bool = False
     """Local only: the user cancelled it."""
 
 
 def write_job(run: RunDir, record: JobRecord) -> None:
-    """Replace the record."""
+    """Write the record, replacing an earlier one."""
     write_atomic(run.job, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
 
 
 def read_job(run: RunDir) -> JobRecord:
-    """The record; raises `UserError` when the run was never submitted."""
+    """Read the record; raises `UserError` when the run was never submitted."""
     try:
         return msgspec.json.decode(run.job.read_bytes(), type=JobRecord)
     except FileNotFoundError:
@@ -45,6 +44,6 @@ def read_job(run: RunDir) -> JobRecord:
 
 
 def start_attempt(run: RunDir, attempt: int) -> None:
-    """Make the log folder of a new attempt and remove the verdict of the last one."""
+    """Make the log folder of a new attempt and remove the result of the last one."""
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     run.result.unlink(missing_ok=True)

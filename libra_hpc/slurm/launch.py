@@ -1,4 +1,4 @@
-"""A launch: one attempt of a run, told to whatever starts it (sbatch, the local launcher, a dry run) as one value."""
+"""`Launch`: what sbatch, the local launcher or a dry run needs to start one attempt of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .interpreter import compute_python
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started: one node agent per node of every component of ``config``, in rank order."""
+    """One node agent per node of every component of ``config``, in rank order."""
 
     config: RunConfig
     run: RunDir
     attempt: int
     """1 for the first submission of a run."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables the agents get, beside those that every agent gets."""
+    """Further environment variables of the agents."""
     interpreter: str = ""
     """Interpreter on the nodes; empty: that of the run file (`compute_python`)."""
     arguments: Sequence[str] | None = None
-    """What the interpreter is given instead of the agent's own arguments."""
+    """Arguments of the interpreter instead of the agent's own; None: the agent's own."""
 
     @property
     def python(self) -> str:
@@ -35,31 +35,31 @@ class Launch:
 
     @property
     def components(self) -> list[tuple[str, Component]]:
-        """Components that have nodes, with their names, in rank order."""
+        """Names and components that have nodes, in rank order."""
         return present_components(self.config)
 
     @property
     def ranks(self) -> int:
-        """How many agents there are."""
+        """Number of agents."""
         return sum(component.nodes for _, component in self.components)
 
     @property
-    def interpreted(self) -> list[str]:
-        """Arguments of the interpreter that start a node agent."""
+    def agent_arguments(self) -> list[str]:
+        """Arguments of the interpreter that make it a node agent."""
         agent = ["-m", "libra_hpc.runtime.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
         return agent if self.arguments is None else list(self.arguments)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables the agents get, whatever starts them."""
+        """Environment variables of the agents, whatever starts them."""
         return {**interface_variables(self.config.slurm.interface), **self.environment, "PYTHONUNBUFFERED": "1"}
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What makes every library of the agents and their engines listen on one network interface.
+    """Variables that make MPI, gloo and NCCL listen on one network interface.
 
-    PyPI's mpich is built for UCX and libfabric and takes UCX unless told otherwise.  Without the equals sign NCCL would
-    take the name for a prefix.
+    PyPI's mpich uses UCX or libfabric, so both get a variable.  The equals sign keeps NCCL from taking the name as a
+    prefix.
     """
     if not interface:
         return {}

@@ -1,8 +1,7 @@
-"""The same agents without Slurm: one MPI world on this machine, detached, watched through its launcher's process id and
-``result.json``.
+"""Runs without Slurm: start, watch and cancel one MPI world of agents on this machine.
 
-The launcher (`ranks`) leads a session and a process group of its own with all ranks in it, so a signal to that group
-reaches the run and nothing else.
+The launcher (`ranks`) is detached.  It leads a process group of its own with all ranks in it, so a signal to the group
+reaches the run and nothing else.  Its process id and ``result.json`` are the run's state.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .query import JobInfo, JobState
 from .site import clean_environment
 
 GRACE_S = 20.0
-"""Time the agents have to save and to end their engines after SIGTERM, before SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL, in which agents save and end their engines."""
 POLL_S = 0.05
 
 
@@ -35,7 +34,7 @@ def start(launch: Launch) -> str:
     """
     run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
-    logs, command = run.logs(attempt), [launch.python, *launch.interpreted]
+    logs, command = run.logs(attempt), [launch.python, *launch.agent_arguments]
     watched = ["--run", str(run.path), "--attempt", str(attempt), "--restarts", str(launch.config.slurm.restarts)]
     argv = [
         sys.executable,
@@ -62,7 +61,7 @@ def start(launch: Launch) -> str:
 
 
 def state(run: RunDir) -> JobInfo:
-    """RUNNING while the launcher lives; then what ``result.json`` says, FAILED when there is none."""
+    """RUNNING while the launcher lives; then the state in ``result.json``, FAILED when there is none."""
     record = read_job(run)
     if _alive(record):
         return JobInfo(record.job_id, JobState.RUNNING, start_time=record.submitted_at)
@@ -73,7 +72,7 @@ def state(run: RunDir) -> JobInfo:
 
 
 def cancel(run: RunDir) -> bool:
-    """End the run's processes: SIGTERM, and after `GRACE_S` SIGKILL; returns whether it was running."""
+    """End the run's processes with SIGTERM, after `GRACE_S` with SIGKILL; returns whether it was running."""
     record = read_job(run)
     if not _alive(record):
         return False
@@ -97,8 +96,8 @@ def _alive(record: JobRecord) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Kernel start time of a live process in clock ticks since boot; None when there is none or it is a zombie."""
-    # If it is our own child, collect it, so that it does not stay a zombie.
+    """Kernel start time of a live process in clock ticks since boot; None without one, or for a zombie."""
+    # Collect it if it is our own child, so that it does not stay a zombie.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
     try:

@@ -1,7 +1,6 @@
-"""The ``srun --mpi`` plugin of a job: one that exists here, and that the installed MPI speaks.
+"""Check the ``srun --mpi`` plugin of a job before it waits in the queue.
 
-srun refuses an unknown plugin only once the job runs, after its wait in the queue.  An unfitting one makes every rank a
-world of its own.
+srun refuses an unknown plugin only when the job starts.  With the wrong one every rank is an MPI world of its own.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ KNOWN = (
     "pspmix",
     "none",
 )
-"""Plugins of Slurm, and of ParaStation, where srun itself cannot be asked."""
+"""Plugins of Slurm and of ParaStation, for where srun itself does not answer."""
 PYPI = "pmi2"
-"""What PyPI's mpich speaks (through `libra_hpc.slurm.pmi`)."""
+"""The plugin for PyPI's mpich (through `libra_hpc.slurm.pmi`)."""
 TIMEOUT_S = 15.0
 
 
 def check_plugin(config: RunConfig, listed: list[str]) -> None:
-    """Raise `UserError` for a plugin that ``srun`` does not list; where it lists none, for one that no Slurm has."""
+    """Raise `UserError` for a plugin that ``srun`` does not list, or without a list one that no Slurm has."""
     wanted = config.slurm.mpi
     if config.slurm.executor == "local" or wanted in (listed or KNOWN):
         return
@@ -43,7 +42,7 @@ def check_plugin(config: RunConfig, listed: list[str]) -> None:
 
 
 def mpi_plugins(env: Mapping[str, str]) -> list[str]:
-    """What ``srun --mpi=list`` names with this environment; empty where it does not answer."""
+    """Plugins in ``srun --mpi=list`` with this environment; empty where it does not answer."""
     srun = shutil.which("srun", path=env.get("PATH", ""))
     if srun is None:
         return []
@@ -63,7 +62,7 @@ def mpi_plugins(env: Mapping[str, str]) -> list[str]:
 
 
 def parse_plugins(text: str) -> list[str]:
-    """Names in the answer: one a line below a heading, and versions of PMIx in a line of their own."""
+    """Plugin names in srun's answer: one a line below a heading, versions of PMIx together in one line."""
     heading, _, rest = text.partition("types are")
     if not heading or not rest:
         return []

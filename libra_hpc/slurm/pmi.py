@@ -1,20 +1,14 @@
-"""Start one rank under Slurm's ``pmi2`` plugin so that its start-up requests fit the plugin: ``python -m
-libra_hpc.slurm.pmi ARGUMENTS OF THE INTERPRETER``.
+"""Start one rank under Slurm's ``pmi2`` plugin with a relay that keeps MPI's start-up requests short enough.
 
-MPICH speaks PMI-1 to that plugin: text lines over the socket ``PMI_FD``.  Slurm's side reads a request with one
-``read`` of `REQUEST_BYTES` but announces values of that same length (``vallen_max``), leaving no room for the rest of
-the line, ``cmd=put kvsname=... key=... value=``.  MPICH cuts what it publishes into pieces of the announced length, as
-hexadecimal text in which runs of zeros are shortened.  It publishes 4096 bytes from where its network address begins,
-so most of it is whatever lies behind that on the heap: when a piece of it happens to hold few zeros, its line is longer
-than the read, the value is dropped ("value not properly terminated in client request"), its tail is taken for another
-request, and the peers decode zeros ("invalid bandwidth 0.00") or wait for ever.  The same in MPICH's issue 6924.
+``python -m libra_hpc.slurm.pmi ARGUMENTS OF THE INTERPRETER`` becomes the rank.
 
-So a process between the two announces `VALUE_BYTES` instead and passes everything else on.  It is a child of the rank,
-because MPI holds the interpreter's lock while it starts.  Whoever does not speak PMI-1 over ``PMI_FD`` (another MPI,
-another plugin) is started as it is or passed through untouched.
-
-The child outlives its rank by a moment and notes that rank's end in the file `RunDir.gone`, so that nobody has to wait
-for a missing heartbeat.
+- MPICH sends PMI-1 text lines over the socket ``PMI_FD``.  Slurm reads each with one ``read`` of `REQUEST_BYTES`.
+- Slurm announces values of that same length (``vallen_max``), so a full line is longer than the read.  The value is
+  lost, and the peers decode zeros or wait for ever (docs/lab/0.1-faults.md; MPICH's issue 6924).
+- The relay announces `VALUE_BYTES` instead and passes everything else on.  It is a child process of the rank, because
+  MPI holds the interpreter's lock while it starts.
+- Another MPI or another plugin -> no relay, or everything passes unchanged.
+- The rank ends -> the child writes the file `RunDir.gone`, so no agent waits for a missing heartbeat.
 """
 
 from __future__ import annotations
@@ -36,27 +30,26 @@ from libra_hpc.process.agent_folders import orphans, remove_orphans
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
 VALUE_BYTES = 896
-"""Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, up to 64 for the key
-(``keylen_max``) and 36 for Slurm's names of key value spaces, two 32-bit numbers with a point between them."""
+"""Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, 64 for the longest key
+(``keylen_max``) and 36 for the name of a key-value space, two 32-bit numbers with a point between them."""
 MAXES = b"cmd=maxes "
 GONE = "LIBRA_HPC_GONE"
-"""Variable of a rank: beginning of the file in which its end is noted."""
+"""Environment variable of a rank: path of the files that note an end, less the rank."""
 CHILDREN_LEAVE_S = 5.0
-"""Children of a killed agent leave when their socket closes; until then they may still write into its folders."""
+"""Seconds for children of a killed agent to end; until then they may still write into its folders."""
 
 
 def capped(reply: bytes) -> bytes:
-    """A reply of the plugin, with a length of values that its own requests can carry."""
+    """A reply of the plugin with at most `VALUE_BYTES` announced as the length of values."""
     if not reply.startswith(MAXES):
         return reply
     return re.sub(rb"(?<=vallen_max=)\d+", lambda found: str(min(int(found[0]), VALUE_BYTES)).encode(), reply)
 
 
 def relay(plugin: socket.socket, rank: socket.socket) -> None:
-    """Pass requests and replies on until either side closes.
+    """Pass requests and replies on, each in one send, until either side closes.
 
-    Each is sent whole, because both sides write a message at once and wait for the answer: the plugin would take half a
-    request for all of it.
+    The plugin would take half a request for all of it.
     """
     with plugin, rank, selectors.DefaultSelector() as selector:
         selector.register(plugin, selectors.EVENT_READ, rank)
@@ -74,7 +67,7 @@ def relay(plugin: socket.socket, rank: socket.socket) -> None:
 
 
 def interpose() -> None:
-    """Put a relay before ``PMI_FD``, if there is one; only this process returns."""
+    """Put a relay between this process and ``PMI_FD``, if that is set; the child process never returns."""
     number = os.environ.get("PMI_FD", "")
     if not number.isdigit():
         accompany(lambda: None)
@@ -94,15 +87,15 @@ def interpose() -> None:
 
 
 def accompany(work: Callable[[], None]) -> None:
-    """Fork a companion that does ``work`` and then notes the end of this process; only this process returns."""
+    """Fork a child that does ``work`` and then notes the end of this process; the child never returns."""
     rank = os.getpid()
     if os.fork() != 0:
         return
-    # Signals to the step are the rank's business: the companion leaves when the rank has.
+    # Signals to the step are for the rank: this child ends after the rank has.
     for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     try:
-        # Opened before the work, whose end may be the rank's: afterwards the number could be another process's.
+        # Opened before the work: after it the rank may be gone, and its id may be another process's.
         handle = os.pidfd_open(rank) if os.getppid() == rank else -1
         work()
         note_end(rank, handle)
@@ -111,8 +104,7 @@ def accompany(work: Callable[[], None]) -> None:
 
 
 def note_end(rank: int, handle: int) -> None:
-    """Wait for the end of process ``rank`` by its pidfd ``handle`` (-1: it has ended), then leave its id in the file
-    `GONE` names."""
+    """Wait for the end of process ``rank`` by its pidfd ``handle`` (-1: it has ended), then write its id to a file."""
     if handle >= 0:
         select.select([handle], [], [])
     prefix, number = os.environ.get(GONE, ""), os.environ.get("SLURM_PROCID") or os.environ.get("PMI_RANK", "")

@@ -1,9 +1,9 @@
-"""What the cluster has and how a job is doing.
+"""Query Slurm: the partitions of the cluster, and the state of a job.
 
-Both read Slurm's one-line text output rather than ``--json``: its fields have kept their names and form over all
-releases since 17.11, while the JSON documents changed shape with nearly every release and are missing where Slurm was
-built without the serializer.  ``scontrol show job`` asks for one job (all components of a heterogeneous one), and knows
-finished jobs for ``MinJobAge`` seconds; older ones are looked up with ``sacct`` where the site keeps accounts.
+- Text output rather than ``--json``: its fields are the same in all releases since 17.11.  The JSON documents changed
+  with nearly every release, and some builds of Slurm have none.
+- A job -> ``scontrol show job``, which has all components, and finished jobs for ``MinJobAge`` seconds.
+- ``scontrol`` does not have it any more -> ``sacct``, where the site has accounting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .command import SlurmRefused, call
 
 
 class JobState(Enum):
-    """Every state of Slurm, as far as a caller must tell them apart."""
+    """The states of a job that callers distinguish."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -29,11 +29,11 @@ class JobState(Enum):
     PREEMPTED = "PREEMPTED"
     NODE_FAIL = "NODE_FAIL"
     UNKNOWN = "UNKNOWN"
-    """Slurm does not know the job (any more): says nothing about how it ended."""
+    """Slurm has no record of the job; how it ended is open."""
 
     @property
     def ended(self) -> bool:
-        """Whether the job is over for good."""
+        """Whether the job has ended and will not start again."""
         return self not in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
 
 
@@ -52,7 +52,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition."""
+    """One partition and its nodes."""
 
     name: str
     default: bool
@@ -83,12 +83,12 @@ class HetComponent:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job as Slurm sees it; of a heterogeneous job the first component, which runs the script, speaks for all."""
+    """One job as Slurm reports it; a heterogeneous job has the state of its first component, which runs the script."""
 
     job_id: str
     state: JobState
     reason: str = ""
-    """Why it waits or ended, in Slurm's word (``Priority``, ``Resources``, ``TimeLimit``); empty: nothing to say."""
+    """Why it waits or ended, in Slurm's word (``Priority``, ``Resources``, ``TimeLimit``); empty: none."""
     exit_code: int | None = None
     """Exit code of the batch script once ended."""
     start_time: float | None = None
@@ -98,16 +98,15 @@ class JobInfo:
 
 
 def job_state(text: str) -> JobState:
-    """The state Slurm writes as ``text`` (``CANCELLED by 1000``, ``RUNNING,COMPLETING``); a word we do not know is
-    UNKNOWN."""
+    """The state in Slurm's text (``CANCELLED by 1000``, ``RUNNING,COMPLETING``); any other word is UNKNOWN."""
     words = re.findall(r"[A-Z_]+", text.upper())
     return _STATES.get(words[0], JobState.UNKNOWN) if words else JobState.UNKNOWN
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a Slurm time (minutes, ``mm:ss``, ``hh:mm:ss``, ``d-hh[:mm[:ss]]``); None for an unlimited one.
+    """Seconds of a Slurm time (minutes, ``mm:ss``, ``hh:mm:ss``, ``d-hh[:mm[:ss]]``); None: unlimited.
 
-    Raises ``ValueError`` when ``text`` is no time.
+    Raises ``ValueError`` for any other text.
     """
     if text.strip().lower() in ("infinite", "unlimited"):
         return None
@@ -130,13 +129,12 @@ def gpus_of(gres: str) -> dict[str, int]:
 
 
 def partitions(env: Mapping[str, str]) -> list[Partition]:
-    """The partitions this user sees, in the order Slurm lists them; raises `SlurmUnreachable`."""
+    """The partitions this user sees, in Slurm's order; raises `SlurmUnreachable`."""
     return parse_partitions(call(["sinfo", "--noheader", "--Node", "--format=%P|%a|%l|%T|%c|%m|%G"], env))
 
 
 def parse_partitions(text: str) -> list[Partition]:
-    """Partitions from ``sinfo --Node``: one line per node and partition, ``name|state|limit|node
-    state|cpus|MB|gres``."""
+    """Partitions from ``sinfo --Node`` with a line ``name|state|limit|node state|cpus|MB|gres`` per node."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
@@ -144,26 +142,36 @@ def parse_partitions(text: str) -> list[Partition]:
             continue
         label, state, limit, node_state, cpus, memory, gres = fields
         name = label.removesuffix("*")
-        old = found.get(name) or Partition(name, label.endswith("*"), state, 0, 0, 0, 0, {}, slurm_seconds(limit))
+        old = found.get(name) or Partition(
+            name=name,
+            default=label.endswith("*"),
+            state=state,
+            nodes=0,
+            idle=0,
+            cpus=0,
+            memory_mb=0,
+            gpus={},
+            max_seconds=slurm_seconds(limit),
+        )
         here = gpus_of(gres)
         found[name] = Partition(
-            name,
-            old.default,
-            state,
-            old.nodes + 1,
+            name=name,
+            default=old.default,
+            state=state,
+            nodes=old.nodes + 1,
             # A trailing sign (idle~: powered down, idle*: not answering) matters only where the node cannot be used.
-            old.idle + (node_state.startswith("idle") and not node_state.endswith("*")),
+            idle=old.idle + (node_state.startswith("idle") and not node_state.endswith("*")),
             # A + marks a lower bound.
-            max(old.cpus, int(cpus.removesuffix("+"))),
-            max(old.memory_mb, int(memory.removesuffix("+"))),
-            {kind: max(old.gpus.get(kind, 0), here.get(kind, 0)) for kind in {**old.gpus, **here}},
-            old.max_seconds,
+            cpus=max(old.cpus, int(cpus.removesuffix("+"))),
+            memory_mb=max(old.memory_mb, int(memory.removesuffix("+"))),
+            gpus={kind: max(old.gpus.get(kind, 0), here.get(kind, 0)) for kind in {**old.gpus, **here}},
+            max_seconds=old.max_seconds,
         )
     return list(found.values())
 
 
 def job(env: Mapping[str, str], job_id: str) -> JobInfo:
-    """The job's state; UNKNOWN when Slurm has forgotten it.  Raises `SlurmUnreachable`."""
+    """The job's state; UNKNOWN when Slurm has no record of it.  Raises `SlurmUnreachable`."""
     try:
         return parse_job(job_id, call(["scontrol", "show", "job", "--oneliner", job_id], env))
     except SlurmRefused:
@@ -184,7 +192,7 @@ def job(env: Mapping[str, str], job_id: str) -> JobInfo:
 
 
 def parse_job(job_id: str, text: str) -> JobInfo:
-    """A job from ``scontrol show job --oneliner``: one line per heterogeneous component, fields ``Key=Value``."""
+    """A job from ``scontrol show job --oneliner``: a line of ``Key=Value`` fields per component."""
     records = []
     for line in text.splitlines():
         fields: dict[str, str] = {}
@@ -205,19 +213,18 @@ def parse_job(job_id: str, text: str) -> JobInfo:
     leader = records[0]
     state = job_state(leader["JobState"])
     return JobInfo(
-        job_id,
-        state,
-        _text(leader.get("Reason")),
-        _exit_code(leader.get("ExitCode", "")) if state.ended else None,
-        _epoch(leader.get("StartTime", "")) if state is not JobState.PENDING else None,
-        int(leader.get("Restarts", "0")),
-        components,
+        job_id=job_id,
+        state=state,
+        reason=_text(leader.get("Reason")),
+        exit_code=_exit_code(leader.get("ExitCode", "")) if state.ended else None,
+        start_time=_epoch(leader.get("StartTime", "")) if state is not JobState.PENDING else None,
+        restarts=int(leader.get("Restarts", "0")),
+        components=components,
     )
 
 
 def parse_accounts(job_id: str, text: str) -> JobInfo:
-    """A job from ``sacct``: ``id|state|exit code|start`` per allocation; a heterogeneous job is listed as ``id+0``,
-    ``id+1``."""
+    """A job from ``sacct``: a line ``id|state|exit code|start`` per component, with ids ``id+0``, ``id+1``."""
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 3]
     own = [row for row in rows if row[0] in (job_id, f"{job_id}+0")]
     if not own:

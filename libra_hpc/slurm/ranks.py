@@ -1,17 +1,14 @@
-"""Start the ranks of one MPI world on this machine and outlive every one of them: ``python -m libra_hpc.slurm.ranks
---size N --logs DIR -- PROGRAM ...``.
+"""Launcher of the ranks of one MPI world on this machine.
 
-MPICH's own ``mpiexec`` ends the remaining ranks when one is killed (``-disable-auto-cleanup`` only delays it), uses
-SIGUSR1 to announce a death, and listens on every network interface.  A run must survive a lost rank, so this launcher
-speaks MPICH's PMI-1 start-up protocol itself: one socket pair per rank (``PMI_FD``), text lines ``cmd=... key=value
-...``, a key-value space and a barrier.  It opens no port.
+``python -m libra_hpc.slurm.ranks --size N --logs DIR -- PROGRAM ...`` replaces MPICH's ``mpiexec``, which ends all
+ranks when one is killed, announces a death by SIGUSR1, and listens on every network interface.  It implements MPICH's
+PMI-1 start-up protocol over a socket pair per rank and opens no port.
 
-The ranks stay in the launcher's process group, so a signal to the group reaches them all; the launcher itself ignores
-all but SIGKILL and leaves when its last rank has.  Should it be killed, the kernel sends its ranks SIGTERM.  Exit code:
-rank 0's.
-
-With ``--run DIR`` the ranks are those of a run: their ends are noted in `RunDir.gone`, what follows is
-`libra_hpc.slurm.outcome`'s decision, and ranks that outlive rank 0 by `STRAGGLERS_S` are killed.
+- A signal to the launcher's process group -> the ranks get it; the launcher itself ends after its last rank.
+- The launcher is killed -> the kernel sends its ranks SIGTERM.
+- All ranks have ended -> the exit code is rank 0's.
+- With ``--run DIR`` the end of a rank -> a file `RunDir.gone`; the end of all -> `libra_hpc.slurm.outcome` decides.
+- With ``--run DIR`` a rank outlives rank 0 by `STRAGGLERS_S` -> SIGKILL.
 """
 
 from __future__ import annotations
@@ -32,25 +29,25 @@ from pathlib import Path
 from libra_hpc.process.agent_folders import remove_orphans
 from libra_hpc.telemetry.rundir import RunDir
 
-from .outcome import REASON, RECOVERIES, LauncherDecision, decide, finish, look
+from .outcome import REASON, RECOVERIES, STOP_SIGNAL, LauncherDecision, decide, finish, read_end
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
-"""Between two looks for ended ranks: once started up, ranks rarely say anything."""
+"""Seconds between two checks for ended ranks."""
 STRAGGLERS_S = 90.0
-"""From rank 0's end, or that of all others, to SIGKILL for who is left: training may save for 60 s once rank 0 is
+"""Seconds from the end of rank 0, or of all others, to SIGKILL for the rest.  Training may save for 60 s once rank 0 is
 gone, and an agent needs up to 15 s to end its engines."""
 MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
-"""Limits the ranks' libraries respect when they split long values over several keys; those of MPICH's own launcher."""
+"""Limits by which MPI libraries split long values over several keys; those of MPICH's own launcher."""
 
 
 @dataclass
 class KeyValueSpace:
-    """The protocol's state for one world, free of any I/O."""
+    """State of the start-up protocol of one world; does no I/O."""
 
     size: int
     name: str
-    """Unlike that of any other world on this machine, ever: MPICH names its shared memory after it."""
+    """Unique on this machine for ever: MPICH names its shared memory after it."""
     values: dict[str, str] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     """Ranks inside the barrier."""
@@ -60,7 +57,7 @@ class KeyValueSpace:
         self.values["PMI_process_mapping"] = f"(vector,(0,1,{self.size}))"
 
     def answer(self, rank: int, line: str) -> dict[int, str]:
-        """Replies by rank to one line from ``rank``; an unknown command gets none, as the protocol asks."""
+        """Replies by rank to one line from ``rank``; an unknown command gets none."""
         fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
         key = fields.get("key", "")
         match fields.get("cmd"):
@@ -95,7 +92,7 @@ class KeyValueSpace:
 
 
 def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start one rank with its output appended to ``agent-<rank>.log``; returns it and our end of its PMI connection."""
+    """Start one rank, its output appended to ``agent-<rank>.log``; returns it and our end of its PMI connection."""
     ours, theirs = socket.socketpair()
     env = {**os.environ, "PMI_FD": str(theirs.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(size)}
     libc = ctypes.CDLL(None, use_errno=True)
@@ -119,8 +116,10 @@ def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[s
 
 
 def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int:
-    """Start ``size`` ranks of ``argv``, serve their start-up, wait for all; returns rank 0's exit code.  ``note``:
-    leave ``gone-<rank>`` files."""
+    """Start ``size`` ranks of ``argv``, serve their start-up and wait for all; returns rank 0's exit code.
+
+    ``note``: write ``gone-<rank>`` files.
+    """
     space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}")
     processes, connections, unread = [], {}, {}
     watch = Watch(logs if note else None)
@@ -130,7 +129,7 @@ def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int
             processes.append(process)
             connections[rank], unread[rank] = connection, b""
             selector.register(connection, selectors.EVENT_READ, rank)
-        # Until the processes are gone, not until the connections are: a rank's child may hold its connection open.
+        # Until the processes have ended, not the connections: a rank's child may hold its connection open.
         while watch.alive(processes):
             for key, _ in selector.select(POLL_S):
                 rank = key.data
@@ -151,8 +150,7 @@ def serve(size: int, logs: Path, argv: Sequence[str], note: bool = False) -> int
 
 
 class Watch:
-    """Notes the ends of ranks, and ends who outlives rank 0, or as rank 0 all others, for too long: a stopped
-    process never leaves by itself."""
+    """Notes the ends of ranks, and kills ranks that outlive rank 0, or rank 0 when it outlives all others."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
@@ -160,7 +158,7 @@ class Watch:
         self._over_at = 0.0
 
     def alive(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-        """Whether any rank lives."""
+        """Note new ends, kill stragglers; returns whether any rank lives."""
         before = self._over(len(processes))
         for rank, process in enumerate(processes):
             if rank not in self._gone and process.poll() is not None:
@@ -180,7 +178,7 @@ class Watch:
         return alive
 
     def _over(self, size: int) -> bool:
-        """Whether rank 0 has ended, or everybody else."""
+        """Whether rank 0 has ended, or all others have."""
         return 0 in self._gone or len(self._gone) >= size - 1 > 0
 
     def _note(self, rank: int, pid: int) -> None:
@@ -190,7 +188,7 @@ class Watch:
 
 
 def send(connection: socket.socket, reply: str) -> None:
-    """Answer a rank that may just have died."""
+    """Send a reply to a rank that may just have died."""
     try:
         connection.sendall(reply.encode() + b"\n")
     except (BrokenPipeError, ConnectionResetError):
@@ -207,33 +205,33 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
-    told: list[int] = []
-    # The group's signals are the ranks' business; leaving before them would make a stopping run look dead.
+    signals: list[int] = []
+    # Signals to the group are for the ranks.  Ending before them would make a stopping run appear dead.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, lambda number, frame: signals.append(number))
     if options.run is None:
         raise SystemExit(serve(options.size, options.logs, options.argv))
-    raise SystemExit(carry(RunDir(options.run), options, told))
+    raise SystemExit(run_attempt(RunDir(options.run), options, signals))
 
 
-def carry(run: RunDir, options: argparse.Namespace, told: Sequence[int]) -> int:
+def run_attempt(run: RunDir, options: argparse.Namespace, signals: Sequence[int]) -> int:
     """Start the ranks of a run as often as `libra_hpc.slurm.outcome` decides; returns the exit code."""
     tries, recoveries = 1, 0
-    while not told:
+    while not signals:
         for path in (run.again(options.attempt), run.met(options.attempt), *run.logs(options.attempt).glob("gone-*")):
             path.unlink(missing_ok=True)
         os.environ[RECOVERIES] = str(recoveries)
         serve(options.size, options.logs, options.argv, note=True)
         counts = {"tries": tries, "recoveries": recoveries, "restarts": options.restarts}
-        decision = decide(look(run, options.attempt, told=bool(told), **counts))
+        decision = decide(read_end(run, options.attempt, signalled=bool(signals), **counts))
         if decision.word == "stop":
-            return finish(run, options.attempt, decision, told=bool(told))
+            return finish(run, options.attempt, decision, signalled=bool(signals))
         print(f"{decision.word}: {decision.reason}", flush=True)
         if decision.word != "repeat":
             os.environ[REASON] = decision.reason if decision.word == "recover" else ""
         tries = tries + 1 if decision.word == "repeat" else 1
         recoveries += decision.word == "recover"
-    return finish(run, options.attempt, LauncherDecision("stop", "the job was told to leave"), told=True)
+    return finish(run, options.attempt, LauncherDecision("stop", STOP_SIGNAL), signalled=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Run one Python function as a job of one task: submitit writes, submits and carries the result; this module watches.
+"""Run one Python function as a Slurm job of one task, through submitit.
 
-submitit learns a job's state from ``sacct``, which needs an accounting database; without one, a job that dies before it
-wrote its result would be waited for without end.  `QueueWatcher` asks the controller instead (`query.job`), and
-`Handle` gives up on a job that Slurm has forgotten.
+- submitit reads job states from ``sacct``, which needs accounting -> `QueueWatcher` asks the controller (`query.job`).
+- Slurm has no record of the job for `FORGOTTEN_AFTER_S` -> `Handle` reports it as ended.
 
-The function and its arguments must be picklable and, for the result to mean the same, importable where the job runs.
-The pickles lie in ``folder``, which belongs to this user alone.
+The function and its arguments must be picklable, and importable where the job runs.  The pickles are in ``folder``,
+which only this user can read.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from .site import clean_environment
 
 POLL_S = 0.5
 RESULT_WAIT_S = 5
-"""After the job has ended its result may need this long to show on a network file system."""
+"""Seconds that a result may need to appear on a network file system after the job has ended."""
 FORGOTTEN_AFTER_S = 30.0
-"""Slurm not knowing the job for this long is no hiccup: the job is gone."""
+"""Seconds after which a job that Slurm has no record of counts as gone; a controller that restarts is back earlier."""
 
 
 class QueueWatcher(SlurmInfoWatcher):
-    """States of submitit's jobs, from the controller."""
+    """Reads the states of submitit's jobs from the controller."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         super().__init__(delay_s=5)
         self._env = env
 
     def update(self) -> None:
-        """Ask for every job that has not ended."""
+        """Query every job that has not ended."""
         for job_id in self._registered - self._finished:
             state = job(self._env, job_id).state
             self._info_dict[job_id] = {"State": state.value}
@@ -56,11 +55,11 @@ class QueueWatcher(SlurmInfoWatcher):
         self._last_status_check = time.time()
 
 
-class EmbeddedAwareExecutor(submitit.SlurmExecutor):
-    """submitit's Slurm executor with an explicit client environment and our watcher."""
+class EnvironmentExecutor(submitit.SlurmExecutor):
+    """submitit's Slurm executor with an explicit client environment and `QueueWatcher`."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        # submitit starts its commands with this process's environment; `env` adds the difference without changing that.
+        # submitit starts its commands with this process's environment; the `env` command adds the difference.
         super().__init__(folder, python=shlex.quote(sys.executable))
         self._prefix = env_command(env)
 
@@ -71,12 +70,12 @@ class EmbeddedAwareExecutor(submitit.SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """submitit's plugin that the job's own process uses."""
+        """Name of the submitit plugin in the job's own process."""
         return "slurm"
 
     @classmethod
     def affinity(cls) -> int:
-        """Always usable: the commands are found through the given environment."""
+        """Always usable: the given environment has the commands."""
         return 2
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
@@ -98,14 +97,14 @@ class Handle:
         return str(self.job.job_id)
 
     def done(self) -> bool:
-        """Whether the function has ended, in whatever way."""
+        """Whether the job has ended, with or without a result."""
         return bool(self.job.done()) or self.state() not in (JobState.PENDING, JobState.RUNNING)
 
     def state(self) -> JobState:
-        """The job's state; UNKNOWN only once Slurm has not known it for `FORGOTTEN_AFTER_S`."""
+        """The job's state; UNKNOWN only after Slurm had no record of it for `FORGOTTEN_AFTER_S`."""
         word = str(self.job.state)
         if isinstance(self.job, submitit.LocalJob):
-            # submitit's local executor has words of its own, and FINISHED says nothing about how.
+            # submitit's local executor has its own words, and FINISHED covers success and failure.
             if word == "FINISHED":
                 return JobState.COMPLETED if self._succeeded() else JobState.FAILED
             return JobState.CANCELLED if word == "INTERRUPTED" else JobState.RUNNING
@@ -117,11 +116,10 @@ class Handle:
         return JobState.UNKNOWN if time.monotonic() - self._unknown_since > FORGOTTEN_AFTER_S else JobState.PENDING
 
     def result(self, timeout: float = math.inf) -> Any:
-        """What the function returned, waiting at most ``timeout`` seconds.
+        """What the function returned, after a wait of at most ``timeout`` seconds.
 
-        Raises ``TimeoutError`` when it has not ended by then, `OperationError` with the function's own traceback when
-        it raised, and `OperationError` with the job's state and the end of its error output when it died without a
-        result.
+        Raises ``TimeoutError`` when it has not ended by then.  Raises `OperationError` with the function's traceback
+        when it raised, or with the job's state and error output when it died without a result.
         """
         deadline = time.monotonic() + timeout
         while not self.done():
@@ -143,15 +141,15 @@ class Handle:
             return False
 
     def stdout(self) -> str:
-        """Its standard output so far."""
+        """Standard output so far."""
         return self.job.stdout() or ""
 
     def stderr(self) -> str:
-        """Its error output so far."""
+        """Error output so far."""
         return self.job.stderr() or ""
 
     def cancel(self) -> None:
-        """End it; one that has ended is left alone."""
+        """Cancel the job, if it still runs."""
         self.job.cancel(check=False)
 
 
@@ -169,8 +167,8 @@ def run_single(
 ) -> Handle:
     """Submit ``function(*args)`` as a one-task job and return at once.
 
-    ``env`` is the environment of Slurm's commands (`slurm_environment`) and of the job; for ``local`` any environment
-    will do.  ``folder`` takes pickles and logs.  Raises `UserError` when Slurm refuses the request.
+    ``env`` is the environment of Slurm's commands (`slurm_environment`) and of the job.  ``folder`` gets pickles and
+    logs.  Raises `UserError` when Slurm refuses the request.
     """
     try:
         seconds = slurm_seconds(time_limit)
@@ -184,7 +182,7 @@ def run_single(
         local = submitit.LocalExecutor(folder, python=command)
         local.update_parameters(timeout_min=minutes)
         return Handle(name, local.submit(function, *args))
-    slurm = EmbeddedAwareExecutor(folder, env)
+    slurm = EnvironmentExecutor(folder, env)
     parameters: dict[str, Any] = {
         "job_name": name,
         "time": minutes,
@@ -196,7 +194,7 @@ def run_single(
         parameters["partition"] = partition
     slurm.update_parameters(**parameters)
     try:
-        # submitit prints Slurm's refusal; the exception carries it too.
+        # submitit prints Slurm's refusal, which the exception also contains.
         with contextlib.redirect_stderr(io.StringIO()):
             return Handle(name, slurm.submit(function, *args))
     except FailedJobError as error:
@@ -204,7 +202,7 @@ def run_single(
 
 
 def env_command(env: Mapping[str, str]) -> Sequence[str]:
-    """An ``env`` command that turns this process's environment into ``env``."""
+    """An ``env`` command line that turns this process's environment into ``env``."""
     removed = [part for name in sorted(os.environ) if name not in env for part in ("-u", name)]
     changed = [f"{name}={value}" for name, value in sorted(env.items()) if os.environ.get(name) != value]
     return ["/usr/bin/env", *removed, *changed]

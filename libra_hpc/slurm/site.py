@@ -1,10 +1,11 @@
-"""Which Slurm is meant: the site's when its controller answers, else the embedded one when it is up, else a clear
-error.
+"""Find the Slurm to use, and make the environment for its client commands.
 
-The answer is a complete environment for client commands, passed explicitly to every call; this process's own
-environment is never changed. Inherited job variables and client defaults are left out of it, because Slurm's commands
-obey them before they obey a script (``SBATCH_PARTITION`` overrides every component's partition, ``SQUEUE_FORMAT``
-changes what a query prints).
+- The site's controller answers -> the site's Slurm.
+- Else the embedded cluster is up -> the embedded Slurm.
+- Else -> an error.
+
+Every call gets the environment explicitly; this process's own never changes.  Inherited job variables and client
+defaults are left out: ``SBATCH_PARTITION`` would override every component, ``SQUEUE_FORMAT`` would change a query.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from libra_hpc.slurm.devcluster.cluster import Cluster
 from .command import WAYS_OUT
 
 PING_TIMEOUT_S = 15.0
-KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-"""Slurm variables that say where the controller is and who we are, not what to do."""
+ALLOWED = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Slurm variables that are passed on: where the controller is, and who we are."""
 DROPPED = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+"""Prefixes of job variables and client defaults."""
 LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "HYDRA_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_UNIVERSE_")
-"""What an MPI launcher leaves in a rank's environment: a nested start would take it for its own."""
+"""Prefixes of what an MPI launcher sets for a rank: a nested start would take them for its own."""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Copy of ``environ`` without job variables, client defaults and launcher leftovers."""
-    return {name: value for name, value in environ.items() if name in KEPT or not name.startswith(DROPPED + LAUNCHER)}
+    return {
+        name: value for name, value in environ.items() if name in ALLOWED or not name.startswith(DROPPED + LAUNCHER)
+    }
 
 
 def controller_answers(env: Mapping[str, str]) -> bool:
-    """Whether ``scontrol ping`` finds a controller that is up, with the environment ``env``."""
+    """Whether ``scontrol ping`` with the environment ``env`` finds a controller that is up."""
     scontrol = shutil.which("scontrol", path=env.get("PATH", ""))
     if scontrol is None:
         return False
@@ -54,7 +58,7 @@ def controller_answers(env: Mapping[str, str]) -> bool:
 
 
 def slurm_environment(home: Path | None = None) -> dict[str, str]:
-    """Environment for Slurm's client commands; ``home`` is the embedded cluster's folder when not the default.
+    """Environment for Slurm's client commands; ``home`` is the embedded cluster's folder, None: the default.
 
     Raises `SlurmUnreachable` when no controller answers.
     """

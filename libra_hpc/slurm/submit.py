@@ -1,5 +1,4 @@
-"""Queue a run, look at it, cancel it; runs started without Slurm are looked at and cancelled through the same
-functions."""
+"""Queue a run with sbatch; read the state of a run or cancel it, with Slurm or without."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from .query import JobInfo, JobState, job, partitions
 from .writer import het_script
 
 SUBMIT_TIMEOUT_S = 90.0
-"""sbatch itself gives up after a minute without a controller; ending it earlier could leave a job queued that nobody
-knows of."""
+"""sbatch itself gives up after 60 s without a controller.  Ending it earlier could leave a queued job without a record.
+"""
 USER_MISTAKES = (
     "invalid",
     "not available",
@@ -32,15 +31,14 @@ USER_MISTAKES = (
     "violates",
     "limit",
 )
-"""Words in sbatch's refusals that mean the request, not the cluster, is at fault."""
+"""Words of sbatch's refusals that mean a mistake in the request, not a fault of the cluster."""
 
 
 def submit(launch: Launch, env: Mapping[str, str]) -> str:
     """Write ``job.sbatch``, queue it, write ``job.json``; returns the Slurm job id.
 
-    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met
-    (nothing is queued then), `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for
-    another reason.
+    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met,
+    `SlurmUnreachable` when no controller answers, and `OperationError` when Slurm refuses for another reason.
     """
     _write_script(launch, env)
     start_attempt(launch.run, launch.attempt)
@@ -54,17 +52,18 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
 
 
 def estimate(launch: Launch, env: Mapping[str, str]) -> str:
-    """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns when it would start, in Slurm's
-    words.  Raises as `submit` does."""
+    """Let Slurm check the script (``sbatch --test-only``); returns in Slurm's words when it would start.
+
+    Queues nothing.  Raises as `submit` does.
+    """
     _write_script(launch, env)
     return _sbatch(["--test-only"], launch, env)
 
 
 def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
-    """Cancel a run, or a Slurm job by id; returns whether there was anything left to cancel.
+    """Cancel a run, or a Slurm job by id; returns False when it had ended already.
 
-    ``env`` is Slurm's client environment, not needed for a local run.  Cancelling twice, or what has ended, is no
-    error.
+    ``env`` is Slurm's client environment, not needed for a local run.
     """
     if isinstance(target, RunDir):
         record = read_job(target)
@@ -87,7 +86,7 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
 
 
 def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
-    """How the job that carries ``run`` is doing; ``env`` as for `cancel`."""
+    """State of the job that carries ``run``; ``env`` as for `cancel`."""
     record = read_job(run)
     if record.executor == "local":
         return local.state(run)
@@ -110,7 +109,7 @@ def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
     try:
         return call(["sbatch", *options, str(launch.run.script)], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S)
     except SlurmRefused as refusal:
-        said = str(refusal)
-        if any(word in said.lower() for word in USER_MISTAKES):
-            raise UserError(f"Slurm refuses the job of run {name!r}: {said}.") from None
-        raise OperationError(f"Slurm did not take the job of run {name!r}: {said}.") from None
+        reason = str(refusal)
+        if any(word in reason.lower() for word in USER_MISTAKES):
+            raise UserError(f"Slurm refuses the job of run {name!r}: {reason}.") from None
+        raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.") from None

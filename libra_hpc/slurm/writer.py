@@ -1,12 +1,12 @@
-"""The batch script of a run: a pure function of the run file and a few paths.
+"""The batch script of a run: a pure function of a `Launch`.
 
-One heterogeneous job, one component per kind of node, one task per node; `srun` starts the node agents of all
-components as one MPI world.  The template is ``sbatch/run.sbatch.j2``; every value that reaches it is checked here (one
-line, no spaces) or quoted for the shell.
+The script is one heterogeneous job with one component per kind of node and one task per node.  `srun` starts all node
+agents as one MPI world.  Values for the template ``sbatch/run.sbatch.j2`` are checked (no spaces) or quoted here.
 
-What the script promises the agents: SIGUSR1 means that the time limit is `WARNING_S` away, SIGTERM that the job is
-being cancelled or preempted, each rank's output goes to ``agent-<rank>.log``, descriptor 3 is Slurm's own output, and
-what follows their end is `libra_hpc.slurm.outcome`'s decision.
+- The time limit is `WARNING_S` away -> the agents get SIGUSR1.
+- The job is cancelled or preempted -> the agents get SIGTERM.
+- A rank prints -> ``agent-<rank>.log``; it writes to descriptor `OUTPUT_FD` -> Slurm's own output.
+- All ranks have ended -> `libra_hpc.slurm.outcome` decides.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .pmi import GONE
 from .ranks import STRAGGLERS_S
 
 WARNING_S = 60
-"""Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
+"""Seconds before the time limit at which Slurm signals."""
 RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
-"""What a rank is started through: MPI's start-up messages must fit Slurm's buffers."""
+"""Arguments that start a rank through the relay of its start-up messages."""
 
 
 def het_script(launch: Launch) -> str:
     """The sbatch script of a launch; raises `UserError` for a value that cannot be written as an sbatch option."""
     config, run, components = launch.config, launch.run, launch.components
-    logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.interpreted]
+    logs, command = run.logs(launch.attempt), [launch.python, *RANK_STARTER, *launch.agent_arguments]
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -83,7 +83,7 @@ def _options(config: RunConfig, name: str, component: Component) -> list[str]:
         f"--cpus-per-task={component.cpus}",
         f"--mem={component.mem}",
         f"--time={_word('slurm.time_limit', slurm.time_limit)}",
-        # The job outlives a lost node: the agents notice and go on.
+        # The job outlives a lost node: the agents go on without it.
         "--no-kill",
         *(f"--{option}={value}" for option, value in optional.items() if value),
     ]
@@ -100,7 +100,7 @@ def _options(config: RunConfig, name: str, component: Component) -> list[str]:
 
 
 def _word(field: str, value: str) -> str:
-    """``value`` if it can stand unquoted in an sbatch option."""
+    """``value`` if an sbatch option can contain it unquoted; else raises `UserError`."""
     if any(character.isspace() or character in "\"'\\#" or not character.isprintable() for character in value):
         raise invalid(field, value, "not usable in an sbatch option", "a name without spaces or quotes")
     return value

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra_hpc.errors import OperationError, UserError, invalid, said
+from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, children
@@ -242,7 +242,7 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
         with contextlib.suppress(KeyboardInterrupt):
             return _run(serve(options.socket, config))
     except (msgspec.DecodeError, OSError) as error:
-        mistake = invalid("--config", options.config, said(error), f"a file with a {kind.__name__} as JSON")
+        mistake = invalid("--config", options.config, error_text(error), f"a file with a {kind.__name__} as JSON")
         print(f"libra-hpc: {mistake}", file=sys.stderr)
         return UserError.exit_code
     except (UserError, OperationError) as error:

@@ -1,1 +1,1 @@
-"""Facts for people: the run directory, the event log, metrics, the status snapshot, summaries and pictures."""
+"""Run directory, event log, metrics, status snapshot, summary."""

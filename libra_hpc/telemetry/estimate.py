@@ -1,7 +1,7 @@
-"""The planner's estimate of a step against the measured steps.
+"""Accuracy of the planner's step times: its estimates against the measured steps.
 
-- With eta + 1 batches in flight, batches become complete in bursts -> means over `BLOCK` steps in a row are compared.
-- The planner has no estimate of a step, for example right after a move -> the step does not count.
+- eta + 1 batches in flight complete in bursts -> means over `BLOCK` steps in a row are compared.
+- A step without an estimate, for example right after a move -> it does not count.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from statistics import fmean, median
 import msgspec
 
 BLOCK = 8
-"""Steps in a row that are compared as one: as many as the planner measures at most.  With 4 the bursts show; with 16 a
-status says little about the present."""
+"""Steps that are compared as one.  With 4 the bursts show; with 16 the status is about the past."""
 
 
 class StageEstimate(msgspec.Struct, frozen=True):
-    """What the planner expects at the present split, in seconds per global batch."""
+    """Expected seconds per global batch at the present split."""
 
     train_s: float
     rollout_s: float
     batch_s: float
-    """Of a whole step: the slower stage, or both where they take turns."""
+    """The slower stage, or the sum of both where they take turns."""
 
 
 class StepAccuracy(msgspec.Struct, frozen=True):
@@ -38,23 +37,28 @@ class StepAccuracy(msgspec.Struct, frozen=True):
 
 
 def step_accuracy(pairs: Sequence[tuple[float | None, float]]) -> StepAccuracy | None:
-    """The accuracy over (expected or None, measured) seconds in order of steps; None without any estimate."""
+    """Accuracy over (expected or None, measured) seconds in order of steps; None without any estimate."""
     known = [(expected, measured) for expected, measured in pairs if expected is not None and measured > 0.0]
     if not known:
         return None
     blocks = [known[max(0, end - BLOCK) : end] for end in range(len(known), min(BLOCK, len(known)) - 1, -BLOCK)]
     errors = [abs(sum(e for e, _ in block) / sum(m for _, m in block) - 1.0) for block in blocks]
-    return StepAccuracy(len(known), fmean(e for e, _ in known), fmean(m for _, m in known), median(errors))
+    return StepAccuracy(
+        steps=len(known),
+        expected_s=fmean(e for e, _ in known),
+        measured_s=fmean(m for _, m in known),
+        error=median(errors),
+    )
 
 
 def estimate_line(estimate: StageEstimate) -> str:
-    """The present estimate, for a screen."""
+    """The present estimate as a line for a screen."""
     stages = f"train {estimate.train_s:.2f} s, rollout {estimate.rollout_s:.2f} s"
     return f"planner expects {estimate.batch_s:.2f} s a step ({stages})"
 
 
 def accuracy_line(accuracy: StepAccuracy) -> str:
-    """Expected against measured, for a screen."""
+    """Expected against measured seconds as a line for a screen."""
     error = f"error {accuracy.error:.0%}" + (f" (median of blocks of {BLOCK})" if accuracy.steps > BLOCK else "")
     steps = "1 step" if accuracy.steps == 1 else f"{accuracy.steps} steps"
     return (

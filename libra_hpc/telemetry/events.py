@@ -1,5 +1,4 @@
-"""The event log and the metrics file: append-only JSON lines, one writer each, unbuffered so that a kill loses at
-most the last line."""
+"""`LineLog`: append-only JSON lines with one writer, unbuffered so that a kill loses at most the last line."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """A record as it stands in a file; of one that cannot be a line (a lone surrogate in an error text), as much as
-    can be said of it."""
+    """A record as a JSON line; one that cannot be encoded becomes a line with its text as ``unwritable``."""
     try:
         return _encoder.encode(record) + b"\n"
     except (TypeError, ValueError, OverflowError):
@@ -27,11 +25,10 @@ def line_of(record: dict[str, Any]) -> bytes:
 
 
 class LineLog:
-    """Append-only JSON lines.  Each record is one `write` of one whole line; a torn last line, of an earlier attempt or
-    of a failed write, is closed first.
+    """Append-only JSON lines; each record is one `write` of one whole line.
 
-    A write that fails raises `OSError` and leaves nothing of itself, or, where the file system refuses that too, a torn
-    line.
+    - The file ends within a line (an earlier attempt, a failed write) -> that line is closed first.
+    - A write fails -> `OSError`, and the file is cut back to its length before, if the file system allows that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +54,7 @@ class LineLog:
         self._torn = True
         try:
             while lines:
-                # A full disk takes a part and raises at the rest.
+                # A full disk takes a part, and raises at the rest.
                 lines = lines[self._handle.write(lines) :]
         except OSError:
             with contextlib.suppress(OSError):

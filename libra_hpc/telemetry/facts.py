@@ -1,13 +1,10 @@
-"""What rank 0 writes, in a thread of its own: events, metrics, and the newest status snapshot.  The loop of rank 0
-never waits for a file system.
+"""Writer thread of rank 0 for events, metrics, status and result: rank 0's loop never waits for a file system.
 
-- A write fails (disk full, quota, I/O error) -> storage fault: lines wait in memory, the write is tried again after
-  `RETRY_S`, doubling to `RETRY_MOST_S`.
-- More than `MOST_EVENTS` events wait -> the oldest are dropped and counted; metrics lines are never dropped, there is
-  one a step.
-- A status or a verdict cannot be written -> it goes into a *reserve*, a file whose blocks were taken when there was
-  room, which is then renamed.
-- A write takes long -> `slow_s` says for how long the one in progress has taken.
+- A write fails (disk full, quota, I/O error) -> lines wait in memory; retry after `RETRY_S`, doubling to
+  `RETRY_MOST_S`.
+- More than `MOST_EVENTS` events wait -> the oldest are dropped and counted.  Metrics lines are never dropped.
+- A status or a result cannot be written -> it goes into a `Reserve`, a file whose blocks were allocated before.
+- A write takes long -> `slow_s` has its seconds so far.
 """
 
 from __future__ import annotations
@@ -29,15 +26,16 @@ RETRY_S, RETRY_MOST_S = 1.0, 10.0
 MOST_EVENTS = 20_000
 """About 10 MB; a run writes some thousand events an hour."""
 RESERVE_BYTES = 128 << 10
-"""Of the status reserve: a status of 1,024 nodes has some 100 kB."""
+"""Size of the status reserve: a status of 1,024 nodes has some 100 kB."""
+RESULT_BYTES = 4 << 10
+"""Size of the result's reserve: one message."""
 
 
 class Reserve:
-    """A JSON file that can be replaced on a full disk, again and again, as long as it is not longer than what was
-    reserved.
+    """A JSON file that can be replaced on a full disk, as long as it is at most ``size`` bytes.
 
-    Two files of that size stand by.  On a full disk the content goes into one of them, padded with spaces so that it
-    keeps its blocks, and is renamed into place; what it replaces stands by in turn, once it has that size too.
+    Two spare files of that size exist.  On a full disk the content goes into one of them, padded with spaces, and is
+    renamed into place.  The replaced file becomes the next spare, once it has that size too.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -62,29 +60,29 @@ class Reserve:
             file.write(data.ljust(self._size))
             file.flush()
             os.fsync(file.fileno())
-        kept = spare.with_name(f"{spare.name}.kept")
+        replaced = spare.with_name(f"{spare.name}.kept")
         if _size(self._path) == self._size:
-            os.link(self._path, kept)
+            os.link(self._path, replaced)
         spare.replace(self._path)
-        if kept.exists():
-            kept.replace(spare)
+        if replaced.exists():
+            replaced.replace(spare)
 
     def _make(self) -> None:
         for spare in self._spares:
-            # Written, not only allocated: on some file systems allocation alone promises nothing.
+            # Written, because on some file systems allocation alone reserves nothing.
             with contextlib.suppress(OSError):
                 if _size(spare) != self._size:
                     write_atomic(spare, b" " * self._size)
 
     def close(self) -> None:
-        """Give the reserve back."""
+        """Remove the spare files."""
         for spare in self._spares:
             with contextlib.suppress(OSError):
                 spare.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, -1 without one."""
+    """Bytes of a file; -1 without one."""
     try:
         return path.stat().st_size
     except OSError:
@@ -92,11 +90,11 @@ def _size(path: Path) -> int:
 
 
 class FactsWriter:
-    """See the module docstring.  Every method may be called from any thread and returns at once, except `close`."""
+    """See the module docstring.  Every method works from any thread and returns at once, except `flush` and `close`."""
 
     def __init__(self, run: RunDir) -> None:
         self._events, self._metrics = LineLog(run.events), LineLog(run.metrics)
-        self._status, self._result = Reserve(run.status, RESERVE_BYTES), Reserve(run.result, 4096)
+        self._status, self._result = Reserve(run.status, RESERVE_BYTES), Reserve(run.result, RESULT_BYTES)
         self._waiting_events: deque[dict[str, Any]] = deque()
         self._waiting_metrics: deque[dict[str, Any]] = deque()
         self._waiting_status: bytes | None = None
@@ -109,7 +107,7 @@ class FactsWriter:
         self.dropped = 0
         """Events that were dropped because too many waited."""
         self.fault = ""
-        """Why the last write failed; empty while writes succeed."""
+        """Reason of the last failed write; empty while writes succeed."""
         self.fault_since = 0.0
         """Monotonic seconds of the first failure in a row."""
         self._thread = threading.Thread(target=self._run, name="facts", daemon=True)
@@ -125,7 +123,7 @@ class FactsWriter:
             self._changed.notify_all()
 
     def step(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics; it has a ``step``."""
+        """Append a line with a ``step`` to the metrics."""
         with self._changed:
             self._waiting_metrics.append(record)
             self._changed.notify_all()
@@ -136,10 +134,10 @@ class FactsWriter:
             self._waiting_status = snapshot
             self._changed.notify_all()
 
-    def result(self, verdict: bytes) -> None:
-        """Write the run's verdict."""
+    def result(self, content: bytes) -> None:
+        """Write the run's result."""
         with self._changed:
-            self._waiting_result = verdict
+            self._waiting_result = content
             self._changed.notify_all()
 
     @property
@@ -148,7 +146,7 @@ class FactsWriter:
         return len(self._waiting_events) + len(self._waiting_metrics)
 
     def flush(self, patience_s: float) -> bool:
-        """Wait until nothing waits any more; False when that took too long."""
+        """Wait until everything is written; False when that took longer than ``patience_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._any() and self._busy_since is None, patience_s)
 
@@ -162,7 +160,7 @@ class FactsWriter:
         return 0.0 if since is None else max(0.0, now - since)
 
     def close(self, patience_s: float) -> str:
-        """Write what waits, for at most ``patience_s``; returns why something could not be written, or nothing."""
+        """Write what waits, for at most ``patience_s``; returns why something was not written, or an empty text."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -203,7 +201,7 @@ class FactsWriter:
         return any(bool(part) for part in waiting)
 
     def _write(self) -> None:
-        """The verdict and the status first: they fit into their reserves also when no line does."""
+        """Write result and status first: their reserves have room even on a full disk."""
         failure: OSError | None = None
         for part in (self._write_result, self._write_status, self._write_metrics, self._write_events):
             try:
@@ -214,8 +212,8 @@ class FactsWriter:
             raise failure
 
     def _write_result(self) -> None:
-        if (verdict := self._waiting_result) is not None:
-            self._result.write(verdict)
+        if (content := self._waiting_result) is not None:
+            self._result.write(content)
             self._waiting_result = None
 
     def _write_status(self) -> None:

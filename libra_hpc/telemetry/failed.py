@@ -1,4 +1,4 @@
-"""Failed attempts of trajectories, by kind, as the status and the summary show them."""
+"""Failed attempts of trajectories by kind, for the status and the summary."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 ERROR_CHARS = 60
-"""Of the top error in a line: with its label it fits a terminal of 80 columns in two rows."""
+"""Characters of the top error: with its label it fits in two rows of 80 columns."""
 
 
 class FailedAttempts(msgspec.Struct, frozen=True):
-    """Those of one kind."""
+    """Failed attempts of one kind."""
 
     kind: str
     """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
@@ -22,7 +22,7 @@ class FailedAttempts(msgspec.Struct, frozen=True):
 
 
 def failed_line(failures: Sequence[FailedAttempts]) -> str:
-    """All kinds in one line, the error of the most frequent one with it."""
+    """All kinds in one line, with the error of the most frequent one."""
     parts = [f"{found.count:,} {found.kind}" for found in failures]
     if parts and failures[0].error:
         error = " ".join(failures[0].error.split())
@@ -31,7 +31,7 @@ def failed_line(failures: Sequence[FailedAttempts]) -> str:
 
 
 def failed_facts(failures: Sequence[FailedAttempts], pauses: int, given_up: int) -> str:
-    """A run's line, with how often admission paused for them and how many prompts were given up."""
+    """A run's line: all kinds, pauses of admission, and prompts given up."""
     counts = ((pauses, "pause of admission", "pauses of admission"), (given_up, "prompt given up", "prompts given up"))
     return "; ".join(
         [failed_line(failures), *(f"{count} {one if count == 1 else more}" for count, one, more in counts if count)]
@@ -39,10 +39,10 @@ def failed_facts(failures: Sequence[FailedAttempts], pauses: int, given_up: int)
 
 
 def failed_in(log: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> list[FailedAttempts]:
-    """Of a whole run, the most frequent first, from its events and its last status.
+    """Failed attempts of a whole run, the most frequent kind first, from its events and its last status.
 
-    An event stands for itself and for those before it that got none, whose kind it is taken for.  The status knows the
-    last start exactly.
+    An event counts for itself and for the failures before it without an event (``unsaid``).  The status has exact
+    counts since the last start.
     """
     counts: dict[str, int] = {}
     errors: dict[str, str] = {}

@@ -1,13 +1,10 @@
-"""Append-only JSON lines of things that happen often, kept off the event loop.
+"""`Journal`: append-only JSON lines for records that come thousands of times a second.
 
-`LineLog` writes each record where it happens.  A scheduling decision or a finished trajectory happens thousands of
-times a second, so a `Journal` only takes a reference, and `flush`, called about once a second, renders and writes
-everything since the last call in one `write`, in another thread.  A kill loses what came after the last flush and no
-more: whatever is in the file is whole lines, except perhaps the last, which readers skip.
-
-- The file cannot be written (no room, an I/O error) -> `fault` says why, the newest ``keep`` lines wait in memory, and
-  every `flush` tries again.
-- More lines wait -> the oldest are dropped and counted in `dropped`.
+- `add` -> holds a reference to the record; no I/O on the event loop.
+- `flush`, about once a second -> renders and writes all records since the last one, in another thread.
+- A kill -> loses the records after the last flush, and perhaps tears the last line, which readers skip.
+- A write fails -> `fault` has the reason, the newest ``keep`` lines wait in memory, and every `flush` tries again.
+- More than ``keep`` lines wait -> the oldest are dropped and counted in `dropped`.
 """
 
 from __future__ import annotations
@@ -17,37 +14,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from libra_hpc.errors import said
+from libra_hpc.errors import error_text
 
 from .events import LineLog, line_of
 
 Record = TypeVar("Record")
 LINES = 256
-"""Lines of one `write`: a disk without room is asked for little, once a second."""
+"""Lines of one `write`: on a full disk a small write fails fast."""
 
 
 class Journal(Generic[Record]):
-    """One file; ``render`` turns a record into a line's object and must not need anything that changes after `add`.
-    Raises no `OSError`."""
+    """One file; ``render`` turns a record into a JSON object and must not read state that changes after `add`.
+
+    Raises no `OSError`.
+    """
 
     def __init__(self, path: Path, render: Callable[[Record], dict[str, Any]], keep: int = 0) -> None:
         self._path, self._render, self._keep = path, render, keep
         self._log: LineLog | None = None
         self._records: list[Record] = []
         self._lines: list[bytes] = []
-        """Rendered, and not in the file."""
+        """Rendered and not yet written."""
         self._flushing = asyncio.Lock()
         self.fault = ""
-        """Why the last write failed; empty when it did not."""
+        """Reason of the last failed write; empty when the last one succeeded."""
         self.dropped = 0
         """Lines that are in no file."""
 
     def add(self, record: Record) -> None:
-        """Keep a record for the next `flush`."""
+        """Hold a record for the next `flush`."""
         self._records.append(record)
 
     def drop(self) -> None:
-        """Give up what was added since the last `flush`: something more important needs the room."""
+        """Drop the records since the last `flush`: something more important needs the disk space."""
         self.dropped += len(self._records)
         self._records = []
 
@@ -59,7 +58,7 @@ class Journal(Generic[Record]):
                 await asyncio.to_thread(self._write, records)
 
     async def close(self) -> None:
-        """Write the rest and close the file; nothing may be flushed afterwards."""
+        """Write the rest and close the file."""
         await self.flush()
         if self._log is not None:
             self._log.close()
@@ -73,7 +72,7 @@ class Journal(Generic[Record]):
                 self._log.append(b"".join(self._lines[:LINES]))
                 del self._lines[:LINES]
         except OSError as error:
-            self.fault = said(error)
+            self.fault = error_text(error)
             excess = max(0, len(self._lines) - self._keep)
             self.dropped += excess
             self._lines = self._lines[excess:]

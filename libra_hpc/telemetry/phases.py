@@ -10,7 +10,7 @@ import msgspec
 from libra_hpc.telemetry import series
 
 FIRST_AND_LAST = 0.2
-"""Share of the steps averaged for "first" and "last" reward: one step is too noisy, a quarter hides a short warm-up."""
+"""Share of the steps averaged for first and last reward: one step is too noisy, a quarter hides a short warm-up."""
 
 
 class PhaseReward(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from libra_hpc.files import read_object
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """The configuration in `RunDir.config`; raises `UserError` naming the file when it is none."""
+    """Read a `RunDir.config` file; raises `UserError` naming the file when it is no valid configuration."""
     data = read_object(path, "the configuration of the run")
     try:
         return validate(data)

@@ -1,21 +1,14 @@
-"""Layout of a run directory: the only place that knows file names.
+"""File names of a run directory, and reading and writing of its JSON files.
 
-```
-run.toml config.json job.sbatch job.json     what was asked, resolved, queued
-plan.json                                    why it was split so, where the planner chose the split
-events.jsonl metrics.jsonl status.json       written while running, by rank 0
-trajectories.jsonl decisions.jsonl           written while running, by the rollout leader
-experience/                                  finished trajectories that no checkpoint contains yet
-logs/attempt-N/*.log                         one file per process
-checkpoints/step-000050/                     complete once renamed into place
-policy/                                      the final policy as a Hugging Face folder
-repartition.json                             an operator's order for another layout, until rank 0 answers it
-result.json                                  how the last attempt ended
-summary.png
-```
+- ``run.toml config.json job.sbatch job.json``: the run file, resolved, and what was queued.
+- ``plan.json``: where the planner chose the split, its inputs and result.
+- ``events.jsonl metrics.jsonl status.json result.json``: written by rank 0.
+- ``trajectories.jsonl decisions.jsonl experience/``: written by the rollout leader.
+- ``logs/attempt-N/*.log``: one file per process.
+- ``checkpoints/step-000050/ policy/``: folders that are complete once renamed into place.
+- ``repartition.json``: an operator's order for another layout, until rank 0 answers it.
 
-Files that are replaced are written beside and renamed; logs of facts are append-only lines, and a torn last line is
-skipped by readers.
+Readers skip a torn last line of a ``.jsonl`` file.
 """
 
 from __future__ import annotations
@@ -31,13 +24,13 @@ from libra_hpc.files import read_object, write_atomic
 
 _STEP = re.compile(r"^step-(\d+)$")
 PRIVATE = 0o700
-"""Mode of a run directory that only its owner reads: it holds prompts, answers of tools and the whole run file."""
+"""Mode of a run directory that only its owner can read: it has prompts, answers of tools and the run file."""
 MODES = {"private": PRIVATE, "group": 0o750, "all": 0o755}
 """Mode of a run directory by ``run.share``."""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON-lines file; a torn line (a writer was killed) is skipped, a missing file is empty."""
+    """Yield the records of a JSON-lines file; skips torn lines, a missing file is empty."""
     if not path.exists():
         return
     with path.open("rb") as handle:
@@ -58,7 +51,7 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: Path, name: str, mode: int = PRIVATE) -> RunDir:
-        """Make ``<parent>/<name>-<number>`` with the next free number; ``mode`` holds whatever the umask."""
+        """Make ``<parent>/<name>-<number>`` with the next free number and with ``mode``, whatever the umask."""
         parent.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(re.escape(name) + r"-(\d+)$")
         taken = [int(m.group(1)) for p in parent.iterdir() if (m := pattern.match(p.name))]
@@ -75,14 +68,14 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path | str) -> RunDir:
-        """Open an existing run directory; raises `UserError` when it is none, or its configuration cannot be read."""
+        """Open a run directory; raises `UserError` when it is none, or its configuration cannot be read."""
         run = cls(path)
         run.resolved()
         return run
 
     @property
     def name(self) -> str:
-        """The folder's name, which is what users call the run."""
+        """The folder's name, by which users name the run."""
         return self.path.name
 
     @property
@@ -97,7 +90,7 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """The planner's choice of the split, and what it was chosen from; only where the run file left it open."""
+        """The planner's choice of the split and its alternatives; only with ``components.split = "auto"``."""
         return self.path / "plan.json"
 
     @property
@@ -112,8 +105,7 @@ class RunDir:
 
     @property
     def events(self) -> Path:
-        """Everything that happened, one JSON object a line: ``t`` (epoch seconds), ``kind``, and the kind's own
-        fields."""
+        """Event log: lines with ``t`` (epoch seconds), ``kind``, and the kind's own fields."""
         return self.path / "events.jsonl"
 
     @property
@@ -128,12 +120,12 @@ class RunDir:
 
     @property
     def decisions(self) -> Path:
-        """One line per turn that the scheduling policy has sent to an engine: where, and why."""
+        """One line per scheduling decision: the turn, its engine, and the reason."""
         return self.path / "decisions.jsonl"
 
     @property
     def experience(self) -> Path:
-        """Folder of finished trajectories that no checkpoint contains yet (`libra_hpc.rollout.recovery_log`)."""
+        """Folder of the recovery log (`libra_hpc.rollout.recovery_log`)."""
         return self.path / "experience"
 
     @property
@@ -175,12 +167,11 @@ class RunDir:
         return self.logs(attempt) / "met"
 
     def again(self, attempt: int) -> Path:
-        """Exists once the ranks of an attempt are to restart; why is its content (`libra_hpc.slurm.outcome`)."""
+        """Request for a restart of the ranks of an attempt; its content is the reason (`libra_hpc.slurm.outcome`)."""
         return self.logs(attempt) / "again"
 
     def gone(self, attempt: int) -> Path:
-        """Beginning of the files ``gone-<rank>``: the launcher saw that rank's agent end; the content is its process
-        id."""
+        """Path of the files ``gone-<rank>``, less the rank: that agent ended; the content is its process id."""
         return self.logs(attempt) / "gone-"
 
     @property
@@ -193,8 +184,7 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The complete checkpoint with the highest step; `libra_hpc.runtime.attempt.whole_start_state` also reads
-        its files."""
+        """The complete checkpoint with the highest step; its files are not verified."""
         return max(self.complete_checkpoints(), default=None)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
@@ -205,13 +195,13 @@ class RunDir:
         return sorted((step, path) for step, path in found if (path / "state.json").exists())
 
     def resolved(self) -> dict[str, Any]:
-        """The content of `config`, not validated; raises `UserError` when it is missing, damaged, or someone else's."""
+        """The content of `config`, not validated; raises `UserError` when it cannot be read."""
         try:
             self.config.stat()
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run directory: it has no {self.config.name}.") from None
         except OSError:
-            # Whatever keeps it from being looked at is the reason it cannot be read.
+            # Reading it raises the same error, with a message.
             pass
         return read_object(self.config, "the configuration of the run")
 
@@ -220,7 +210,7 @@ class RunDir:
         write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Read a JSON document of this run; missing, unreadable or torn: empty."""
+        """Read a JSON document of this run; empty when it is missing, unreadable or torn."""
         try:
             value = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The run's files as plain series: metrics by step, and the events that have a duration (moves, roles) as intervals.
+"""A run's files as series: metrics by step, and moves and roles as intervals.
 
-Readers are tolerant: a run may be young, killed or written by an older version, so a missing key is NaN and an event
-without its partner is open-ended.  Times are epoch seconds.
+A run may be young, killed, or written by an older version.  So a missing key is NaN, and an event without its partner
+is open-ended.  Times are epoch seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Record = Mapping[str, Any]
 MOVING = {"train": "to_train", "rollout": "to_rollout"}
 """Role of a node on its way to another."""
 TOGETHER_S = 0.5
-"""Moves of one decision start within milliseconds; two decisions are an interval of the planner apart."""
+"""Moves of one decision start within milliseconds; two decisions are at least ``planner.interval_s`` apart."""
 
 
 class MoveRecord(msgspec.Struct, frozen=True):
@@ -34,13 +34,13 @@ class MoveRecord(msgspec.Struct, frozen=True):
     reason: str
     start: float
     end: float | None
-    """None while the move is under way, or when the job ended in it."""
+    """None while the move is in flight, or when the job ended in it."""
     seconds: float
-    """As measured by the node where it says so, else ``end - start``; NaN while open."""
+    """As measured by the node, else ``end - start``; NaN while open."""
     predicted_gain_s: float
-    """Seconds per global batch the planner expected of it; NaN when not said."""
+    """Gain that the planner predicted, in seconds per global batch; NaN when unknown."""
     realised_gain_s: float
-    """What the first complete measurement after it found; NaN until then, and when the workload changed meanwhile."""
+    """Gain in the first complete measurement after it; NaN until then, and when the workload changed meanwhile."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def steps(run: RunDir) -> list[Record]:
-    """Metrics in order of step; a step that a resumed attempt trained again counts once, as last written."""
+    """Metrics in order of step; of a step that was trained twice, the last line."""
     latest: dict[int, Record] = {}
     for record in read_lines(run.metrics):
         step = record.get("step")
@@ -62,8 +62,7 @@ def steps(run: RunDir) -> list[Record]:
 
 
 def trajectories(run: RunDir) -> Iterator[Record]:
-    """Lines of finished trajectories, without those that a restart superseded; a torn one is skipped, a missing file
-    is empty."""
+    """Finished trajectories, without those that a restart superseded; skips torn lines, a missing file is empty."""
     if not run.trajectories.exists():
         return
     with run.trajectories.open("rb") as first, run.trajectories.open("rb") as second:
@@ -91,8 +90,7 @@ def column(rows: Sequence[Record], key: str) -> list[float]:
 
 
 def phase(record: Record) -> str:
-    """Name of the task mix a step was trained on: the step's ``phase``, else which side of a built-in task's drift
-    most of its episodes were on."""
+    """Name of the task mix of a step: its ``phase``, else whether most episodes were before or after the drift."""
     named = record.get("phase")
     if named is not None:
         return str(named)
@@ -113,17 +111,16 @@ def mean(values: Sequence[float]) -> float:
 
 
 def generated(trajectory: Record) -> tuple[float, float]:
-    """When a trajectory finished (epoch seconds, NaN if unknown), and the tokens the policy generated in it."""
+    """End of a trajectory (epoch seconds, NaN if unknown), and its generated tokens."""
     turns = trajectory.get("turns")
     tokens = sum(number(turn, "gen_tokens", 0.0) for turn in turns) if isinstance(turns, list) else 0.0
     return number(trajectory, "finished_at"), tokens
 
 
 def moves(log: Sequence[Record]) -> list[MoveRecord]:
-    """Moves in order of their start, each ``move_started`` paired with the next ``move_done`` of the same rank and the
-    ``move_judged`` of its direction.
+    """Moves in order of their start, from ``move_started``, ``move_done`` and ``move_judged`` events.
 
-    Several nodes that moved by one decision were judged together: each of them carries the gain of all.
+    Nodes that moved by one decision were measured together: each has the gain of all.
     """
     found: list[MoveRecord] = []
     open_moves: dict[int, int] = {}
@@ -135,20 +132,30 @@ def moves(log: Sequence[Record]) -> list[MoveRecord]:
             open_moves[rank] = len(found)
             reason = str(event.get("reason", ""))
             gain = number(event, "predicted_gain_s")
-            found.append(MoveRecord(rank, _stage(event.get("to")), reason, event["t"], None, math.nan, gain, math.nan))
+            found.append(
+                MoveRecord(
+                    rank=rank,
+                    to=_stage(event.get("to")),
+                    reason=reason,
+                    start=event["t"],
+                    end=None,
+                    seconds=math.nan,
+                    predicted_gain_s=gain,
+                    realised_gain_s=math.nan,
+                )
+            )
         elif event["kind"] == "move_done" and rank in open_moves:
             index = open_moves.pop(rank)
             start = found[index].start
             seconds = number(event, "seconds", event["t"] - start)
             found[index] = msgspec.structs.replace(found[index], end=event["t"], seconds=seconds)
         elif event["kind"] == "move_judged":
-            _judge(found, event)
+            _add_gain(found, event)
     return found
 
 
-def _judge(found: list[MoveRecord], event: Record) -> None:
-    """Give the measured gain to the last decision's move of that rank and direction, and to those that started with
-    it."""
+def _add_gain(found: list[MoveRecord], event: Record) -> None:
+    """Give the measured gain to the last move of that rank and direction, and to those that started with it."""
     to, rank = _stage(event.get("to")), event.get("rank")
     started = next((move.start for move in reversed(found) if (move.rank, move.to) == (rank, to)), None)
     for index, move in enumerate(found):
@@ -163,9 +170,8 @@ def _judge(found: list[MoveRecord], event: Record) -> None:
 def roles(log: Sequence[Record], *, end: float, hybrid_start: str = "rollout") -> dict[int, list[Interval]]:
     """Role intervals of every rank from its ``agent_joined`` to its loss, its attempt's end, or ``end``.
 
-    A node's first role is the event's ``role``, else its component's (``hybrid`` nodes: ``hybrid_start``).  A rank that
-    joins again belongs to the next attempt: when the last one was killed before it could say so, its intervals end with
-    its last event.
+    - First role -> the event's ``role``, else the component's (``hybrid`` nodes: ``hybrid_start``).
+    - A rank joins again -> the next attempt; without a ``job_finished`` the intervals end with the last event before.
     """
     current: dict[int, tuple[float, str]] = {}
     out: dict[int, list[Interval]] = {}

@@ -1,4 +1,4 @@
-"""The status snapshot: what rank 0 writes to `status.json` about once a second and `libra-hpc status` shows.
+"""The status snapshot: rank 0 writes it to `status.json` about once a second, `libra-hpc status` shows it.
 
 Units: seconds, tokens, tokens per second; times ``*_at`` are epoch seconds.
 """
@@ -27,7 +27,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     engines: dict[str, str]
     """Engine id -> state (``starting`` | ``ready`` | ``standby`` | ``lost``)."""
     version: int
-    """Lowest weight version of its ready engines; -1 when it has none."""
+    """Lowest weight version of its ready engines; -1 without one."""
     heartbeat_age_s: float
 
 
@@ -57,17 +57,16 @@ class DecisionStatus(PlanDecision, frozen=True, kw_only=True):
 
     at: float
     looks: int = 1
-    """Looks in a row that ended so, for the same reason."""
+    """Evaluations in a row with this decision and reason."""
 
 
 def because(reason: str, action: str) -> str:
-    """The reason of a decision without the name of the action that it begins with: a screen names the action beside
-    it."""
+    """The reason of a decision without the name of its action, which a screen shows beside it."""
     return reason.removeprefix(f"{action}: ")
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Everything on one screen."""
+    """All facts of the live screen."""
 
     run: str
     path: str
@@ -102,17 +101,17 @@ class Status(msgspec.Struct, frozen=True):
     decision: DecisionStatus | None
     message: str
     estimate: StageEstimate | None = None
-    """The planner's, of the present split."""
+    """The planner's estimate of the present split."""
     accuracy: StepAccuracy | None = None
-    """Of the planner's estimates for the last steps."""
+    """Accuracy of the planner's estimates for the last steps."""
     repartitioned: str = ""
-    """The last new layout of the ranks: after which step, by whom, and what it is."""
+    """The last repartition: after which step, by whom, and the layout."""
     notices: list[str] = []
-    """What went wrong in the last minutes, as sentences, newest first."""
+    """Faults of the last minutes as sentences, newest first."""
     failures: list[FailedAttempts] = []
     """Failed attempts of trajectories since the ranks started, the most frequent kind first."""
     paused: str = ""
-    """Why no prompt is admitted at present; empty while prompts are."""
+    """Why no prompt is admitted; empty while prompts are admitted."""
 
 
 _decoder = msgspec.json.Decoder(Status)
@@ -125,7 +124,7 @@ def encode_status(status: Status) -> bytes:
 
 
 def decode_status(data: bytes) -> Status:
-    """Parse a snapshot; raises ``msgspec.DecodeError`` when it is none."""
+    """Parse a snapshot; raises ``msgspec.DecodeError`` for anything else."""
     try:
         return _decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:
@@ -133,6 +132,6 @@ def decode_status(data: bytes) -> Status:
 
 
 def status_dict(status: Status) -> dict[str, Any]:
-    """Plain dictionary, for ``--json``."""
+    """A snapshot as a plain dictionary, for ``--json``."""
     value: dict[str, Any] = msgspec.to_builtins(status)
     return value

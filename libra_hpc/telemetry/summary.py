@@ -1,5 +1,4 @@
-"""What a run achieved, in one screen: was there learning, at what speed, which nodes moved and why, and what went
-wrong on the way."""
+"""Summary of a run in one screen: reward, speed, moves of nodes, and faults."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ STATE_STYLES = {
 
 
 class MoveSummary(msgspec.Struct, frozen=True):
-    """One node's move, and what the others did meanwhile."""
+    """One node's move, and the progress of the others meanwhile."""
 
     rank: int
     to: str
@@ -44,13 +43,13 @@ class MoveSummary(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds after the job started."""
     seconds: float | None
-    """None: not finished."""
+    """None: unfinished."""
     steps_meanwhile: int
     """Optimizer steps committed while the node moved."""
     tokens_meanwhile: int
     """Generated tokens of trajectories that finished while the node moved."""
     predicted_gain_s: float | None
-    """Seconds per global batch, as predicted before and as measured after; None: not known (yet)."""
+    """Seconds per global batch, predicted before and measured after; None: unknown."""
     realised_gain_s: float | None
 
 
@@ -58,17 +57,17 @@ class LayoutSummary(msgspec.Struct, frozen=True):
     """One repartition."""
 
     step: int
-    """The last one in the layout before."""
+    """Last step in the layout before."""
     by: str
     """``planner`` | ``operator``"""
     layout: str
     """Training and rollout from then on."""
     break_s: float | None
-    """From the commit of that step to that of the next one."""
+    """Seconds from the commit of that step to the next commit."""
     before_s: float | None
-    """Median time of the steps in the layout before.  The first step of a layout does not count: the break is in it."""
+    """Median step time in the layout before; the first step of a layout does not count, because it has the break."""
     after_s: float | None
-    """Of the steps since, up to the next layout."""
+    """Median step time since, up to the next layout."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -90,7 +89,7 @@ class Summary(msgspec.Struct, frozen=True):
     train_tokens_per_s: float | None
     rollout_tokens_per_s: float | None
     accuracy: StepAccuracy | None
-    """Of the planner's estimates of step times; None: it made none."""
+    """Accuracy of the planner's step times; None: no estimates."""
     moves: list[MoveSummary]
     layouts: list[LayoutSummary]
     staleness_mean: float | None
@@ -101,13 +100,13 @@ class Summary(msgspec.Struct, frozen=True):
     failures: list[FailedAttempts]
     """Failed attempts of trajectories by kind, the most frequent first."""
     pauses: int
-    """How often admission paused for them."""
+    """Pauses of admission because of them."""
     given_up: int
     """Prompts all of whose trajectories failed."""
     kept_trajectories: int
-    """Finished before a new start of the ranks and not trained then, that did not have to be sampled again."""
+    """Finished trajectories that restarts recovered."""
     kept_unfinished: int
-    """In mid-course then, whose turns were played again."""
+    """Unfinished trajectories that restarts recovered by replay of their turns."""
     kept_tokens: int
     """Generated tokens of both."""
     checkpoints: list[int]
@@ -117,7 +116,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarise(run: RunDir) -> Summary:
-    """Read the run directory; works at any time of a run's life."""
+    """Summarise a run directory, of a running run or an ended one."""
     rows, log = series.steps(run), series.events(run)
     kinds = Counter(e["kind"] for e in log)
     times = [e["t"] for e in log] + [t for t in series.column(rows, "t") if math.isfinite(t)]
@@ -125,7 +124,7 @@ def summarise(run: RunDir) -> Summary:
     rewards = series.column(rows, "reward")
     first, last = first_and_last(rewards)
     staleness = [s for s in series.column(rows, "staleness_max") if math.isfinite(s)]
-    kept = [e for e in log if e["kind"] == "experience_kept"]
+    recovered = [e for e in log if e["kind"] == "experience_kept"]
     finished = [e for e in log if e["kind"] == "job_finished"]
     state = (
         str(finished[-1].get("state", "completed"))
@@ -157,9 +156,9 @@ def summarise(run: RunDir) -> Summary:
         failures=failed_in(log, run.read_json(run.status)),
         pauses=kinds["admission_paused"],
         given_up=kinds["prompt_given_up"],
-        kept_trajectories=_total(kept, "trajectories"),
-        kept_unfinished=_total(kept, "unfinished"),
-        kept_tokens=_total(kept, "generated_tokens") + _total(kept, "unfinished_tokens"),
+        kept_trajectories=_total(recovered, "trajectories"),
+        kept_unfinished=_total(recovered, "unfinished"),
+        kept_tokens=_total(recovered, "generated_tokens") + _total(recovered, "unfinished_tokens"),
         checkpoints=sorted(
             {e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}
         ),
@@ -179,12 +178,12 @@ def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> lis
     ends = {row["step"]: series.number(row, "t") for row in rows}
     return [
         LayoutSummary(
-            int(event["step"]),
-            str(event.get("by", "planner")),
-            str(event["layout"]),
-            _known(ends.get(event["step"] + 1, math.nan) - ends.get(event["step"], math.nan)),
-            before,
-            after,
+            step=int(event["step"]),
+            by=str(event.get("by", "planner")),
+            layout=str(event["layout"]),
+            break_s=_known(ends.get(event["step"] + 1, math.nan) - ends.get(event["step"], math.nan)),
+            before_s=before,
+            after_s=after,
         )
         for event, (before, after) in zip(changed, itertools.pairwise(medians), strict=True)
     ]
@@ -230,7 +229,7 @@ def _known(value: float) -> float | None:
 
 
 def render_summary(summary: Summary) -> RenderableType:
-    """The summary for a terminal of 100 columns; also readable as plain text."""
+    """The summary for a terminal of 100 columns, or as plain text."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -262,10 +261,10 @@ def render_summary(summary: Summary) -> RenderableType:
         facts.add_row("failed", failed_facts(summary.failures, summary.pauses, summary.given_up))
     if summary.kept_trajectories or summary.kept_unfinished:
         what = (
-            f"{summary.kept_trajectories} trajectories and {summary.kept_unfinished} in mid-course with"
+            f"{summary.kept_trajectories} trajectories and {summary.kept_unfinished} unfinished ones with"
             f" {summary.kept_tokens:,} generated tokens"
         )
-        facts.add_row("kept", f"{what}, over new starts of the ranks")
+        facts.add_row("recovered", f"{what}, in restarts of the ranks")
     for change in summary.layouts:
         known = (
             ("before", change.before_s, " a step"),
@@ -327,7 +326,7 @@ def _rate(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: ``42 s``, ``3:07``, ``1:02:03``."""
+    """Seconds as ``42 s``, ``3:07`` or ``1:02:03``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

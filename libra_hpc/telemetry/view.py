@@ -1,7 +1,7 @@
-"""The live screen: one `Status` snapshot as a rich renderable that fits 100 columns.
+"""The live screen: one `Status` snapshot as a rich renderable of 100 columns.
 
-Top to bottom it answers: is it alive and how far, is it learning, which stage holds the other up, where is the load,
-what is each node doing, and what did the planner last decide and why.
+From top to bottom: progress, reward and staleness, speed of both stages, load of the engines, nodes, and the planner's
+last decision.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WIDTH = 100
 SPARK_WIDTH = 24
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
-"""A heartbeat comes about once a second; five missed ones are worth a colour."""
+"""Age of a heartbeat that is shown in red; one comes about every second."""
 STALE_STATUS_S = 10.0
-"""status.json is replaced about once a second; older than this, the screen says so."""
+"""Age of status.json from which the screen shows it as stale; it is replaced about every second."""
 SHOWN_NOTICES = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
 ROLE_STYLES = {
@@ -44,7 +44,7 @@ ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost
 
 
 def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
-    """Lay out a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step so far (for the sparkline)."""
+    """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step (for the sparkline)."""
     over = status.state in ("completed", "failed", "cancelled")
     parts: list[RenderableType] = [
         _progress(status, over=over, now=now),
@@ -70,7 +70,7 @@ def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> Rend
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """Values as block characters, averaged down to at most ``width``; scaled between their own extremes."""
+    """Values as at most ``width`` block characters, each a mean, scaled between the least and the greatest mean."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""

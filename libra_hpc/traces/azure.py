@@ -1,9 +1,7 @@
-"""Azure LLM inference trace: CSV with the columns ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``, one request
-a row.
+"""Azure LLM inference trace: CSV ``TIMESTAMP,ContextTokens,GeneratedTokens``, one request a row.
 
-Format: https://github.com/Azure/AzurePublicDataset (2023, 2024; the multimodal set of 2025 has one more column, which
-is ignored).  Rows say nothing of sessions, so each becomes a trajectory of one turn with a prompt of its own; arrival
-times are not kept, because a rollout starts what it has room for.
+Format: https://github.com/Azure/AzurePublicDataset (2023, 2024, 2025; further columns are ignored).  The trace has no
+sessions, so each row becomes a trajectory of one turn with its own prompt.  Arrival times are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ GENERATED = "GeneratedTokens"
 
 
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
-    """Read numbered lines, the first of which is the header."""
     columns: dict[str, int] = {}
     for number, line in lines:
         try:

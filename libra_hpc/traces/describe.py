@@ -1,4 +1,4 @@
-"""What a trace consists of: counts, quantiles, tools, and how much of the work the longest trajectories are."""
+"""Describe a trace: counts, quantiles, tools, and the share of the longest trajectories."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from .trace_stats import Spread, spread
 
 TAIL = 0.1
-"""Share of the trajectories that is called the tail."""
+"""Share of the trajectories that counts as the tail."""
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """One tool."""
-
     tool: str
     calls: int
     seconds: Spread
     outcomes: dict[str, int]
-    """Calls by outcome; calls without one are left out."""
 
 
 class Description(msgspec.Struct, frozen=True):
-    """A trace in numbers; tokens and seconds."""
-
     trajectories: int
     prompts: int
     groups: int
@@ -39,19 +34,17 @@ class Description(msgspec.Struct, frozen=True):
     generated_per_turn: Spread
     prompt_tokens: Spread
     context: Spread
-    """At the end of the trajectory."""
+    """At the end of a trajectory."""
     payload: Spread | None
-    """Tokens a tool answer adds."""
     tool_s: Spread | None
     tail_share: float
-    """Share of the generated tokens that the longest `TAIL` of the trajectories (at least one) generate."""
+    """Share of the generated tokens in the longest `TAIL` of the trajectories (at least one)."""
     tools: list[ToolUse]
     """Most called first."""
     mean_reward: float | None
 
 
 def describe(trajectories: Sequence[TrajectoryRecord]) -> Description:
-    """Describe at least one trajectory."""
     turns = [turn for one in trajectories for turn in one.turns]
     calls = [turn for turn in turns if turn.tool is not None]
     generated = sorted(one.generated for one in trajectories)
@@ -89,5 +82,5 @@ def _some(values: Iterable[float]) -> Spread:
 
 
 def tail_share(ordered: Sequence[float], tail: float = TAIL) -> float:
-    """Share of the sum that the largest ``tail`` of ascending values (at least one) have."""
+    """Share of the sum in the largest ``tail`` of ascending values (at least one)."""
     return sum(ordered[-max(round(tail * len(ordered)), 1) :]) / sum(ordered)

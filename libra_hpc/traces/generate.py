@@ -1,22 +1,14 @@
-"""Generate a workload with known structure: what a scheduler can learn from it, and how much, are dials.
+"""Generate a workload with known structure; `Dials` set what a scheduler can learn from it.
 
-Distributions, for a profile of `libra_hpc.traces.profiles` (N: standard normal, independent unless said):
+N is a standard normal draw, independent each time; the profile is one of `libra_hpc.traces.profiles`.
 
-* Length: log generated tokens of a trajectory = log median + sigma * x, with x = sqrt(sibling) * D + sqrt(1 - sibling)
-  * N.  D is the prompt's difficulty, shared by its group, so ``sibling`` is the share of the variance of the log length
-  that the prompt explains (its intraclass correlation).  D is N in strata: one draw from each of as many equally likely
-  parts as there are prompts, in random order, so that a small trace has the tail of a large one.
-* Drift: the log length gains log(drift) * (position - 1/2), position going from 0 to 1 over the trace: the typical
-  length ends ``drift`` times as long as it began.
-* Turns: proportional to (length / median) ** turns_power * exp(TURNS_SIGMA * N), scaled to the profile's mean; the
-  tokens are dealt to them in proportion to exp(TURN_SIGMA * N), so they add up to the length.
-* Tools: one per turn but the last, by weight; seconds and payload are the tool's lognormals, independent of all else.
-* Outcomes: behind each tool call is a score z = outcome * n + sqrt(1 - outcome^2) * N, where n is the log of the tokens
-  that remain after it, standardised over the trace.  ``outcome`` is therefore the correlation of the score with what
-  remains: at 0 outcomes tell nothing, at 1 they are a function of it.  A call fails when z is above the quantile that
-  gives the tool's error rate, so at 1 errors come in streaks that end as the work does.  A test run reports failed =
-  its suite's size times 1.6 * Phi(z) - 0.6 (at least 0, so three runs in eight are green).  Time-outs are independent
-  of z.
+* Length: log tokens = log median + sigma * (sqrt(sibling) * D + sqrt(1 - sibling) * N).  D is the difficulty of the
+  prompt: N, stratified over the prompts, so that small traces have the tail of large ones.
+* Drift: the log length gains log(drift) * (position - 1/2), with position from 0 to 1 over the trace.
+* Turns: proportional to (length / median) ** turns_power * exp(TURNS_SIGMA * N); their tokens to exp(TURN_SIGMA * N).
+* Tools: one per turn but the last, by weight; seconds and payload are independent lognormals.
+* Outcomes: each call has a score z = outcome * n + sqrt(1 - outcome^2) * N, n: standardised log of remaining tokens.
+  A call fails above the quantile of the tool's error rate; a test run has tests * (1.6 * Phi(z) - 0.6) failures.
 * Reward: 1 with probability Phi(0.3 - 0.8 * D), else 0.
 * Cut: a trajectory ends when its context reaches ``max_context``, as in training.
 """
@@ -38,32 +30,31 @@ from libra_hpc.traces import profiles
 from .profiles import TURN_SIGMA, TURNS_SIGMA, Lognormal, Profile, Tool
 
 EXIT_FAILED, EXIT_TIMEOUT = 1, 124
-"""Exit codes of a failed process, and of one that `timeout` ended."""
+"""Exit codes of a failed process and of one that `timeout` ended."""
 
 _normal = NormalDist()
 
 
 class Dials(msgspec.Struct, frozen=True):
-    """What a user turns; raises `UserError` from `check`."""
+    """Options of the generator; see the module for their effect."""
 
     trajectories: int = 512
     group: int = 8
-    """Siblings of a prompt."""
     seed: int = 0
     sibling: float = 0.69
-    """As measured on tau-bench."""
+    """Share of the variance of the log length that the prompt explains; measured on tau-bench."""
     outcome: float = 0.2
-    """Measured on two software sets: at most 0.17."""
+    """Correlation of outcomes with the log of the remaining tokens; measured on two software sets: at most 0.17."""
     drift: float = 1.0
+    """Typical length at the end of the trace over that at its start."""
     epochs: int = 1
-    """How often each prompt comes, in a new order each time."""
+    """How often each prompt appears, in a new order each time."""
     turns: float | None = None
     """Mean turns; None: the profile's."""
     max_context: int = 131_072
     """Tokens."""
 
     def check(self, profile: Profile) -> None:
-        """Raise `UserError` for the first dial out of range."""
         for name, count in (("trajectories", self.trajectories), ("group", self.group), ("epochs", self.epochs)):
             if count < 1:
                 raise invalid(name, count, "out of range", "an integer >= 1")
@@ -95,8 +86,6 @@ class Dials(msgspec.Struct, frozen=True):
 
 
 class _Draft(msgspec.Struct):
-    """A trajectory before its tools are called."""
-
     prompt_id: str
     sample: int
     prompt_tokens: int
@@ -107,14 +96,13 @@ class _Draft(msgspec.Struct):
 
 
 def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRecord]:  # noqa: B008
-    """Generate ``dials.trajectories`` trajectories, the siblings of a prompt next to each other; equal arguments give
-    equal trajectories.
+    """Generate trajectories, the siblings of a prompt next to each other; equal arguments give equal ones.
 
     Raises `UserError` for an unknown preset or a dial out of range.
     """
     profile = profiles.profile(preset) if isinstance(preset, str) else preset
     dials.check(profile)
-    # Streams of their own, so that turning one dial leaves the rest of the trace as it is.
+    # Separate random streams, so that one dial does not change the rest of the trace.
     lengths, calls, scores = (random.Random(f"{dials.seed}/{name}") for name in ("lengths", "calls", "scores"))
     drafts = _drafts(profile, dials, lengths)
     _deal(drafts, dials.turns or profile.turns, profile, lengths)
@@ -141,7 +129,15 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRe
             new = max(round(_draw(tool.payload, calls)), 1)
         turns[-1] = TurnRecord(turns[-1].new_tokens, turns[-1].gen_tokens)
         reward = float(calls.random() < _normal.cdf(0.3 - 0.8 * draft.difficulty))
-        result.append(TrajectoryRecord(draft.prompt_id, draft.sample, draft.prompt_tokens, tuple(turns), reward))
+        result.append(
+            TrajectoryRecord(
+                prompt_id=draft.prompt_id,
+                sample=draft.sample,
+                prompt_tokens=draft.prompt_tokens,
+                turns=tuple(turns),
+                reward=reward,
+            )
+        )
     return result
 
 
@@ -163,13 +159,19 @@ def _drafts(profile: Profile, dials: Dials, rng: random.Random) -> list[_Draft]:
                 x = math.sqrt(dials.sibling) * difficulties[prompt] + math.sqrt(1 - dials.sibling) * rng.gauss(0, 1)
                 length = math.exp(profile.sigma * x + math.log(dials.drift) * (position - 0.5))
                 drafts.append(
-                    _Draft(f"{profile.name}/{prompt}", sample, tokens[prompt], difficulties[prompt], length, [])
+                    _Draft(
+                        prompt_id=f"{profile.name}/{prompt}",
+                        sample=sample,
+                        prompt_tokens=tokens[prompt],
+                        difficulty=difficulties[prompt],
+                        length=length,
+                        generated=[],
+                    )
                 )
     return drafts
 
 
 def _deal(drafts: Sequence[_Draft], mean_turns: float, profile: Profile, rng: random.Random) -> None:
-    """Deal each draft's tokens to its turns."""
     shares = [draft.length**profile.turns_power * math.exp(TURNS_SIGMA * rng.gauss(0, 1)) for draft in drafts]
     scale = mean_turns * len(shares) / sum(shares)
     for draft, share in zip(drafts, shares, strict=True):
@@ -180,7 +182,7 @@ def _deal(drafts: Sequence[_Draft], mean_turns: float, profile: Profile, rng: ra
 
 
 def _remaining(drafts: Sequence[_Draft]) -> tuple[float, float]:
-    """Mean and standard deviation of the log of the tokens that remain, over all tool calls."""
+    """Mean and standard deviation of the log of the remaining tokens, over all tool calls."""
     logs = [math.log(left) for draft in drafts for left in itertools.accumulate(reversed(draft.generated[1:]))]
     if not logs:
         return 0.0, 1.0
@@ -200,7 +202,14 @@ def _call(tool: Tool, score: float, turn: TurnRecord, rng: random.Random) -> Tur
     if not late and (failed or (not tool.tests and score > _threshold(tool.error_rate))):
         outcome, exit_code = "error", EXIT_FAILED
     return TurnRecord(
-        turn.new_tokens, turn.gen_tokens, tool.name, outcome, round(seconds, 4), exit_code, passed, failed
+        new_tokens=turn.new_tokens,
+        gen_tokens=turn.gen_tokens,
+        tool=tool.name,
+        outcome=outcome,
+        tool_s=round(seconds, 4),
+        exit_code=exit_code,
+        passed=passed,
+        failed=failed,
     )
 
 

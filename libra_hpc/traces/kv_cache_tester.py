@@ -1,21 +1,14 @@
-"""kv-cache-tester trace: a JSON document per coding session with its requests (``t`` s, ``in`` and ``out`` tokens,
-``hash_ids``, ``input_types``).
+"""kv-cache-tester trace: a JSON document per coding session, one a file, one a line, or a list.
 
-Format: https://github.com/callanjfox/kv-cache-tester (docs/trace_replay_tester.md), one document a file, one a line, or
-a list.  A session becomes trajectories:
+Format: https://github.com/callanjfox/kv-cache-tester (docs/trace_replay_tester.md).
 
-* Sub-agents (``type: "subagent"`` with requests of their own), and calls of another model or with another first block,
-  are threads of their own.
-* A request that repeats the context of the one before it (the same ``in`` and ``hash_ids``: the streaming and
-  non-streaming pairs) replaces it.
-* A trajectory is what the agent does between two messages of a person: a request with ``input_types`` but no
-  ``tool_result`` among them starts one, and so does a context that shrank (the session was compacted).  Each is the
-  only sample of its prompt.
-* ``new_tokens`` = ``in`` - previous ``in`` - previous ``out``, at least 0: the session may drop part of an answer
-  (thinking) from its context.
-* ``tool_s`` = time between the requests less ``api_time``; without ``api_time`` it is ``think_time``, without that the
-  whole difference (which then contains the generation).  The trace knows neither names nor outcomes of tools: the tool
-  is called ``tool``, the outcome is null.
+* Sub-agents, and calls of another model or with another first block, are separate threads.
+* A request with ``in`` and ``hash_ids`` of the one before (a streaming and non-streaming pair) replaces it.
+* A person's message (``input_types`` without ``tool_result``) or a shrunken context -> a new trajectory, the only
+  sample of its prompt.
+* ``new_tokens`` = ``in`` - previous ``in`` - previous ``out``, at least 0: a session may drop parts of an answer.
+* ``tool_s`` = time between the requests - ``api_time``; without ``api_time``: ``think_time``, else the whole time.
+* The tool is always ``tool``, the outcome null: the trace has neither.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from .record import Bad, gap_s, trajectory, why
 
 
 class KvCacheRequest(msgspec.Struct):
-    """One call, or a sub-agent: then only ``t`` and ``requests`` count."""
+    """One call, or a sub-agent, of which only ``t`` and ``requests`` are used."""
 
     t: float = 0.0
     type: str = ""
@@ -46,8 +39,6 @@ class KvCacheRequest(msgspec.Struct):
 
 
 class Session(msgspec.Struct):
-    """One document; ``id`` names it."""
-
     requests: tuple[KvCacheRequest, ...]
     id: str = ""
 
@@ -57,14 +48,16 @@ _hashes = msgspec.json.Decoder(tuple[int, ...])
 
 
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
-    """Read numbered lines: the whole is one document (pretty-printed or not), or each line is one."""
-    kept = list(lines)
+    """Read numbered lines: all of them are one document (pretty-printed or not), or each line is one."""
+    numbered = list(lines)
     try:
-        documents: list[tuple[int, bytes]] = [(kept[0][0], b"\n".join(line for _, line in kept))] if kept else []
+        documents: list[tuple[int, bytes]] = (
+            [(numbered[0][0], b"\n".join(line for _, line in numbered))] if numbered else []
+        )
         for _, document in documents:
             msgspec.json.decode(document, type=msgspec.Raw)
     except (msgspec.DecodeError, RecursionError):
-        documents = kept
+        documents = numbered
     for number, document in documents:
         try:
             found = _document.decode(document)
@@ -86,7 +79,7 @@ def _session(session: Session, number: int) -> Iterator[TrajectoryRecord]:
 
 
 def _threads(requests: Sequence[KvCacheRequest]) -> Iterator[list[KvCacheRequest]]:
-    """The main thread's calls first, then those of others in the order of their first call."""
+    """Calls by thread: threads of the session in the order of their first call, then those of sub-agents."""
     threads: dict[tuple[str, int | None], list[KvCacheRequest]] = {}
     for request in requests:
         if request.type == "subagent":

@@ -1,18 +1,14 @@
-"""Mooncake trace: one JSON request a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
-``hash_ids``.
+"""Mooncake trace: one JSON request a line (``timestamp`` ms, ``input_length``, ``output_length``, ``hash_ids``).
 
-Format: https://github.com/kvcache-ai/Mooncake (FAST'25 traces).  ``hash_ids[i]`` names block i of 512 prompt tokens
-*together with all blocks before it*, so equal ids mean equal prefixes.  Sessions are not marked; they are recovered:
-request B is the next turn of request A when
+Format: https://github.com/kvcache-ai/Mooncake (FAST'25 traces).  Equal ids mean equal prefixes: ``hash_ids[i]`` is the
+hash of blocks 0 to i.  Sessions are recovered: request B is the next turn of request A if all of this holds:
 
-* B's prompt contains A's last whole block, and A was the first request that had that block (a block that others had
-  before is a shared system prompt), and
-* B's prompt is at least as long as A's prompt and answer together, and
-* no earlier request continued A already.
+* B's prompt contains A's last whole block, and A was the first request with that block (else: a system prompt).
+* B's prompt is at least as long as A's prompt and answer.
+* No earlier request continued A.
 
-Everything else starts a trajectory of its own.  Identical prompts (the same ``hash_ids`` and length) are samples of one
-prompt.  The gap between two turns of a session includes A's service time, which the format does not tell; it is written
-as the tool ``gap`` and capped.
+Every other request starts a trajectory.  Identical prompts are samples of one prompt.  The gap between two turns
+becomes the tool ``gap``, at most `MAX_GAP_S`; it contains A's service time, which the trace does not have.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ BLOCK = 512
 
 
 class MooncakeRequest(msgspec.Struct, gc=False):
-    """One line; other fields (``session_id``, ``delay`` of derived formats) are ignored."""
+    """One line; other fields (``session_id``, ``delay``) are ignored."""
 
     input_length: int
     output_length: int
@@ -62,8 +58,7 @@ _decoder = msgspec.json.Decoder(MooncakeRequest)
 
 
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
-    """Read numbered lines in their order; trajectories come in the order of their first requests, after the last
-    line was read."""
+    """Read numbered lines; yields trajectories in the order of their first requests, after the last line."""
     sessions: list[_Session] = []
     head: dict[int, _Session] = {}
     known: set[int] = set()
@@ -104,7 +99,7 @@ def _last_whole_block(request: MooncakeRequest) -> int | None:
 
 
 def _continued(request: MooncakeRequest, head: dict[int, _Session]) -> _Session | None:
-    """The session whose last turn is the longest prefix of this prompt."""
+    """The session whose context is the longest prefix of this prompt."""
     for block in reversed(request.hash_ids):
         session = head.get(block)
         if session is not None and request.input_length >= session.context:

@@ -1,8 +1,6 @@
-"""The project's own trace: one JSON object a line, a subset of what a run writes to ``trajectories.jsonl``, so that a
-run can be replayed as it is.
+"""The project's own trace: one `TrajectoryRecord` a line, as in ``trajectories.jsonl`` of a run.
 
-A line is a `libra_hpc.protocol.trace.TrajectoryRecord`; other fields (engine, versions, times) are ignored, and so are
-lines that a restart superseded.
+Further fields of a run (engine, versions, times) and lines that a restart superseded are ignored.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ _encoder = msgspec.json.Encoder()
 def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRecord]:
     """Read numbered lines.
 
-    A last turn that generated nothing is dropped: a run opens it for a tool answer that no longer fits into the
-    context, and ends there.
+    A last turn without generated tokens is dropped: its tool answer did not fit into the context.
     """
     held = list(lines)
     for place, line in live_lines(lambda: (text for _, text in held)):
@@ -33,7 +30,7 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
             turns = found.turns
             if len(turns) > 1 and turns[-1].gen_tokens == 0:
                 turns = turns[:-1]
-            checked = trajectory(found.prompt_id, found.sample, found.prompt_tokens, turns, found.reward)
+            checked = trajectory(found.prompt_id, found.sample, found.prompt_tokens, turns, reward=found.reward)
         except (ValueError, RecursionError) as error:
             bad(number, why(error))
         else:
@@ -41,6 +38,5 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
 
 
 def encode(trajectories: Iterable[TrajectoryRecord]) -> bytes:
-    """The file's content, uncompressed."""
     lines = ({**msgspec.structs.asdict(one), "turns": [turn.line() for turn in one.turns]} for one in trajectories)
     return b"".join(_encoder.encode(line) + b"\n" for line in lines)

@@ -1,12 +1,10 @@
-"""What predicts the work that remains: the prompt, what the tools returned, or the service attained so far; and how
-well, on this trace.
+"""How well the prompt, tool results and attained service predict the remaining work, on one trace.
 
-* Prompt: siblings are compared in turns, in generated tokens, and in the log of these (the raw scale hangs on the few
-  longest).
-* Signals: at the tool return after turn k, against the log of the tokens still to be generated.  Everything is taken
-  *within* the same k and pooled over k, so nothing is gained by a signal that only tells how far the trajectory is.
-* Attained service: mean tokens that remain to those who have generated at least a.  If it rises, the longest-served
-  have the most to come, and least-attained-service scheduling gains; if it falls, it does not.
+* Prompt: similarity of siblings in turns, generated tokens, and their log (the raw scale depends on the few longest).
+* Signals: tool results after turn k against the log of the remaining tokens, *within* equal k, pooled over k.  So a
+  signal gains nothing from the progress of the trajectory.
+* Attained service: mean remaining tokens of trajectories with more than a.  If it rises with a,
+  least-attained-service scheduling gains.
 """
 
 from __future__ import annotations
@@ -21,43 +19,41 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from .trace_stats import OneWay, centred, one_way, pearson
 
 FEW = 20
-"""Trajectories still running below which turn k, or a threshold, is left out: its mean would be noise."""
+"""Fewest trajectories at turn k, or above a threshold: the mean of fewer would be noise."""
 TREND = 1.25
-"""Ratio of mean residuals that counts as a rise (or its inverse as a fall)."""
+"""Ratio of mean residuals that counts as a rise; its inverse counts as a fall."""
 TREND_ALIVE = 0.05
-"""The trend is judged at the largest threshold that this share of the trajectories reaches."""
+"""The trend is evaluated at the largest threshold that this share of the trajectories exceeds."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """How much siblings are alike in one quantity; groups of two or more samples."""
+    """Similarity of siblings in one quantity, over groups of at least two samples."""
 
     quantity: str
     groups: int
     n: int
     anova: OneWay
     r_siblings: float | None
-    """Correlation of a trajectory with the mean of its siblings."""
     r_probe: float | None
     """Correlation of the lowest sample of a group with each of the others."""
 
 
 class SignalStrength(msgspec.Struct, frozen=True):
-    """How much one signal tells about the log of what remains, at equal turn."""
+    """How well one signal predicts the log of the remaining tokens, at equal turn."""
 
     signal: str
     measure: str
     """``eta2`` (share of variance explained by classes) or ``r`` (correlation)."""
     value: float | None
-    """None: not determined, ``note`` says why."""
+    """None: not determined; ``note`` has the reason."""
     share: float | None
-    """Share of variance explained, comparable between signals: epsilon2 for eta2 (about 0 by chance, so also just
-    below it), r squared for r."""
+    """Share of variance explained, comparable between signals: epsilon2 for eta2, r squared for r."""
     n: int
     note: str = ""
 
 
 class Residual(msgspec.Struct, frozen=True):
-    """Of the trajectories that generated more than ``attained`` tokens."""
+    """Mean remaining work of the trajectories that generated more than ``attained`` tokens."""
 
     attained: int
     n: int
@@ -66,8 +62,6 @@ class Residual(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The three answers."""
-
     prompt: list[Prompt]
     """Empty: no siblings."""
     signals: list[SignalStrength]
@@ -81,18 +75,17 @@ class _Point(msgspec.Struct):
 
     turn: int
     left: float
-    """Log of the tokens still to be generated."""
+    """Log of the remaining tokens."""
     tool: str | None
     outcome: str | None
     failed: int | None
     streak: int
-    """Tool returns in a row, this one included, that were not ``ok``."""
+    """Consecutive tool returns, up to this one, that were not ``ok``."""
     payload: int
     attained: int
 
 
 def predict(trajectories: Sequence[TrajectoryRecord]) -> Prediction:
-    """Analyse a trace."""
     residual = _residual(trajectories)
     return Prediction(
         _prompt(trajectories), _signals(list(_points(trajectories))), residual, _trend(residual, len(trajectories))
@@ -117,7 +110,16 @@ def _prompt(trajectories: Sequence[TrajectoryRecord]) -> list[Prompt]:
             continue
         others = [((sum(members) - value) / (len(members) - 1), value) for members in values for value in members]
         probes = [(members[0], value) for members in values for value in members[1:]]
-        result.append(Prompt(name, len(families), len(others), anova, pearson(others), pearson(probes)))
+        result.append(
+            Prompt(
+                quantity=name,
+                groups=len(families),
+                n=len(others),
+                anova=anova,
+                r_siblings=pearson(others),
+                r_probe=pearson(probes),
+            )
+        )
     return result
 
 
@@ -133,31 +135,40 @@ def _points(trajectories: Sequence[TrajectoryRecord]) -> Iterator[_Point]:
             if index < last:
                 payload = one.turns[index + 1].new_tokens
                 yield _Point(
-                    index,
-                    math.log(generated - attained),
-                    turn.tool,
-                    turn.outcome,
-                    turn.failed,
-                    streak,
-                    payload,
-                    attained,
+                    turn=index,
+                    left=math.log(generated - attained),
+                    tool=turn.tool,
+                    outcome=turn.outcome,
+                    failed=turn.failed,
+                    streak=streak,
+                    payload=payload,
+                    attained=attained,
                 )
 
 
 def _signals(points: Sequence[_Point]) -> list[SignalStrength]:
-    said = [point for point in points if point.outcome is not None]
-    classes = {point.outcome for point in said}
+    with_outcome = [point for point in points if point.outcome is not None]
+    classes = {point.outcome for point in with_outcome}
     tested = [point for point in points if point.failed is not None]
     result = []
     if len(classes) > 1:
-        result.append(_classes("last outcome", [(point.turn, point.outcome, point.left) for point in said]))
+        result.append(_classes("last outcome", [(point.turn, point.outcome, point.left) for point in with_outcome]))
         result.append(
-            _classes("last tool and outcome", [(point.turn, (point.tool, point.outcome), point.left) for point in said])
+            _classes(
+                "last tool and outcome",
+                [(point.turn, (point.tool, point.outcome), point.left) for point in with_outcome],
+            )
         )
-        result.append(_correlated("error streak", [(point.turn, float(point.streak), point.left) for point in said]))
+        result.append(
+            _correlated("error streak", [(point.turn, float(point.streak), point.left) for point in with_outcome])
+        )
     else:
         note = f"every outcome is {classes.pop()!r}" if classes else "no outcomes"
-        result.append(SignalStrength("last outcome", "eta2", None, None, len(said), note))
+        result.append(
+            SignalStrength(
+                signal="last outcome", measure="eta2", value=None, share=None, n=len(with_outcome), note=note
+            )
+        )
     if tested:
         result.append(
             _correlated("failed tests", [(point.turn, float(point.failed or 0), point.left) for point in tested])
@@ -170,14 +181,15 @@ def _signals(points: Sequence[_Point]) -> list[SignalStrength]:
 def _classes(name: str, rows: Sequence[tuple[int, Hashable, float]]) -> SignalStrength:
     anova = one_way(rows)
     if anova is None:
-        return SignalStrength(name, "eta2", None, None, len(rows), "too few")
-    return SignalStrength(name, "eta2", anova.eta2, anova.epsilon2, len(rows))
+        return SignalStrength(signal=name, measure="eta2", value=None, share=None, n=len(rows), note="too few")
+    return SignalStrength(signal=name, measure="eta2", value=anova.eta2, share=anova.epsilon2, n=len(rows))
 
 
 def _correlated(name: str, rows: Sequence[tuple[int, float, float]]) -> SignalStrength:
     r = pearson(centred(rows))
     note = "" if r is not None else "no turn before the last" if not rows else "constant, or too few"
-    return SignalStrength(name, "r", r, None if r is None else r * r, len(rows), note)
+    share = None if r is None else r * r
+    return SignalStrength(signal=name, measure="r", value=r, share=share, n=len(rows), note=note)
 
 
 def _residual(trajectories: Sequence[TrajectoryRecord]) -> list[Residual]:
@@ -198,7 +210,7 @@ def _residual(trajectories: Sequence[TrajectoryRecord]) -> list[Residual]:
 
 
 def _turns_left(one: TrajectoryRecord, attained: int) -> float:
-    """Turns, counting the one in progress by what is left of it."""
+    """Remaining turns, the current one counted by its remaining share."""
     left = 0.0
     done = 0
     for turn in one.turns:

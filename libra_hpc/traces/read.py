@@ -1,5 +1,4 @@
-"""Read a trace of any known format, gzip or not; every line that cannot be read is named, or counted with
-``skip_bad``."""
+"""Read a trace of any known format, gzip or not, and write the project's own format."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ READERS: dict[str, Reader] = {
 }
 AUTO = "auto"
 HEAD = 65536
-"""Bytes of a file that tell its format: the keys of the first object, or the header."""
+"""Bytes at the start of a file in which its format is detected: the keys of the first object, or the header."""
 GZIP = b"\x1f\x8b"
 
 _MARKS = (
@@ -38,25 +37,21 @@ _MARKS = (
     ("kv-cache-tester", re.compile(rb'"requests"\s*:')),
     ("mooncake", re.compile(rb'"(input|output)_length"\s*:')),
 )
-"""What only this format has, the most telling first."""
+"""Text that identifies a format; the first match counts."""
 
 
 class Trace(msgspec.Struct):
-    """What a file held."""
-
     path: Path
     format: str
     trajectories: list[TrajectoryRecord]
     bad: list[str]
-    """One sentence for each line that was passed over."""
 
 
 def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: int | None = None) -> Trace:
-    """Read ``path``: a file, or a folder of kv-cache-tester documents.
+    """Read the first ``limit`` trajectories (None: all) of a file, or of a folder of kv-cache-tester documents.
 
-    ``format`` is a key of `READERS` or ``"auto"``; ``limit`` keeps the first so many trajectories.  Raises `UserError`
-    for a file that cannot be read, is of no known format or has no trajectory, and for the first bad line unless
-    ``skip_bad``.
+    ``format`` is a key of `READERS` or ``"auto"``.  Raises `UserError` for a file that is unreadable, of unknown format
+    or without trajectories, and for a bad line unless ``skip_bad``.
     """
     if format not in (AUTO, *READERS):
         raise invalid("format", format, "unknown format", (AUTO, *READERS))
@@ -80,10 +75,9 @@ def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: in
 
 
 def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
-    """Write the project's own format, compressed if the name ends in ``.gz``; readers see the old or the new file,
-    never a part.
+    """Write the project's own format atomically, compressed if the name ends in ``.gz``.
 
-    Equal trajectories give equal bytes.  Raises `UserError` when the folder is not there or cannot be written.
+    Equal trajectories give equal bytes.  Raises `UserError` when the file cannot be written.
     """
     data = libra.encode(trajectories)
     if path.suffix == ".gz":

@@ -1,8 +1,10 @@
-"""What every reader promises about a trajectory, checked in one place, whatever the format it came from.
+"""Invariants of a trajectory record, checked for every format.
 
-At least one turn; the first turn adds nothing (its context is the prompt); every turn generates at least one token; no
-negative number; the last turn calls no tool.  A violation is a `ValueError` whose text is a fragment of a sentence;
-`libra_hpc.traces.read` adds the file and the line.
+* At least one turn, and at least one generated token in each.
+* No new tokens in the first turn (its context is the prompt), no tool in the last one.
+* No negative number.
+
+A violation is a `ValueError` with a fragment of a sentence; `libra_hpc.traces.read` adds file and line.
 """
 
 from __future__ import annotations
@@ -15,19 +17,16 @@ import msgspec
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 MAX_GAP_S = 60.0
-"""Seconds; a longer gap is a person who was away, not a tool.  The replay of kv-cache-tester has the same bound."""
+"""Seconds; a longer gap is an absent person, not a tool.  The replay of kv-cache-tester has the same bound."""
 
 Bad = Callable[[int, str], None]
-"""Called with a line number (from 1) and what is wrong there; raises, or counts the line and returns."""
+"""Called with a line number (from 1) and the problem; raises, or counts the line and returns."""
 
 
 def trajectory(
     prompt_id: str, sample: int, prompt_tokens: int, turns: Sequence[TurnRecord], reward: float | None = None
 ) -> TrajectoryRecord:
-    """Build a checked trajectory; raises `ValueError` naming the field, its value and what is valid.
-
-    The tool of the last turn is dropped: what it returned was never answered, so no schedule depends on it.
-    """
+    """Build a checked trajectory without the tool of the last turn; raises `ValueError` with field, value and range."""
     if not turns:
         raise ValueError("turns = []: no turns; valid: at least one turn")
     at_least("prompt_tokens", prompt_tokens, 0)
@@ -47,11 +46,12 @@ def trajectory(
     last = turns[-1]
     if last.tool is not None or last.outcome is not None or last.tool_s:
         turns = (*turns[:-1], TurnRecord(last.new_tokens, last.gen_tokens))
-    return TrajectoryRecord(prompt_id, sample, prompt_tokens, tuple(turns), reward)
+    return TrajectoryRecord(
+        prompt_id=prompt_id, sample=sample, prompt_tokens=prompt_tokens, turns=tuple(turns), reward=reward
+    )
 
 
 def why(error: ValueError | RecursionError) -> str:
-    """What is wrong with a line, as a fragment of a sentence: msgspec's words made one, others are."""
     if isinstance(error, RecursionError):
         return "JSON is nested too deeply to be a trace"
     if not isinstance(error, msgspec.DecodeError):
@@ -61,12 +61,11 @@ def why(error: ValueError | RecursionError) -> str:
 
 
 def gap_s(seconds: float) -> float:
-    """Time between two requests of a session as that of a tool: within 0 and `MAX_GAP_S`."""
+    """Seconds between two requests of a session, clipped to 0..`MAX_GAP_S`."""
     return min(max(seconds, 0.0), MAX_GAP_S)
 
 
 def at_least(field: str, value: int, least: int) -> None:
-    """Raise `ValueError` when a count is below what is valid."""
     if value < least:
         problem = "negative" if value < 0 else "too small"
         raise ValueError(f"{field} = {value}: {problem}; valid: an integer >= {least}")

@@ -1,4 +1,4 @@
-"""The few statistics a trace is described with, in plain Python; each is None where the data do not determine it."""
+"""Statistics of traces in plain Python; each is None where the data do not determine it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import msgspec
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Quantiles and mean of a quantity."""
-
     p50: float
     p90: float
     p99: float
@@ -22,12 +20,11 @@ class OneWay(msgspec.Struct, frozen=True):
     """One-way analysis of variance of values in groups."""
 
     eta2: float
-    """Share of the variance between the groups; chance alone gives (groups - 1) / (n - 1)."""
+    """Share of the variance between the groups; by chance (groups - 1) / (n - 1)."""
     epsilon2: float
-    """eta2 less what chance gives (Kelley 1935); about 0, and as often below, when the groups tell nothing."""
+    """eta2 without chance (Kelley 1935); about 0, also below it, without an effect."""
     icc: float
-    """Intraclass correlation ICC(1): correlation of two members of a group; Fisher's estimate with the mean size n0
-    of unequal groups."""
+    """ICC(1), the correlation of two members of a group (Fisher's estimate, mean size n0 of unequal groups)."""
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -36,11 +33,12 @@ def spread(values: Iterable[float]) -> Spread | None:
     if not ordered:
         return None
     p50, p90, p99 = (quantile(ordered, share) for share in (0.5, 0.9, 0.99))
-    return Spread(p50, p90, p99, ordered[-1], math.fsum(ordered) / len(ordered))
+    mean = math.fsum(ordered) / len(ordered)
+    return Spread(p50=p50, p90=p90, p99=p99, most=ordered[-1], mean=mean)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Quantile of sorted values, linear between two of them (numpy's default)."""
+    """Quantile of sorted values, with linear interpolation (numpy's default)."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -61,7 +59,7 @@ def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def centred(rows: Iterable[tuple[Hashable, float, float]]) -> list[tuple[float, float]]:
-    """(x, y) less their means within each stratum: what correlates then does so at equal stratum."""
+    """(x, y) minus their means within each stratum, for correlations at equal stratum."""
     strata: dict[Hashable, list[tuple[float, float]]] = {}
     for stratum, x, y in rows:
         strata.setdefault(stratum, []).append((x, y))
@@ -76,9 +74,9 @@ def centred(rows: Iterable[tuple[Hashable, float, float]]) -> list[tuple[float, 
 
 
 def one_way(rows: Iterable[tuple[Hashable, Hashable, float]]) -> OneWay | None:
-    """Analyse (stratum, group, value) rows: sums of squares within each stratum, pooled over the strata.
+    """Analyse (stratum, group, value) rows: sums of squares within strata, pooled over them.
 
-    None unless some stratum has two groups and there are more values than groups and strata, with any variance.
+    None without variance, without a stratum of two groups, or without a group of two values.
     """
     strata: dict[Hashable, dict[Hashable, list[float]]] = {}
     for stratum, group, value in rows:

@@ -45,7 +45,7 @@ def test_figures_of_two_batches() -> None:
         line(2, 200.0, 202.0, "b"),
         line(3, 200.0, 201.0, "b"),
     ]
-    found = figures("p", 7, "x", lines, prompts=2)
+    found = figures("p", seed=7, phase="x", lines=lines, prompts=2)
     assert (found.batches, found.batch_s, found.p50_s, found.p99_s) == (2, 3.0, 2.0, 3.5)
     assert found.tokens_per_s == pytest.approx(6 * 3 / 6.0)
     assert (found.moves, found.reprefilled, found.turns) == (0.5, 6.5, 3.0)
@@ -55,7 +55,7 @@ def test_figures_of_two_batches() -> None:
 
 def test_nothing_to_say_is_an_error() -> None:
     with pytest.raises(OperationError, match="p, seed 7: no trajectory of phase 'x'"):
-        figures("p", 7, "x", [], prompts=2)
+        figures("p", seed=7, phase="x", lines=[], prompts=2)
 
 
 def test_phases_go_without_their_first_batches() -> None:

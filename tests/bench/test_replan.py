@@ -1,5 +1,4 @@
-"""The simulator of re-planning: nodes move as stated, rules do what they are described to do, and the live planner
-beats standing still."""
+"""The simulator of re-planning: nodes move as stated, rules act as described, the live planner beats standing still."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from bench.replan_rules import SETTINGS, Live, Played, Schedule, Static, best_sc
 from bench.replan_tiers import Tiers, layout_of, run_file
 from bench.replan_verl import VerlLike
 from bench.replan_view import View
-from bench.replan_work import DOUBLING, LAWS, PERIOD, PHASE, answers_grow, curriculum, drifting, mixture, steady
+from bench.replan_work import DOUBLING, PERIOD, PHASE, WORKLOADS, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.protocol.plan import PlanSnapshot
 from libra_hpc.simulator.simulate import Simulation
@@ -20,15 +19,17 @@ SITE = Site(nodes=6, prompts=8, group=4)
 
 
 def _played(ends: list[float]) -> Played:
-    return Played(ends[-1], 1, ends, 0, 0.0, [], [], [])
+    return Played(
+        seconds=ends[-1], tokens=1, ends=ends, moves=0, switching_s=0.0, decisions=[], outcomes=[], repartitioned=[]
+    )
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_work_is_whole_batches_and_drifts(name: str) -> None:
-    work = drifting(LAWS[name], 60, 8, 4, seed=1)
+    work = drifting(WORKLOADS[name], 60, 8, 4, seed=1)
     assert len(work) == 60 * 8 * 4
     assert len({t.prompt_id for t in work}) == 60 * 8
-    assert work == drifting(LAWS[name], 60, 8, 4, seed=1)
+    assert work == drifting(WORKLOADS[name], 60, 8, 4, seed=1)
     share = [
         sum(t.generated for t in part) / sum(t.context for t in part)
         for part in (work[:512], work[512:1024], work[1408:])
@@ -36,7 +37,7 @@ def test_work_is_whole_batches_and_drifts(name: str) -> None:
     assert max(share) > 2.0 * min(share)
 
 
-def test_the_laws_are_what_they_say() -> None:
+def test_workloads_change_at_the_stated_steps() -> None:
     (early, _), (late, _) = answers_grow(0)[0], answers_grow(4 * DOUBLING)[0]
     assert late.generated == 16 * early.generated
     assert [curriculum(step)[0][0].name for step in (0, PHASE - 1, PHASE, 2 * PHASE)] == [
@@ -108,7 +109,7 @@ def test_no_drift_and_the_best_split_moves_nothing() -> None:
     best = min(range(1, SITE.nodes), key=lambda n: play(SITE, probe, Static(), n, seed=5).seconds)
     rule = Live(SETTINGS, SITE)
     assert play(SITE, work, rule, best, seed=5).moves == 0
-    assert rule.looks > 100
+    assert rule.evaluations > 100
 
 
 def test_a_curriculum_is_followed() -> None:
@@ -130,13 +131,13 @@ def test_verl_activates_between_steps_when_samples_are_short_and_stops_when_they
 
 
 class _Once:
-    """Lays the ranks out anew when three steps are done, and remembers the engines."""
+    """Repartitions when three steps are done, and records the engines."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.engines: list[set[int]] = []
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
         if not pool.moving and not pool.repartitioned and len(sim.training.steps) > 3:
             pool.repartition(sim, self.layout)
         self.engines.append({engine.tp for engine in sim.engines.values()})
@@ -156,7 +157,7 @@ def test_ranks_are_repartitioned_at_a_step_boundary_and_every_trajectory_still_t
     assert used == {frozenset({4}), frozenset(), frozenset({2, 4})}, "one TP, nothing, then two"
 
 
-def test_a_run_file_says_the_layout_of_a_site() -> None:
+def test_the_run_file_of_a_site_has_its_layout() -> None:
     site = msgspec.structs.replace(SITE, core=(2, 1), model="qwen3-8b")
     assert layout_of(run_file(site, SETTINGS)) == Layout((2, 1), ((4, 1),) * 4)
 
@@ -172,16 +173,16 @@ def test_what_two_hybrid_nodes_cannot_follow_is_repartitioned() -> None:
 
 
 class _Watcher:
-    """Keeps every snapshot."""
+    """Records every snapshot."""
 
     def __init__(self) -> None:
         self.seen: list[PlanSnapshot] = []
 
-    def look(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
         self.seen.append(view.snapshot(sim))
 
 
-def test_every_trajectory_of_an_open_group_waits_runs_or_is_finished_and_no_lengths_are_given_away() -> None:
+def test_every_trajectory_of_an_open_group_waits_runs_or_is_finished_and_lengths_stay_hidden() -> None:
     watcher = _Watcher()
     work = drifting(steady, 6, SITE.prompts, SITE.group, seed=8)
     play(SITE, work, watcher, 3, seed=8)

@@ -1,5 +1,4 @@
-"""The command line in this process: a site of two partitions, a queue that records what it gets, and a complete
-model folder."""
+"""Fixtures of the command line: a site of two partitions, a queue that records submissions, a model folder."""
 
 from __future__ import annotations
 
@@ -17,8 +16,20 @@ from libra_hpc.slurm.query import Partition
 from tests.preflight.test_checks import MODEL
 
 PARTITIONS = [
-    Partition("a800", True, "up", 4, 4, 64, 1_000_000, {"a800": 8}, 86400),
-    Partition("cpu", False, "up", 2, 2, 64, 256_000, {}, None),
+    Partition(
+        name="a800",
+        default=True,
+        state="up",
+        nodes=4,
+        idle=4,
+        cpus=64,
+        memory_mb=1_000_000,
+        gpus={"a800": 8},
+        max_seconds=86400,
+    ),
+    Partition(
+        name="cpu", default=False, state="up", nodes=2, idle=2, cpus=64, memory_mb=256_000, gpus={}, max_seconds=None
+    ),
 ]
 
 

@@ -1,5 +1,4 @@
-"""`libra-hpc calibrate` from the command line: the steps of a run become a file that `simulate` takes, and mistakes
-are one sentence."""
+"""`libra-hpc calibrate` makes a file for `simulate` from the steps of a run; mistakes are one sentence."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ def test_a_run_becomes_a_calibration_that_simulate_takes(
     assert "device = 'h200'" in capsys.readouterr().err
 
 
-def test_other_degrees_are_kept_and_a_long_run_is_thinned(
+def test_other_degrees_stay_and_a_long_run_is_thinned(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "steps.json"

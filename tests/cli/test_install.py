@@ -36,7 +36,7 @@ def test_the_login_set_is_light_and_covers_the_base_dependencies() -> None:
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A folder that looks like an installed environment; its python records every call and refuses."""
+    """A folder with the files of an installed environment; its python records every call and refuses."""
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "libra-hpc").write_text("")
@@ -103,7 +103,7 @@ def test_pip_failures_name_their_cause(venv: Path, message: str, sentence: str) 
         install.pip(fake_python(venv, message), "x==1")
 
 
-def test_torch_is_looked_for_in_both_places_before_giving_up(venv: Path) -> None:
+def test_torch_is_tried_from_both_indexes_before_the_error(venv: Path) -> None:
     with pytest.raises(
         install.InstallError, match=r"neither in pip's configured sources .* nor at https://download\.pytorch\.org"
     ):

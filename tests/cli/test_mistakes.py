@@ -217,7 +217,7 @@ def test_a_mistake_in_an_order_for_another_layout(
     assert sorted(site.rglob("*")) == before
 
 
-def test_check_finds_the_same_and_prints_nothing_but_the_verdict(site: Path, cli: Callable[..., Outcome]) -> None:
+def test_check_finds_the_same_mistakes_and_prints_one_line(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
     assert facts == {"run_file": "run.toml", "good": True, "checked_against_slurm": True, "warnings": [], "split": None}

@@ -73,7 +73,7 @@ def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue,
     assert plan["chosen"]["components.train.nodes"] == parts["train"]["nodes"]
     assert plan["chosen"]["train.tp"] == config["train"]["tp"]
     assert {"best", "excluded", "factors", "inputs", "plan", "predicted", "sources"} <= set(plan)
-    assert read_toml(run.toml)["components"]["split"] == "auto", "the run file is kept as written"
+    assert read_toml(run.toml)["components"]["split"] == "auto", "the run file stays as written"
 
 
 def test_json_and_parsable_print_nothing_else(auto: Path, queue: Queue, cli: Cli) -> None:
@@ -99,7 +99,7 @@ def test_dry_run_prints_the_script_of_the_chosen_split_and_writes_nothing(auto: 
     assert queue.submitted == []
 
 
-def test_check_and_plan_say_what_submit_would_choose(auto: Path, cli: Cli) -> None:
+def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> None:
     chosen = cli("submit", "run.toml", "--dry-run").err.split("chosen: ")[1]
     for verb in ("check", "plan"):
         outcome = cli(verb, "run.toml")

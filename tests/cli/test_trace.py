@@ -65,10 +65,10 @@ def test_every_dial_arrives(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_what_was_generated_as_json(tmp_path: Path, cli: Cli) -> None:
-    told = json.loads(cli("trace", "generate", str(tmp_path / "a.jsonl"), "--trajectories", "16", "--json").out)
+    printed = json.loads(cli("trace", "generate", str(tmp_path / "a.jsonl"), "--trajectories", "16", "--json").out)
     made = read_trace(tmp_path / "a.jsonl").trajectories
-    assert (told["trajectories"], told["turns"]) == (16, sum(len(one.turns) for one in made))
-    assert told["generated_tokens"] == sum(one.generated for one in made)
+    assert (printed["trajectories"], printed["turns"]) == (16, sum(len(one.turns) for one in made))
+    assert printed["generated_tokens"] == sum(one.generated for one in made)
 
 
 def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
@@ -88,12 +88,12 @@ def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
     assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")
     assert done.err.startswith("passed over 1 bad lines, the first: line 3: ")
     assert [one.prompt_tokens for one in read_trace(out).trajectories] == [4808, 3180]
-    told = cli("trace", "convert", str(source), str(out), "--format", "azure", "--limit", "1", "--json")
-    assert json.loads(told.out) == {"out": str(out), "format": "azure", "bad_lines": 0, "trajectories": 1}
+    printed = cli("trace", "convert", str(source), str(out), "--format", "azure", "--limit", "1", "--json")
+    assert json.loads(printed.out) == {"out": str(out), "format": "azure", "bad_lines": 0, "trajectories": 1}
     assert [one.prompt_tokens for one in read_trace(out, format="libra").trajectories] == [4808]
 
 
-def test_a_trace_that_says_little_is_said_to(tmp_path: Path, cli: Cli) -> None:
+def test_the_description_names_what_a_trace_lacks(tmp_path: Path, cli: Cli) -> None:
     source = tmp_path / "a.csv"
     source.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,100,{tokens}\n" for tokens in range(1, 60))

@@ -44,6 +44,14 @@ def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, qu
     assert config["run"]["dir"] == str(site / "runs")
 
 
+def test_the_file_of_a_warm_start_is_absolute_in_a_queued_run(site: Path, queue: Queue, cli: Cli) -> None:
+    line = {"prompt_id": "a", "sample": 0, "prompt_tokens": 3, "turns": [{"new_tokens": 0, "gen_tokens": 5}]}
+    (site / "old.jsonl").write_text(json.dumps(line) + "\n")
+    assert cli("submit", "run.toml", "-o", "rollout.warm_start=old.jsonl").code == 0
+    run = RunDir.open(site / "runs" / "quick-001")
+    assert run.read_json(run.config)["rollout"]["warm_start"] == str(site / "old.jsonl")
+
+
 def test_parsable_and_json_print_nothing_else(site: Path, queue: Queue, cli: Cli) -> None:
     assert cli("submit", "run.toml", "--parsable").out == "4711\n"
     printed = json.loads(cli("submit", "run.toml", "--json").out)
@@ -138,19 +146,19 @@ def test_a_folder_without_a_configuration_is_no_run(site: Path, queue: Queue, cl
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1)])
-def test_wait_ends_with_the_summary_and_the_runs_verdict(
+def test_wait_ends_with_the_summary_and_the_exit_code_of_the_run(
     state: str, code: int, site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     states = iter(["starting", "running", state])
 
-    def look(run: RunDir) -> object:
+    def read_next(run: RunDir) -> object:
         write_status(run, next(states))
         run.write_json(run.result, {"state": state, "message": "node 3: out of memory"})
         return real(run)
 
     real = follow.read_status
-    monkeypatch.setattr(follow, "read_status", look)
+    monkeypatch.setattr(follow, "read_status", read_next)
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == code
     assert "step 41/60  reward 0.710" in outcome.out
@@ -158,16 +166,16 @@ def test_wait_ends_with_the_summary_and_the_runs_verdict(
     assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
     assert (site / "runs" / "quick-001" / "summary.png").exists()
-    verdict = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(
+    ended = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(
         state
     )
     logs = f"{site}/runs/quick-001/logs/attempt-1"
     assert outcome.err == (
-        "" if code == 0 else f"error: the run {verdict}; its logs are in {logs} (libra-hpc logs quick-001)\n"
+        "" if code == 0 else f"error: the run {ended}; its logs are in {logs} (libra-hpc logs quick-001)\n"
     )
 
 
-def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(
+def test_interrupting_wait_leaves_the_job_alone_and_prints_how_to_cancel(
     site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(run: RunDir) -> str:
@@ -184,7 +192,7 @@ def test_interrupting_wait_leaves_the_job_alone_and_says_how_to_cancel(
 def test_a_job_that_dies_before_its_first_snapshot_is_noticed(
     site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     monkeypatch.setattr(follow, "FIRST_POLL_S", 0.0)
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.0)
     answers = iter([queue.answer, jobs.JobView("4711", "running"), jobs.JobView("4711", "failed", "exit code 1")])
@@ -213,7 +221,7 @@ def test_the_queue_is_asked_ever_less_often(
     monkeypatch.setattr(jobs, "state", state)
     follower = follow.Follower(RunDir(site / "runs" / "quick-001"), clock=lambda: now[0])
     while now[0] < 200:
-        follower.look()
+        follower.refresh()
         now[0] += 1.0
     assert asked == [0.0, 2.0, 6.0, 14.0, 30.0, 60.0, 90.0, 120.0, 150.0, 180.0]
 
@@ -267,7 +275,7 @@ def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDi
 
 
 @pytest.mark.parametrize(
-    ("answer", "state", "code", "said"),
+    ("answer", "state", "code", "error"),
     [
         ({"kind": "repartitioned", "step": 41}, "running", 0, ""),
         (
@@ -280,31 +288,31 @@ def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDi
         (None, "cancelled", 1, "error: the run ended (cancelled) and did not answer the order"),
     ],
 )
-def test_waiting_for_another_layout_ends_with_its_first_step_or_says_why_not(
+def test_waiting_for_another_layout_ends_with_its_first_step_or_the_reason_against_it(
     answer: dict[str, object] | None,
     state: str,
     code: int,
-    said: str,
+    error: str,
     running: RunDir,
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follow, "LOOK_S", 0.0)
-    looks = iter(range(3))
+    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
+    reads = iter(range(3))
     real = follow.read_status
 
-    def look(run: RunDir) -> object:
-        number = next(looks)
+    def read_next(run: RunDir) -> object:
+        number = next(reads)
         if number == 1 and answer is not None:
             LineLog(run.events).write({"t": 1.0, "order": decode_order(run.order.read_bytes()).id, **answer})
         write_status(run, state if number == 2 else "running", step=42 if number == 2 else 41)
         return real(run)
 
-    monkeypatch.setattr(follow, "read_status", look)
+    monkeypatch.setattr(follow, "read_status", read_next)
     outcome = cli("repartition", "quick-001", *LAYOUT, "--wait")
     assert outcome.code == code
-    assert outcome.err.startswith(said)
-    assert bool(outcome.err) == bool(said)
+    assert outcome.err.startswith(error)
+    assert bool(outcome.err) == bool(error)
     assert ("step 42/60" in outcome.out) == (answer is None or "step" in answer)
     assert ("quick-001: repartitioned after step 41" in outcome.out) == (code == 0)
 
@@ -390,8 +398,8 @@ def test_marks_between_processes_are_no_logs(site: Path, queue: Queue, cli: Cli)
     run = synthetic.make_run(site / "runs")
     run.logs(1).mkdir(parents=True)
     for name in ("agent-0.log", "slurm.out", "met"):
-        (run.logs(1) / name).write_text("said\n")
-    assert [line.split("/")[-1] for line in cli("logs").out.splitlines() if line != "said"] == [
+        (run.logs(1) / name).write_text("a line\n")
+    assert [line.split("/")[-1] for line in cli("logs").out.splitlines() if line != "a line"] == [
         "agent-0.log <==",
         "slurm.out <==",
     ]
@@ -406,7 +414,7 @@ def test_following_logs_ends_with_the_run_and_misses_nothing(site: Path, queue: 
     assert "quick-001 is completed" in outcome.err
 
 
-def test_the_console_script_speaks_without_a_traceback(site: Path) -> None:
+def test_the_console_script_prints_errors_without_a_traceback(site: Path) -> None:
     command = [sys.executable, "-m", "libra_hpc_cli.app", "submit", "run.toml", "-o", "algorithm.eta=-1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

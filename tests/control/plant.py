@@ -1,4 +1,4 @@
-"""A synthetic asynchronous loop with hidden speeds: what the planner's snapshots look like when the truth is known."""
+"""A synthetic asynchronous loop with hidden speeds, for tests of the planner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shape = Callable[[int, int, float], tuple[float, float]]
 
 @dataclass
 class Plant:
-    """One core node per stage, ``hybrids`` movable ones; runs batch by batch and obeys the planner."""
+    """One core node per stage and ``hybrids`` movable ones; runs batch by batch and carries out decisions."""
 
     shape: Shape
     hybrids: int = 1
@@ -62,32 +62,32 @@ class Plant:
         return [d.action for d in self.decisions if d.action != "hold"]
 
     def run(self, batches: int, planner: Planner, interval: float = 5.0) -> None:
-        """Train ``batches`` batches, with a look of the planner every ``interval`` seconds of the plant's time."""
-        look = self.now + interval
+        """Train ``batches`` batches; the planner decides every ``interval`` seconds of the plant's time."""
+        next_at = self.now + interval
         for number in range(batches):
             self.batch()
             self._finish_move()
-            if self.now >= look:
-                look = self.now + interval
+            if self.now >= next_at:
+                next_at = self.now + interval
                 decision = planner.decide(self.snapshot(steps_left=batches - number - 1), self.now)
                 self.decisions.append(decision)
                 self._obey(decision)
 
     def snapshot(self, steps_left: int) -> PlanSnapshot:
-        """What the planner is shown."""
+        """The planner's snapshot."""
         recent = self.waits[-10:] or [(0.0, 0.0)]
         queue = QueueFact(0, 0, sum(w for w, _ in recent) / len(recent), sum(g for _, g in recent) / len(recent))
         return PlanSnapshot(
-            tuple(self.nodes),
-            tuple(self.steps[-100:]),
-            tuple(self.windows[-100:]),
-            tuple(self.done[-2048:]),
-            tuple(self.switches),
-            queue,
-            self.prompts,
-            self.group,
-            self.eta,
-            steps_left,
+            nodes=tuple(self.nodes),
+            steps=tuple(self.steps[-100:]),
+            windows=tuple(self.windows[-100:]),
+            trajectories=tuple(self.done[-2048:]),
+            switches=tuple(self.switches),
+            queue=queue,
+            prompts_per_step=self.prompts,
+            group_size=self.group,
+            eta=self.eta,
+            steps_left=steps_left,
         )
 
     def batch(self) -> None:
@@ -109,13 +109,28 @@ class Plant:
         period = train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s)
         self.now += period
         self.batch_times.append(period)
-        self.steps.append(TrainStepFact(self.now, 3 * sum(lengths), sum(lengths), train, train_s))
+        self.steps.append(
+            TrainStepFact(
+                at=self.now, tokens=3 * sum(lengths), loss_tokens=sum(lengths), replicas=train, seconds=train_s
+            )
+        )
         self.windows.append(
-            RolloutWindowFact(self.now, period, rollout, sum(lengths), 2 * sum(lengths), rollout_s / period)
+            RolloutWindowFact(
+                at=self.now,
+                seconds=period,
+                nodes=rollout,
+                generated_tokens=sum(lengths),
+                prefilled_tokens=2 * sum(lengths),
+                busy=rollout_s / period,
+            )
         )
         self.waits.append((1.0 - train_s / period, 1.0 - rollout_s / period))
         for generated in lengths:
-            self.done.append(TrajectoryFact(self.count, self.now, generated, 3 * generated, 1 + generated // 20))
+            self.done.append(
+                TrajectoryFact(
+                    index=self.count, at=self.now, generated=generated, context=3 * generated, turns=1 + generated // 20
+                )
+            )
             self.count += 1
 
     def _obey(self, decision: PlanDecision) -> None:
@@ -137,7 +152,7 @@ class Plant:
 
 
 def ideal(train_s: float, rollout_s: float, length: float = 50.0) -> Shape:
-    """Perfect scaling; seconds of one node for a batch of mean length ``length``."""
+    """Perfect scaling: seconds of one node for a batch of mean length ``length``."""
     return lambda n, m, mean: (train_s * mean / length / n, rollout_s * mean / length / m)
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from libra_hpc.cost_models.lengths import Lengths, Observed, lognormal, sketch
+from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, sketch
 from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import ModelShape, model_shape
-from libra_hpc.search.tp_classes import Cost
+from libra_hpc.search.rollout_layout import ReplicaClass
 
 A800 = device("a800")
 QWEN = model_shape("qwen3-14b")
 
 
 class FakeSteps:
-    """A step takes ``(fixed + decodes * each + kv_tokens * kv + prefill * new) / tp ** scaling`` plus ``latency``
-    per doubling of tp."""
+    """Step times of a made-up device.
+
+    A step takes ``(fixed + decodes * each + kv_tokens * kv + prefill * new) / tp ** scaling``.
+    """
 
     source = "made up"
 
@@ -39,17 +41,17 @@ class FakeSteps:
 
 
 def fake(device: Device, shape: ModelShape, tp: int) -> FakeSteps:
-    """`libra_hpc.search.best_plan.StepLookup` of the made-up device."""
+    """`libra_hpc.hardware.lookup.StepLookup` of the made-up device."""
     return FakeSteps(tp, capacity=60_000 * tp, fixed=0.02, each=2e-4, kv=1e-7, new=1e-4)
 
 
-def one_turn(*generated: int, prompt: int = 10) -> list[Observed]:
+def one_turn(*generated: int, prompt: int = 10) -> list[TrajectoryLengths]:
     """Trajectories of a single turn."""
-    return [Observed(n, prompt + n, prompt) for n in generated]
+    return [TrajectoryLengths(n, prompt + n, prompt) for n in generated]
 
 
 def batch_of(*generated: int, eta: int = 0, prompt: int = 10) -> BatchWork:
-    """One global batch that consists of exactly these trajectories, each in a bin of its own (up to sixteen)."""
+    """A global batch of exactly these trajectories, each in its own bin (up to sixteen)."""
     return BatchWork(len(generated), sketch(one_turn(*generated, prompt=prompt), len(generated)), eta)
 
 
@@ -59,9 +61,9 @@ def agentic(trajectories: int = 512, eta: int = 1, generated: float = 4000.0, lo
     return BatchWork(trajectories, sketch(made, trajectories), eta)
 
 
-def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[Cost]:  # noqa: B008
+def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[ReplicaClass]:  # noqa: B008
     """One class of one pool per step table."""
-    return [Cost(0, ReplicaCost(s, batch, options)) for s in steps]
+    return [ReplicaClass(0, ReplicaCost(s, batch, options)) for s in steps]
 
 
 def lengths(*generated: int) -> Lengths:

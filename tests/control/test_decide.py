@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.control.decide import SETTLED, Planner
-from libra_hpc.control.repartition_choice import Repartition
-from libra_hpc.control.stage_times import MAX_STEPS, Measured
+from libra_hpc.control.repartition_choice import RepartitionAdvisor
+from libra_hpc.control.stage_times import MAX_STEPS, Estimate
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 from tests.control.plant import SETTINGS, Plant, Shape, ideal
 
@@ -63,7 +63,7 @@ def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_move_that_hurts_is_undone_once_and_not_repeated(seed: int) -> None:
+def test_a_move_that_slows_batches_is_undone_once_and_not_repeated(seed: int) -> None:
     """Ranks share cores: two replicas take longer than one."""
     plant = Plant(lambda n, m, mean: ((1.0 if n == 1 else 1.5) * mean / 50.0, 0.3 * mean / 50.0 / m), seed=seed)
     planner = Planner(SETTINGS)
@@ -151,7 +151,7 @@ def test_a_settled_loop_moves_only_when_new_steps_ask_for_it_again() -> None:
     assert plant.moves == ["to_train"]
 
 
-def test_an_unsettled_loop_moves_at_the_first_look() -> None:
+def test_an_unsettled_loop_moves_at_the_first_evaluation() -> None:
     plant = Plant(ideal(2.5, 1.6), noise=0.05)
     plant.run(SETTLED, Planner(SETTINGS))
     assert plant.moves == ["to_train"]
@@ -219,23 +219,21 @@ def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
         assert decision.reason.startswith(f"{decision.action}: ")
 
 
-class Asked(Repartition):
-    """A second tier that answers whenever it is asked, and remembers since when the work it was asked about is
-    there."""
+class Asked(RepartitionAdvisor):
+    """An advisor that always answers, and records the start of the workload it advises on."""
 
     def __init__(self) -> None:
         self.since: list[float] = []
 
     def advise(
-        self, snapshot: PlanSnapshot, measured: Measured, since: float, horizon: float, settings: PlannerSection
+        self, snapshot: PlanSnapshot, estimate: Estimate, since: float, horizon: float, settings: PlannerSection
     ) -> PlanDecision:
         self.since.append(since)
         return PlanDecision("repartition", -1, "repartition: asked", {})
 
 
 def _stuck(planner: Planner) -> Plant:
-    """A run without hybrid nodes that was repartitioned before, 50 batches after its trajectories became three times
-    as long."""
+    """A run without hybrid nodes after a repartition, 50 batches after its trajectories became three times as long."""
     planner.repartition_after = max(0.0, planner.repartition_after)
     plant = Plant(ideal(1.0, 0.5), hybrids=0)
     plant.run(100, planner)
@@ -247,7 +245,7 @@ def _stuck(planner: Planner) -> Plant:
     return plant
 
 
-def test_another_core_is_looked_for_where_no_node_can_move_once_a_drift_has_lasted() -> None:
+def test_another_layout_is_searched_where_no_node_can_move_once_a_drift_has_lasted() -> None:
     second = Asked()
     plant = _stuck(Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))
     first = next(i for i, d in enumerate(plant.decisions) if d.action == "repartition")
@@ -258,7 +256,7 @@ def test_another_core_is_looked_for_where_no_node_can_move_once_a_drift_has_last
     assert min(second.since) > 0.0
 
 
-def test_a_core_that_was_repartitioned_before_anything_was_measured_is_looked_at_without_a_drift() -> None:
+def test_a_layout_from_before_any_measurement_is_searched_again_without_a_drift() -> None:
     second = Asked()
     plant = Plant(ideal(1.0, 0.5), hybrids=0)
     plant.run(100, Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))
@@ -266,7 +264,7 @@ def test_a_core_that_was_repartitioned_before_anything_was_measured_is_looked_at
     assert set(second.since) == {float("-inf")}, "all that was seen is of this workload"
 
 
-def test_another_core_is_not_looked_for_before_its_time() -> None:
+def test_no_layout_is_searched_before_repartition_after() -> None:
     second = Asked()
     planner = Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second)
     planner.repartition_after = 1e9

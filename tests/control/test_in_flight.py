@@ -1,4 +1,4 @@
-"""Work under way: prompts tell early, nothing short is counted first, and a steady stream raises no alarm."""
+"""In-flight work: prompts show changes early, short trajectories do not bias it, and a steady stream has no drift."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.control.in_flight import LIKE, InFlight
+from libra_hpc.control.in_flight import SIMILAR, InFlightEstimator
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, TrajectoryFact
 
 GROUP, PROMPTS, ETA = 4, 8, 1
@@ -18,7 +18,19 @@ LONG, SHORT = (100, 4000), (12_000, 200)
 
 
 def _snapshot(done: list[TrajectoryFact], groups: list[GroupFact]) -> PlanSnapshot:
-    return PlanSnapshot((), (), (), tuple(done), (), QueueFact(0, 0, 0.0, 0.0), PROMPTS, GROUP, ETA, 100, tuple(groups))
+    return PlanSnapshot(
+        nodes=(),
+        steps=(),
+        windows=(),
+        trajectories=tuple(done),
+        switches=(),
+        queue=QueueFact(0, 0, 0.0, 0.0),
+        prompts_per_step=PROMPTS,
+        group_size=GROUP,
+        eta=ETA,
+        steps_left=100,
+        groups=tuple(groups),
+    )
 
 
 def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start: int = 0) -> list[TrajectoryFact]:
@@ -29,17 +41,26 @@ def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start
         for _ in range(GROUP):
             generated = round(mean * rng.uniform(0.5, 1.5))
             found.append(
-                TrajectoryFact(first + len(found), 0.0, generated, prompt + generated, 1, 0.0, start + place, prompt)
+                TrajectoryFact(
+                    index=first + len(found),
+                    at=0.0,
+                    generated=generated,
+                    context=prompt + generated,
+                    turns=1,
+                    tool_s=0.0,
+                    group=start + place,
+                    prompt=prompt,
+                )
             )
     return found
 
 
-def test_a_prompt_says_how_long_such_ones_became() -> None:
-    under_way = InFlight(GROUP, PROMPTS)
+def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 32)
-    waiting = [GroupFact(64 + i, LONG[0], GROUP, 0, 0) for i in range(16)]
-    assert under_way.observe(_snapshot(done, waiting)) is None
-    work = under_way.work(_snapshot(done, waiting))
+    waiting = [GroupFact(index=64 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    assert in_flight.observe(_snapshot(done, waiting)) is None
+    work = in_flight.work(_snapshot(done, waiting))
     assert work is not None
     assert len(work.done) == 16 * GROUP
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.1)
@@ -48,75 +69,90 @@ def test_a_prompt_says_how_long_such_ones_became() -> None:
 
 
 def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
-    """Of every group the shortest is done; the others count as what is longer than they are."""
-    under_way = InFlight(GROUP, PROMPTS)
+    """Of every group the shortest is done; the others count as trajectories longer than they are."""
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     past = _finished([LONG] * 32)
     now = _finished([LONG] * 16, seed=1, first=len(past), start=32)
     early = [min((t for t in now if t.group == g), key=lambda t: t.generated) for g in range(32, 48)]
-    running = [GroupFact(t.group, LONG[0], 0, GROUP - 1, (GROUP - 1) * t.generated) for t in early]
+    running = [
+        GroupFact(index=t.group, prompt=LONG[0], waiting=0, running=GROUP - 1, generated=(GROUP - 1) * t.generated)
+        for t in early
+    ]
     snapshot = _snapshot(past + early, running)
-    under_way.observe(snapshot)
-    work = under_way.work(snapshot)
+    in_flight.observe(snapshot)
+    work = in_flight.work(snapshot)
     assert work is not None
     truth = fmean(t.generated for t in now)
     assert fmean(t.generated for t in early) < 0.85 * truth
     assert fmean(t.generated for t in work.done) == pytest.approx(truth, rel=0.1)
 
 
-def test_unknown_prompts_are_an_alarm_at_admission_and_count_by_their_age() -> None:
-    under_way = InFlight(GROUP, PROMPTS)
+def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([SHORT] * 96)
-    assert under_way.observe(_snapshot(done, [])) is None
-    new = [GroupFact(96 + i, LONG[0], GROUP, 0, 0) for i in range(16)]
-    drift = under_way.observe(_snapshot(done, new))
+    assert in_flight.observe(_snapshot(done, [])) is None
+    new = [GroupFact(index=96 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    drift = in_flight.observe(_snapshot(done, new))
     assert drift is not None
     assert (drift.before, drift.after) == (SHORT[0], LONG[0])
-    assert under_way.work(_snapshot(done, new)) is None, "neither known nor begun"
-    begun = [GroupFact(g.index, g.prompt, 0, GROUP, GROUP * 1500) if g.index < 100 else g for g in new]
-    work = under_way.work(_snapshot(done, begun))
+    assert in_flight.work(_snapshot(done, new)) is None, "neither known nor begun"
+    begun = [
+        GroupFact(index=g.index, prompt=g.prompt, waiting=0, running=GROUP, generated=GROUP * 1500)
+        if g.index < 100
+        else g
+        for g in new
+    ]
+    work = in_flight.work(_snapshot(done, begun))
     assert work is not None
     assert {t.generated for t in work.done} == {3000}
     assert len(work.done) == 16 * GROUP
 
 
-def test_a_kind_seen_long_ago_is_still_known() -> None:
-    under_way = InFlight(GROUP, PROMPTS)
-    under_way.observe(_snapshot(_finished([LONG] * 32), []))
-    under_way.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
-    back = [GroupFact(288 + i, LONG[0], GROUP, 0, 0) for i in range(16)]
-    work = under_way.work(_snapshot([], back))
+def test_a_kind_of_prompt_from_long_ago_is_still_estimated() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    in_flight.observe(_snapshot(_finished([LONG] * 32), []))
+    in_flight.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
+    back = [GroupFact(index=288 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    work = in_flight.work(_snapshot([], back))
     assert work is not None
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.15)
 
 
-def test_a_kind_is_what_its_newest_became() -> None:
-    under_way = InFlight(GROUP, PROMPTS)
+def test_the_newest_trajectories_of_a_kind_count() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     longer = (SHORT[0], 3 * SHORT[1])
-    under_way.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (LIKE // GROUP)), []))
-    work = under_way.work(_snapshot([], [GroupFact(999, SHORT[0], GROUP, 0, 0)]))
+    in_flight.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (SIMILAR // GROUP)), []))
+    work = in_flight.work(_snapshot([], [GroupFact(index=999, prompt=SHORT[0], waiting=GROUP, running=0, generated=0)]))
     assert work is not None
     assert fmean(t.generated for t in work.done) == pytest.approx(longer[1], rel=0.15)
 
 
-def test_without_group_facts_nothing_is_said() -> None:
-    under_way = InFlight(GROUP, PROMPTS)
-    plain = [TrajectoryFact(i, 0.0, 50, 150, 1) for i in range(256)]
-    assert under_way.observe(_snapshot(plain, [])) is None
-    assert under_way.work(_snapshot(plain, [])) is None
+def test_without_group_facts_there_is_no_estimate() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    plain = [TrajectoryFact(index=i, at=0.0, generated=50, context=150, turns=1) for i in range(256)]
+    assert in_flight.observe(_snapshot(plain, [])) is None
+    assert in_flight.work(_snapshot(plain, [])) is None
 
 
-def test_alarms_without_a_change_of_prompts_are_rare() -> None:
-    """Some 800 blocks of groups at a rate of at most 0.001: five alarms have probability 0.001."""
+def test_false_positives_without_a_change_of_prompts_are_rare() -> None:
+    """Some 800 blocks of groups at a rate of at most 0.001: five detections have probability 0.001."""
     rng = random.Random(2)
-    alarms = 0
+    detections = 0
     for _ in range(40):
-        under_way = InFlight(GROUP, PROMPTS)
+        in_flight = InFlightEstimator(GROUP, PROMPTS)
         for block in range(24):
             groups = [
-                GroupFact(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, GROUP, 0, 0) for i in range(16)
+                GroupFact(
+                    index=16 * block + i,
+                    prompt=round(rng.lognormvariate(7.0, 1.0)) + 1,
+                    waiting=GROUP,
+                    running=0,
+                    generated=0,
+                )
+                for i in range(16)
             ]
-            alarms += under_way.observe(_snapshot([], groups)) is not None
-    assert alarms < 5
+            detections += in_flight.observe(_snapshot([], groups)) is not None
+    assert detections < 5
 
 
 @given(
@@ -128,14 +164,14 @@ def test_alarms_without_a_change_of_prompts_are_rare() -> None:
     )
 )
 def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: list[tuple[int, int, int, int]]) -> None:
-    under_way = InFlight(GROUP, PROMPTS)
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 4)
     groups = [
-        GroupFact(8 + i, prompt, waiting, running, generated if running else 0)
+        GroupFact(index=8 + i, prompt=prompt, waiting=waiting, running=running, generated=generated if running else 0)
         for i, (prompt, waiting, running, generated) in enumerate(rows)
     ]
-    under_way.observe(_snapshot(done, groups))
-    work = under_way.work(_snapshot(done, groups))
+    in_flight.observe(_snapshot(done, groups))
+    work = in_flight.work(_snapshot(done, groups))
     if work is None:
         return
     assert len(work.done) <= len(done) + sum(g.waiting + g.running for g in groups)

@@ -1,4 +1,4 @@
-"""Larger pools: several nodes at once, the brake on moves, noise, and what a decision carries."""
+"""Larger pools: several nodes at once, the limit on moves, noise, and the contents of a decision."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_workload_that_swings_for_ever_cannot_buy_more_moves_than_the_bound(li
     )
 
 
-def test_a_decision_carries_inputs_five_candidates_and_why_it_was_looked_at() -> None:
+def test_a_decision_has_inputs_five_candidates_and_triggers() -> None:
     pool = Pool(ideal(24.0, 8.0), hybrids=10)
     planner = Planner(SETTINGS)
     pool.run(200, planner)
@@ -108,8 +108,8 @@ def test_a_decision_carries_inputs_five_candidates_and_why_it_was_looked_at() ->
 
 
 def test_growing_work_is_acted_on_with_its_forecast() -> None:
-    """Rollout grows by 1 % a batch; the trend shows in the decision's inputs and what it takes is more than the
-    present alone would."""
+    """Rollout grows by 1 % a batch: the trend is an input of the decision, which takes more nodes than the present
+    needs."""
     grows: Shape = lambda n, m, mean: (4.0 / n, 4.0 * mean / 50.0 / m)  # noqa: E731
     pool = Pool(grows, hybrids=10, start="train", noise=0.02, prompts=32)
     pool.nodes = [
@@ -120,7 +120,7 @@ def test_growing_work_is_acted_on_with_its_forecast() -> None:
     for _ in range(120):
         pool.length *= 1.01
         pool.run(1, planner, interval=0.0)
-    # `run` tells the planner that one batch is left: only the snapshot with many left may move.
+    # `run` ends after one batch: only the snapshot with many steps left may move.
     assert pool.ordered == []
     for _ in range(60):
         pool.length *= 1.01

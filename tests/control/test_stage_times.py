@@ -1,4 +1,4 @@
-"""The cost model recovers hidden speeds, and the drift test keeps its false-alarm rate."""
+"""Measured stage times recover hidden speeds, and change detection has its stated false-positive rate."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ from libra_hpc.control.change_detection import (
     critical_distance,
     ks_distance,
 )
-from libra_hpc.control.stage_times import Correction, Measured, Split, Times, correct, measure, predict, with_work
+from libra_hpc.control.stage_times import (
+    Correction,
+    Estimate,
+    Split,
+    Times,
+    learned_correction,
+    measure,
+    predict,
+    times_with_work_of,
+)
 from libra_hpc.protocol.plan import RolloutWindowFact
 from tests.control.plant import Plant, ideal
 
 
-def _measured(plant: Plant) -> Measured:
+def _measured(plant: Plant) -> Estimate:
     for _ in range(60):
         plant.batch()
     result = measure(plant.snapshot(100), Split(1, 2), since=0.0)
-    assert isinstance(result, Measured)
+    assert isinstance(result, Estimate)
     return result
 
 
@@ -56,10 +65,18 @@ def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
         plant.batch()
     # Small batches while idling: a tenth of the true rate per busy second.
     plant.windows = [
-        RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens // 10, 0, w.busy) for w in plant.windows
+        RolloutWindowFact(
+            at=w.at,
+            seconds=w.seconds,
+            nodes=w.nodes,
+            generated_tokens=w.generated_tokens // 10,
+            prefilled_tokens=0,
+            busy=w.busy,
+        )
+        for w in plant.windows
     ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.times.rollout == pytest.approx(1.0, rel=0.1)
 
 
@@ -68,32 +85,48 @@ def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
     for _ in range(8):
         plant.batch()
     plant.windows = [
-        RolloutWindowFact(w.at, w.seconds, w.nodes, w.generated_tokens, 0, w.busy, decode_s=0.02) for w in plant.windows
+        RolloutWindowFact(
+            at=w.at,
+            seconds=w.seconds,
+            nodes=w.nodes,
+            generated_tokens=w.generated_tokens,
+            prefilled_tokens=0,
+            busy=w.busy,
+            decode_s=0.02,
+        )
+        for w in plant.windows
     ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
     assert measured.straggler == pytest.approx(longest * 0.02 / 2)
     assert predict(measured, Split(1, 50), Correction()).rollout == pytest.approx(measured.straggler)
 
 
 def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() -> None:
-    """Engines that decode a few stragglers most of the time look twice as fast by their tokens; the commits say what
-    a batch really takes."""
+    """Engines that decode a few stragglers seem twice as fast by their tokens; commits show what a batch takes."""
     plant = Plant(ideal(0.2, 2.0), noise=0.05)
     for _ in range(20):
         plant.batch()
     plant.windows = [
-        RolloutWindowFact(w.at, w.seconds, w.nodes, 2 * w.generated_tokens, 0, w.busy) for w in plant.windows
+        RolloutWindowFact(
+            at=w.at,
+            seconds=w.seconds,
+            nodes=w.nodes,
+            generated_tokens=2 * w.generated_tokens,
+            prefilled_tokens=0,
+            busy=w.busy,
+        )
+        for w in plant.windows
     ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.starved
     assert measured.times.rollout == pytest.approx(sum(plant.batch_times[-7:]) / 7)
     idle = measure(
         replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0
     )
-    assert isinstance(idle, Measured)
+    assert isinstance(idle, Estimate)
     assert not idle.starved
     assert idle.times.rollout < 0.8 * measured.times.rollout
 
@@ -106,7 +139,7 @@ def test_only_the_newest_steps_count() -> None:
     for _ in range(9):
         plant.batch()
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert (measured.times.train, measured.times.rollout) == pytest.approx((2.0, 4.0), rel=0.25)
 
 
@@ -116,23 +149,69 @@ def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None
         plant.batch()
     # One window a second: two of them fall into the time of the newest eight steps.
     merged = plant.windows[3::4]
-    plant.windows = [RolloutWindowFact(w.at, 1.0, w.nodes, 4 * w.generated_tokens, 0, w.busy / 4) for w in merged]
+    plant.windows = [
+        RolloutWindowFact(
+            at=w.at,
+            seconds=1.0,
+            nodes=w.nodes,
+            generated_tokens=4 * w.generated_tokens,
+            prefilled_tokens=0,
+            busy=w.busy / 4,
+        )
+        for w in merged
+    ]
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, Estimate)
     assert measured.times.train == pytest.approx(0.25, rel=0.1)
 
 
 def test_standing_still_is_judged_at_the_work_of_now() -> None:
-    before = Measured(Split(1, 2), Times(1.2, 3.0, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
-    after = Measured(Split(1, 2), Times(9.0, 9.0, 1), 0.0, 0.0, 0.0, 0.0, 1500.0, 800.0)
-    assert with_work(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
+    before = Estimate(
+        split=Split(1, 2),
+        times=Times(1.2, 3.0, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.2,
+        straggler=0.0,
+        train_tokens=1000.0,
+        rollout_tokens=400.0,
+    )
+    after = Estimate(
+        split=Split(1, 2),
+        times=Times(9.0, 9.0, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.0,
+        straggler=0.0,
+        train_tokens=1500.0,
+        rollout_tokens=800.0,
+    )
+    assert times_with_work_of(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:
-    before = Measured(Split(1, 2), Times(1.0, 0.3, 1), 0.0, 0.0, 0.2, 0.0, 1000.0, 400.0)
-    after = Measured(Split(2, 1), Times(1.4, 0.9, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
-    assert predict(before, after.split, correct(before, after)) == pytest.approx(after.times)
-    assert predict(after, before.split, correct(after, before)) == pytest.approx(before.times)
+    before = Estimate(
+        split=Split(1, 2),
+        times=Times(1.0, 0.3, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.2,
+        straggler=0.0,
+        train_tokens=1000.0,
+        rollout_tokens=400.0,
+    )
+    after = Estimate(
+        split=Split(2, 1),
+        times=Times(1.4, 0.9, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.0,
+        straggler=0.0,
+        train_tokens=1000.0,
+        rollout_tokens=400.0,
+    )
+    assert predict(before, after.split, learned_correction(before, after)) == pytest.approx(after.times)
+    assert predict(after, before.split, learned_correction(after, before)) == pytest.approx(before.times)
 
 
 def test_too_little_evidence_is_named() -> None:
@@ -160,15 +239,15 @@ def _lengths(rng: random.Random, groups: int, group: int, scale: float) -> list[
     return out
 
 
-def test_alarms_without_drift_are_rare_although_siblings_are_alike() -> None:
-    """400 blocks at a rate of at most 0.001: two alarms have probability 0.06, five 1e-4."""
+def test_false_positives_are_rare_although_siblings_are_alike() -> None:
+    """400 blocks at a rate of at most 0.001: two detections have probability 0.06, five 1e-4."""
     rng = random.Random(1)
-    alarms = 0
+    detections = 0
     for _ in range(40):
         detector = DriftDetector(8)
         detector.update(_lengths(rng, REFERENCE_GROUPS, 8, 50.0))
-        alarms += sum(detector.update(_lengths(rng, BLOCK_GROUPS, 8, 50.0)) is not None for _ in range(10))
-    assert alarms < 5
+        detections += sum(detector.update(_lengths(rng, BLOCK_GROUPS, 8, 50.0)) is not None for _ in range(10))
+    assert detections < 5
 
 
 def test_a_threefold_length_is_noticed_in_two_blocks_and_only_once() -> None:

@@ -1,4 +1,4 @@
-"""Trends: found when there, silent in noise; drift in other quantities than lengths; scaling lessons."""
+"""Trends are found when present and absent in noise; drift of other quantities than lengths; learned scaling."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from libra_hpc.control.change_detection import UNKNOWN, DriftDetector, critical_distance
-from libra_hpc.control.node_scaling import Scaling
-from libra_hpc.control.stage_times import Measured, Split, Times, ahead, predict
+from libra_hpc.control.change_detection import NOT_MEASURED, DriftDetector, critical_distance
+from libra_hpc.control.node_scaling import NodeScaling
+from libra_hpc.control.stage_times import Estimate, Split, Times, extrapolate, predict
 from libra_hpc.control.trend import MOST, Trend, trend
 
 
@@ -45,8 +45,19 @@ def test_a_forecast_is_damped_and_bounded() -> None:
 
 
 def test_ahead_moves_what_work_moves_and_not_the_fixed_part() -> None:
-    now = Measured(Split(4, 4), Times(10.0, 8.0, 1), 0.0, 0.0, 2.0, 4.0, 1.0, 1.0, Trend(1e-4, 2000.0), Trend())
-    later = ahead(now, 1e9)
+    now = Estimate(
+        split=Split(4, 4),
+        times=Times(10.0, 8.0, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=2.0,
+        straggler=4.0,
+        train_tokens=1.0,
+        rollout_tokens=1.0,
+        train_trend=Trend(1e-4, 2000.0),
+        rollout_trend=Trend(),
+    )
+    later = extrapolate(now, 1e9)
     assert later.times.train == pytest.approx(2.0 + 8.0 * math.exp(0.1))
     assert later.times.rollout == 8.0
 
@@ -58,7 +69,7 @@ def _rows(rng: random.Random, groups: int, tool_s: float) -> list[tuple[float, f
     ]
 
 
-def test_slower_tools_alone_raise_an_alarm_that_names_them() -> None:
+def test_slower_tools_alone_are_detected_and_named() -> None:
     rng = random.Random(4)
     detector = DriftDetector(8, prompts=16)
     assert detector.update(_rows(rng, 128, 1.0)) is None
@@ -71,12 +82,12 @@ def test_slower_tools_alone_raise_an_alarm_that_names_them() -> None:
 def test_a_quantity_that_is_not_measured_is_left_out() -> None:
     rng = random.Random(5)
     detector = DriftDetector(8)
-    blind = [(row[0], UNKNOWN) for row in _rows(rng, 400, 1.0)]
+    blind = [(row[0], NOT_MEASURED) for row in _rows(rng, 400, 1.0)]
     assert detector.update(blind) is None
 
 
 def test_short_ones_first_in_every_batch_is_no_drift() -> None:
-    """A batch of 64 groups finishes in order of length; blocks of 32 groups would see short and long halves."""
+    """A batch of 64 groups finishes in order of length; blocks of 32 groups would have short and long halves."""
     rng = random.Random(6)
     detector = DriftDetector(8, prompts=64)
     for _ in range(30):
@@ -84,18 +95,18 @@ def test_short_ones_first_in_every_batch_is_no_drift() -> None:
         assert detector.update(batch) is None
 
 
-def test_alarms_on_four_quantities_keep_the_stated_rate() -> None:
-    """Some 2,000 blocks at 0.001 or less: seven alarms have probability 0.005 even at that rate."""
+def test_false_positives_on_four_quantities_stay_at_the_stated_rate() -> None:
+    """Some 2,000 blocks at 0.001 or less: seven detections have probability 0.005 at that rate."""
     rng = random.Random(7)
-    alarms = 0
+    detections = 0
     for _ in range(100):
         detector = DriftDetector(2)
         rows = [
             (a, 2.0 * a, 3.0, b)
             for a, b in ((rng.lognormvariate(5.0, 1.0), rng.random()) for _ in range(2 * (64 + 20 * 32)))
         ]
-        alarms += sum(detector.update(rows[i : i + 64]) is not None for i in range(0, len(rows), 64))
-    assert alarms < 7
+        detections += sum(detector.update(rows[i : i + 64]) is not None for i in range(0, len(rows), 64))
+    assert detections < 7
 
 
 def test_a_small_change_is_found_by_the_long_block() -> None:
@@ -110,14 +121,23 @@ def test_a_small_change_is_found_by_the_long_block() -> None:
 
 
 def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
-    def measured(split: Split, train: float) -> Measured:
-        return Measured(split, Times(train, 1.0 / split.rollout, 1), 0.0, 0.0, 0.0, 0.0, 1000.0, 400.0)
+    def measured(split: Split, train: float) -> Estimate:
+        return Estimate(
+            split=split,
+            times=Times(train, 1.0 / split.rollout, 1),
+            train_error=0.0,
+            rollout_error=0.0,
+            fixed=0.0,
+            straggler=0.0,
+            train_tokens=1000.0,
+            rollout_tokens=400.0,
+        )
 
-    scaling = Scaling()
+    scaling = NodeScaling()
     before, after = measured(Split(4, 8), 10.0), measured(Split(8, 4), 7.0)  # ideal: 5.0
     scaling.learn(before, after)
     assert predict(before, after.split, scaling.correction(before.split, after.split)).train == pytest.approx(7.0)
     unseen = predict(before, Split(6, 6), scaling.correction(before.split, Split(6, 6)))
     assert 10.0 * 4 / 6 < unseen.train < 10.0
-    scaling.forget_pairs()
+    scaling.clear_pairs()
     assert scaling.correction(before.split, after.split).train == pytest.approx(1.4, abs=0.06)

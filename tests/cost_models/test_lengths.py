@@ -1,4 +1,4 @@
-"""The sketch keeps totals, isolates the longest trajectory, and its size does not follow the number of trajectories."""
+"""The sketch preserves totals, isolates the longest trajectory, and does not grow with their number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.cost_models.lengths import Observed, lognormal, observe, sketch
+from libra_hpc.cost_models.lengths import TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from tests.control.plant_costs import one_turn
@@ -35,7 +35,7 @@ def test_the_longest_of_a_batch_has_its_own_bin() -> None:
 
 
 def test_ratios_of_a_trace() -> None:
-    turns = (TurnRecord(0, 30, "run", "ok", 2.0), TurnRecord(50, 10))
+    turns = (TurnRecord(new_tokens=0, gen_tokens=30, tool="run", outcome="ok", tool_s=2.0), TurnRecord(50, 10))
     made = sketch(
         observe([TrajectoryRecord("p", 0, 100, turns), TrajectoryRecord("q", 0, 100, (TurnRecord(0, 40),))]), 2
     )
@@ -58,9 +58,15 @@ def test_a_stated_distribution_has_its_mean_and_tail() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [Observed(0, 10, 5), Observed(5, 8, 5), Observed(5, 20, 5, 0), Observed(5, 20, 5, 1, -1.0)]
+    "bad",
+    [
+        TrajectoryLengths(0, 10, 5),
+        TrajectoryLengths(5, 8, 5),
+        TrajectoryLengths(5, 20, 5, 0),
+        TrajectoryLengths(generated=5, context=20, prompt=5, turns=1, tool_s=-1.0),
+    ],
 )
-def test_impossible_counts(bad: Observed) -> None:
+def test_impossible_counts(bad: TrajectoryLengths) -> None:
     with pytest.raises(UserError, match="contradict"):
         sketch([bad], 8)
 

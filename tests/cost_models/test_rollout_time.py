@@ -1,5 +1,4 @@
-"""Rollout: the published table of best TP, exact integrals of made-up devices, the straggler bound, tools, and a KV
-cache that is too small."""
+"""Rollout: published best TP, exact integrals of made-up devices, the straggler bound, tools, and short KV."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.cost_models.factors import Factors
-from libra_hpc.cost_models.lengths import Observed, sketch
+from libra_hpc.cost_models.lengths import TrajectoryLengths, sketch
 from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.hardware.lookup import lookup
@@ -35,17 +34,16 @@ TABLE = {
     ("h200", "qwen3-32b", 128, 1024): (6061, 10293, 14018, 16127),
     ("h200", "qwen3-32b", 512, 32768): (1492, 2628, 3048, 3205),
 }
-"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, as NVIDIA's operator tables
-compose; 0: out of memory.  Sequences that do not fit are not decoded."""
+"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, composed from NVIDIA's operator
+tables; 0: out of memory."""
 DATA_SHEET = {"a100": 80e9, "h200": 141e9}
-"""Bytes of memory the table counts with.  All 24 of its figures that KV limits follow to the last sequence from 0.9
-of these, less 3 GB and the weights, and from no larger memory; the driver reports 5 and 9 GB more, which at 32B and
-TP1 on A100 is more than the whole cache."""
+"""Bytes of memory in that table. All 24 figures that KV limits follow from 0.9 of these, less 3 GB and the weights. The
+driver reports 5 and 9 GB more."""
 
 
 def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
     """Tokens per second of 8 GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
-    batch = BatchWork(8192, sketch([Observed(2, context + 2, context)], 8192), 0)
+    batch = BatchWork(8192, sketch([TrajectoryLengths(2, context + 2, context)], 8192), 0)
     gpu = bare(device_name, memory_bytes=DATA_SHEET[device_name])
     replica = ReplicaCost(lookup(gpu, model, tp), batch, RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0))
     return live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0
@@ -59,7 +57,8 @@ def test_the_table_of_operator_measurements(case: tuple[str, str, int, int]) -> 
 
 def test_best_tp_falls_with_live_sequences() -> None:
     best = [
-        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live, 1024, tp)) for live in (8, 32, 512, 1024, 4096)
+        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live=live, context=1024, tp=tp))
+        for live in (8, 32, 512, 1024, 4096)
     ]
     assert best[0] == 8
     assert best[-1] == 1
@@ -70,7 +69,7 @@ def test_best_tp_falls_with_live_sequences() -> None:
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-14b", "qwen3-30b-a3b"])
 def test_decode_is_at_most_tp_times_as_fast(device: str, model: str) -> None:
     """Per replica, at batches whose KV fits on one device."""
-    batch = BatchWork(64, sketch([Observed(2, 514, 512)], 64), 0)
+    batch = BatchWork(64, sketch([TrajectoryLengths(2, 514, 512)], 64), 0)
     one = ReplicaCost(lookup(device, model, 1), batch)
     for tp in TPS[1:]:
         many = ReplicaCost(lookup(device, model, tp), batch)
@@ -106,7 +105,12 @@ def test_never_below_the_straggler_and_never_slower_with_more_replicas(
 
 def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     """100 tokens and 100 s of tools: alone they add up; many trajectories fill the gaps."""
-    quiet, busy = (BatchWork(64, sketch([Observed(100, 110, 10, 1, tool)] * 64, 64), 0) for tool in (0.0, 100.0))
+    quiet, busy = (
+        BatchWork(
+            64, sketch([TrajectoryLengths(generated=100, context=110, prompt=10, turns=1, tool_s=tool)] * 64, 64), 0
+        )
+        for tool in (0.0, 100.0)
+    )
     steps = FakeSteps(1, fixed=1.0, each=0.1)
     without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
     last = len(quiet.lengths.bins) - 1
@@ -117,7 +121,7 @@ def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
 
 def test_prompts_are_computed_once_and_tool_results_between_steps() -> None:
     steps = FakeSteps(1, fixed=1e-9, new=1e-3)
-    batch = BatchWork(4, sketch([Observed(100, 100 + 1000 + 300, 1000, 3)] * 4, 4), 0)
+    batch = BatchWork(4, sketch([TrajectoryLengths(100, 100 + 1000 + 300, 1000, 3)] * 4, 4), 0)
     replica = ReplicaCost(steps, batch, RolloutOptions(prefix_hits=1.0))
     assert replica.time(0, len(batch.lengths.bins) - 1, 1) == pytest.approx(4 * (1000 + 300) * 1e-3, rel=0.02)
 
@@ -138,8 +142,8 @@ def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
     )
     last = len(batch.lengths.bins) - 1
     assert short.time(0, last, 4) > 2 * ample.time(0, last, 4)
-    kept = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
-    assert short.time(0, last, 4) > kept.time(0, last, 4)
+    refilled_free = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
+    assert short.time(0, last, 4) > refilled_free.time(0, last, 4)
 
 
 @pytest.mark.parametrize("capacity", range(900, 1100, 7))
@@ -149,7 +153,7 @@ def test_one_sequence_that_fills_the_cache_loses_nothing_to_others(capacity: int
     assert 0.0 < replica.position_s(1.0, float(capacity)) < math.inf
 
 
-def test_a_context_beyond_the_kv_cache_is_impossible_and_said_so() -> None:
+def test_a_context_beyond_the_kv_cache_is_impossible_with_a_reason() -> None:
     batch = batch_of(100, 5000)
     replica = ReplicaCost(FakeSteps(1, 1000), batch)
     assert replica.time(0, 1, 9) == math.inf
@@ -183,7 +187,9 @@ def test_fewest_replicas_whatever_was_asked_before(
 
 
 def test_each_factor_scales_its_own_term() -> None:
-    batch = BatchWork(4, sketch([Observed(100, 1110, 1000, 1, 50.0)] * 4, 4), 0)
+    batch = BatchWork(
+        4, sketch([TrajectoryLengths(generated=100, context=1110, prompt=1000, turns=1, tool_s=50.0)] * 4, 4), 0
+    )
     last = len(batch.lengths.bins) - 1
 
     def seconds(steps: FakeSteps, factors: Factors = Factors()) -> float:  # noqa: B008
@@ -199,7 +205,7 @@ def test_each_factor_scales_its_own_term() -> None:
 
 
 def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_trajectories() -> None:
-    batch = BatchWork(64, sketch([Observed(2, 8002, 8000)], 64), 0)
+    batch = BatchWork(64, sketch([TrajectoryLengths(2, 8002, 8000)], 64), 0)
     device_steps = lookup("a800", "qwen3-14b", 4)
 
     def prompts(group: int, replicas: int) -> float:
@@ -217,7 +223,7 @@ def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_
 
 
 def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
-    batch = BatchWork(64, sketch([Observed(200, 8200, 8000)], 64), 1)
+    batch = BatchWork(64, sketch([TrajectoryLengths(200, 8200, 8000)], 64), 1)
     steps = lookup("a800", "qwen3-14b", 4)
     plain, updated = (
         ReplicaCost(steps, batch, RolloutOptions(max_num_seqs=8, updates=n)).time(0, 0, 2) for n in (0, 1)
@@ -226,7 +232,7 @@ def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
 
 
 def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_ones() -> None:
-    lengths = sketch([Observed(100, 12_100, 12_000), Observed(9900, 10_000, 100)], 2)
+    lengths = sketch([TrajectoryLengths(100, 12_100, 12_000), TrajectoryLengths(9900, 10_000, 100)], 2)
     assert lengths.prompt == pytest.approx(6050)
     assert lengths.prompt_beside == pytest.approx(0.01 * 12_000 + 0.99 * 100)
     assert lengths.context_at(1000) == pytest.approx(1000 + lengths.prompt_beside)

@@ -1,5 +1,4 @@
-"""KV that is too small: how much there is, and what waiting, preemption and lost prefixes cost, as the simulator
-plays them."""
+"""KV that is too small: its capacity, and the cost of waiting, preemption and lost prefixes, against the simulator."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ CAPACITY = {
     ("a100", "qwen3-32b"): (29_218, 306_802, 863_522, 1_976_994),
     ("h200", "qwen3-32b"): (254_088, 756_542, 1_763_003, 3_775_957),
 }
-"""Tokens of KV cache at TP 1, 2, 4, 8, by the memory model of aiconfigurator-core 0.12.0 (vLLM, 0.9 of the memory,
-2,048 tokens a step)."""
+"""Tokens of KV cache at TP 1, 2, 4, 8, by aiconfigurator-core 0.12.0 (vLLM, 0.9 of the memory, 2,048 tokens a step)."""
 SEQS = 256
 
 
@@ -46,7 +44,10 @@ def rollout(
         tokens = max(1.0, generated * math.exp(sigma * draw.gauss(0, 1) - sigma**2 / 2))
         rounds = max(1, round(turns * tokens / generated))
         each = max(1, int(tokens / rounds))
-        calls = tuple(TurnRecord(new if k else 0, each, "tool", "ok", tool_s) for k in range(rounds - 1))
+        calls = tuple(
+            TurnRecord(new_tokens=new if k else 0, gen_tokens=each, tool="tool", outcome="ok", tool_s=tool_s)
+            for k in range(rounds - 1)
+        )
         made.append(TrajectoryRecord(f"p{number}", 0, prompt, (*calls, TurnRecord(new if calls else 0, each))))
     return made
 

@@ -1,5 +1,4 @@
-"""Training: hand-computed memory and FLOPs, the bubble, communication that grows with its group, and MFU that cannot
-exceed 1."""
+"""Training: memory and FLOPs by hand, the bubble, communication that grows with its group, and MFU of at most 1."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.control.plant_costs import A800, QWEN, agentic, batch_of
 
 
 def cost(batch: BatchWork | None = None, factors: Factors = Factors()) -> TrainCost:  # noqa: B008
-    return TrainCost(QWEN, A800, 8, batch or agentic(), factors)
+    return TrainCost(shape=QWEN, device=A800, devices_per_node=8, batch=batch or agentic(), factors=factors)
 
 
 def layout(
@@ -32,15 +31,20 @@ def layout(
     recompute: bool = False,
     distributed: bool = False,
 ) -> TrainLayout:
-    return TrainLayout(tp, pp, cp, ep, dp, micro, recompute, distributed)
+    return TrainLayout(
+        tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro_tokens=micro, recompute=recompute, distributed=distributed
+    )
 
 
 def test_14b_memory_by_hand() -> None:
-    """Qwen3-14B, bf16, TP8, micro-batches of 8,192: 14.77e9 parameters of 2 + 4 + 12 bytes, an eighth each; 40
-    layers that keep 4 * 5120 elements of each token on every rank and an eighth of (5120 + 2 * 1024) + 1.25 * (2 *
-    5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872, at 2 bytes; logits of 8,192 x 151,936 / 8 at 10 bytes; 3 GB of
-    workspace."""
-    memory = train_memory(QWEN, layout(tp=8), A800, 4, 8192)
+    """Qwen3-14B, bf16, TP8, micro-batches of 8,192.
+
+    - 14.77e9 parameters of 2 + 4 + 12 bytes, an eighth each.
+    - 40 layers of 4 * 5120 elements per token on every rank, at 2 bytes.
+    - An eighth of (5120 + 2 * 1024) + 1.25 * (2 * 5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872 elements, at 2 bytes.
+    - Logits of 8,192 x 151,936 / 8 at 10 bytes; 3 GB of workspace.
+    """
+    memory = train_memory(QWEN, layout(tp=8), device=A800, micro_batches=4, pack_tokens=8192)
     assert memory.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
     assert memory.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
     assert memory.optimizer == pytest.approx(14.77e9 * 12 / 8, rel=0.01)
@@ -50,25 +54,28 @@ def test_14b_memory_by_hand() -> None:
 
 
 def test_14b_does_not_fit_on_one_device_and_the_sentence_says_why() -> None:
-    limit = memory_limit(train_memory(QWEN, layout(), A800, 1, 8192), A800)
+    limit = memory_limit(train_memory(QWEN, layout(), device=A800, micro_batches=1, pack_tokens=8192), A800)
     assert limit is not None
     assert limit.over > 266e9 - A800.memory_bytes
     assert limit.reason.endswith("of 80 GB, optimizer 177")
 
 
 def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_inputs() -> None:
-    flat, deep = train_memory(QWEN, layout(pp=1), A800, 8, 4096), train_memory(QWEN, layout(pp=4), A800, 8, 4096)
+    flat, deep = (
+        train_memory(QWEN, layout(pp=1), device=A800, micro_batches=8, pack_tokens=4096),
+        train_memory(QWEN, layout(pp=4), device=A800, micro_batches=8, pack_tokens=4096),
+    )
     assert deep.weights == pytest.approx(flat.weights / 4, rel=0.2)
-    first = train_memory(QWEN, layout(pp=4, recompute=True), A800, 8, 4096)
+    first = train_memory(QWEN, layout(pp=4, recompute=True), device=A800, micro_batches=8, pack_tokens=4096)
     assert first.activations < deep.activations / 10
-    few = train_memory(QWEN, layout(pp=4), A800, 2, 4096)
+    few = train_memory(QWEN, layout(pp=4), device=A800, micro_batches=2, pack_tokens=4096)
     assert few.activations < deep.activations
 
 
 def test_a_distributed_optimizer_divides_its_state_only() -> None:
     whole, shared = (
-        train_memory(QWEN, layout(tp=8, dp=4), A800, 1, 4096),
-        train_memory(QWEN, layout(tp=8, dp=4, distributed=True), A800, 1, 4096),
+        train_memory(QWEN, layout(tp=8, dp=4), device=A800, micro_batches=1, pack_tokens=4096),
+        train_memory(QWEN, layout(tp=8, dp=4, distributed=True), device=A800, micro_batches=1, pack_tokens=4096),
     )
     assert shared.optimizer == pytest.approx(whole.optimizer / 4)
     assert (shared.weights, shared.gradients) == (whole.weights, whole.gradients)
@@ -76,20 +83,21 @@ def test_a_distributed_optimizer_divides_its_state_only() -> None:
 
 def test_experts_are_divided_by_ep_and_the_rest_is_not() -> None:
     moe = model_shape("qwen3-30b-a3b")
-    one, eight = (train_memory(moe, layout(ep=ep, dp=8), A800, 1, 4096).weights for ep in (1, 8))
+    one, eight = (
+        train_memory(moe, layout(ep=ep, dp=8), device=A800, micro_batches=1, pack_tokens=4096).weights for ep in (1, 8)
+    )
     experts = moe.layers * moe.experts * moe.expert_params * 2
     assert one - eight == pytest.approx(experts * 7 / 8)
 
 
 def test_float32_needs_no_second_copy_of_the_weights() -> None:
     single = msgspec.structs.replace(QWEN, dtype_bytes=4)
-    memory = train_memory(single, layout(tp=8), A800, 1, 4096)
+    memory = train_memory(single, layout(tp=8), device=A800, micro_batches=1, pack_tokens=4096)
     assert memory.optimizer == pytest.approx(2 * memory.weights)
 
 
 def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
-    """At 1K context attention is small; at 32K its 4 * layers * heads * head_dim FLOPs per pair, half of them
-    causal, weigh as much as by hand."""
+    """At 32K context attention adds 4 * layers * heads * head_dim FLOPs per pair, half of them causal."""
     lookup_free = QWEN.params - QWEN.head_params
     assert 3 * forward_flops(QWEN, 1000, 1000**2) == pytest.approx(6 * lookup_free * 1000, rel=0.05)
     extra = forward_flops(QWEN, 32768, 32768**2) - forward_flops(QWEN, 32768, 0)
@@ -160,7 +168,9 @@ def test_gradient_reduction_hides_behind_the_last_backward_only() -> None:
     st.floats(1e-6, 10.0),
 )
 def test_mfu_never_exceeds_one(tp: int, pp: int, cp: int, dp: int, micro: int, measured: float) -> None:
-    time = cost(factors=Factors(compute=measured, comm=1e-9, optimizer=1e-9)).time(layout(tp, pp, cp, 1, dp, micro))
+    time = cost(factors=Factors(compute=measured, comm=1e-9, optimizer=1e-9)).time(
+        layout(tp, pp, cp=cp, ep=1, dp=dp, micro=micro)
+    )
     assert 0 < time.mfu <= 1.0
 
 

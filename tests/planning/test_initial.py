@@ -1,5 +1,4 @@
-"""The split of a run file that leaves it open: what it fills in runs as it says, is the best one can say, and every
-contradiction is a sentence."""
+"""The split of a run file with ``auto``: it is valid, optimal, and every contradiction is one sentence."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
-from libra_hpc.planning.initial import Initial, initial_plan, record
+from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
 from libra_hpc.preflight.checks import problems
-from libra_hpc.search.tp_classes import Cost, assign
+from libra_hpc.search.rollout_layout import ReplicaClass, assign
 
 NODE = {"gpus": 8, "gpu_type": "a800"}
 
@@ -37,7 +36,7 @@ def run_file(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[s
     return made
 
 
-def planned(data: dict[str, Any]) -> Initial:
+def planned(data: dict[str, Any]) -> InitialPlan:
     return initial_plan(validate(data))
 
 
@@ -70,7 +69,8 @@ def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
     made = planned(run_file(algorithm={"prompts_per_step": 64, "eta": eta}))
     asked, pool = made.asked, made.asked.pools[0]
     classes = [
-        Cost(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options)) for tp in (1, 2, 4, 8)
+        ReplicaClass(0, ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options))
+        for tp in (1, 2, 4, 8)
     ]
     train = {plan.nodes: plan.train.time.total for plan in made.result.plans}
     best = math.inf
@@ -121,16 +121,16 @@ def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
     assert "40 trajectories" in made.asked.lengths
 
 
-def test_the_record_says_what_was_asked_chosen_and_predicted() -> None:
+def test_the_record_has_question_choice_and_prediction() -> None:
     made = planned(run_file())
-    kept = json.loads(json.dumps(record(made), allow_nan=False))
-    assert kept["chosen"]["components.train.nodes"] == made.config.components.train.nodes
-    assert len(kept["best"]) == 5
-    assert kept["best"][0] == kept["plan"]
-    assert kept["predicted"]["batch_s"] == min(plan["seconds"] for plan in kept["best"])
-    assert kept["inputs"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
-    assert set(kept["factors"].values()) == {1.0}
-    assert any("tables" in source for source in kept["sources"])
+    written = json.loads(json.dumps(plan_record(made), allow_nan=False))
+    assert written["chosen"]["components.train.nodes"] == made.config.components.train.nodes
+    assert len(written["best"]) == 5
+    assert written["best"][0] == written["plan"]
+    assert written["predicted"]["batch_s"] == min(plan["seconds"] for plan in written["best"])
+    assert written["inputs"]["pools"] == [{"device": "a800", "nodes": 6, "node_devices": 8}]
+    assert set(written["factors"].values()) == {1.0}
+    assert any("tables" in source for source in written["sources"])
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,4 +1,4 @@
-"""The planner of a live run knows what the run file lets it know."""
+"""The planner of a live run has the cost models that the run file allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
 from libra_hpc.control.stage_times import Split
-from libra_hpc.planning.live import Faster, live_planner
+from libra_hpc.planning.live import SpedUpSteps, live_planner
 from libra_hpc.preflight.checks import problems
 from tests.control.plant_costs import FakeSteps
 from tests.control.test_repartition_choice import measured, snapshot
@@ -35,12 +35,12 @@ def _planner(**changes: Any) -> Planner:
     return live_planner(_config(**changes))
 
 
-def _knows(planner: Planner) -> tuple[bool, bool]:
+def _models(planner: Planner) -> tuple[bool, bool]:
     return planner.rollout_model is not None, planner.repartition is not None
 
 
-def test_known_hardware_gives_the_rollout_law_and_a_repartition_verdict() -> None:
-    assert _knows(_planner()) == (True, True)
+def test_known_hardware_gives_the_rollout_model_and_repartition_advice() -> None:
+    assert _models(_planner()) == (True, True)
 
 
 def test_what_a_repartition_proposes_is_a_run_file() -> None:
@@ -55,7 +55,7 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
     planner = live_planner(config)
     assert planner.repartition is not None
     advice = planner.repartition.advise(
-        snapshot(), measured(600.0, 60.0, Split(2, 4)), float("-inf"), 1e6, config.planner
+        snapshot(), measured(600.0, 60.0, Split(2, 4)), since=float("-inf"), horizon=1e6, settings=config.planner
     )
     assert advice is not None
     config = with_values(config, advice.changes)
@@ -68,7 +68,7 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "knows"),
+    ("changes", "models"),
     [
         ({"slurm": {"device": "cpu"}}, (False, False)),
         ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1]}}, (True, True)),
@@ -78,8 +78,8 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
         ({"planner": {"trace": "no/such/file"}}, (True, True)),
     ],
 )
-def test_what_the_run_file_does_not_say_is_done_without(changes: dict[str, Any], knows: tuple[bool, bool]) -> None:
-    assert _knows(_planner(**changes)) == knows
+def test_without_model_or_device_the_planner_only_measures(changes: dict[str, Any], models: tuple[bool, bool]) -> None:
+    assert _models(_planner(**changes)) == models
 
 
 def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
@@ -92,8 +92,8 @@ def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
         train={"tp": 8},
         rollout={"tp": 8},
     )
-    assert _knows(dry_run) == (True, True)
+    assert _models(dry_run) == (True, True)
     slow = FakeSteps(2, capacity=77, fixed=1.0)
-    fast = Faster(slow, 10.0)
+    fast = SpedUpSteps(slow, 10.0)
     assert fast.step_s(4, 100, 8, 2) == slow.step_s(4, 100, 8, 2) / 10.0
     assert (fast.tp, fast.kv_capacity) == (2, 77)

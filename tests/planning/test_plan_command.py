@@ -63,7 +63,7 @@ def test_tables_fit_a_hundred_columns(call: Call, more: tuple[str, ...]) -> None
     assert "tokens/s" in out
 
 
-def test_the_default_tells_split_limits_and_sources(call: Call) -> None:
+def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     _, out, _ = call()
     assert "qwen3-14b on 48 x a800 (6 nodes of 8); 512 trajectories a batch, eta 1 (stages overlap)" in out
     assert "assumed log-normal" in out
@@ -74,7 +74,7 @@ def test_the_default_tells_split_limits_and_sources(call: Call) -> None:
     assert "GB over" in out
 
 
-def test_small_figures_keep_two_digits_and_nothing_excluded_is_said(call: Call, tmp_path: Path) -> None:
+def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(call: Call, tmp_path: Path) -> None:
     shape = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -190,12 +190,12 @@ def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) 
     dry_run = RUN.replace('[model]\npath = "qwen3-14b"\n', '[simulated]\nmodel = "qwen3-8b"\n')
     assert dry_run != RUN
     (tmp_path / "run.toml").write_text(dry_run)
-    code, _, told = call()
-    assert (code, "model.path = ''" in told) == (2, True), "a real run needs a model of its own"
+    code, _, shown = call()
+    assert (code, "model.path = ''" in shown) == (2, True), "a real run needs a model of its own"
     (tmp_path / "run.toml").write_text('[run]\nengine = "simulated"\n' + dry_run)
-    code, told, _ = call("--json")
+    code, shown, _ = call("--json")
     assert code == 0
-    assert json.loads(told)["request"]["model"] == "qwen3-8b"
+    assert json.loads(shown)["request"]["model"] == "qwen3-8b"
 
 
 def test_a_model_that_cannot_be_trained_is_planned_for_study_and_never_split(call: Call) -> None:
@@ -249,12 +249,11 @@ def test_points_of_a_sweep() -> None:
 def curve(*speeds: float) -> list[Point]:
     """Points of 8, 16, ... devices with so many tokens per second."""
     from libra_hpc.search.best_plan import DevicePool, RunPlan, plan
-    from libra_hpc.search.tp_classes import Layout
     from tests.control.plant_costs import QWEN, agentic, fake
 
     made = plan(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake, keep=1).plans[0]
     return [
-        Point(8 * i, RunPlan(0, 1, made.train, Layout(made.rollout.segments), 1.0, speed))
+        Point(8 * i, RunPlan(pool=0, nodes=1, train=made.train, rollout=made.rollout, seconds=1.0, tokens_s=speed))
         for i, speed in enumerate(speeds, 1)
     ]
 

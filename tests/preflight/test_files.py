@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.preflight import named_files as files
+from libra_hpc.preflight import named_files
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.tasks.task_registry import BUILTIN, task_class
 
@@ -26,53 +26,53 @@ def model_folder(tmp_path: Path, without: str = "") -> str:
 
 
 def test_a_complete_model_folder(tmp_path: Path) -> None:
-    assert files.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
+    assert named_files.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
 
 
 @pytest.mark.parametrize("without", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
     with pytest.raises(UserError, match=r"model\.path = .*the folder has no "):
-        files.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
+        named_files.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
 
 
 def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text("raise SystemExit('imported')\nclass Mine: pass\n")
-    files.check_task(f"{task}:Mine")
+    named_files.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
-        files.check_task(f"{task}:Mien")
+        named_files.check_task(f"{task}:Mien")
     task.write_text(
         "class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self,"
         " tokenizer, **options): pass\n"
     )
-    files.check_task(f"{task}:Mine", ["turns", "seed"])
-    files.check_task(f"{task}:Any", ["whatever"])
+    named_files.check_task(f"{task}:Mine", ["turns", "seed"])
+    named_files.check_task(f"{task}:Any", ["whatever"])
     with pytest.raises(
         UserError,
         match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)",
     ):
-        files.check_task(f"{task}:Mine", ["trns"])
+        named_files.check_task(f"{task}:Mine", ["trns"])
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
-        files.check_task(f"{task}:Mine")
+        named_files.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
-        files.check_task("keychian")
+        named_files.check_task("keychian")
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
     taken = list(inspect.signature(task_class(name)).parameters)[1:]
-    files.check_task(name, taken)
+    named_files.check_task(name, taken)
     with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
-        files.check_task(name, ["chess"])
+        named_files.check_task(name, ["chess"])
 
 
 def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:
-    files.check_run_dir(configured(run={"dir": str(tmp_path / "a" / "b")}))
+    named_files.check_run_dir(configured(run={"dir": str(tmp_path / "a" / "b")}))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.dir = .*file is not a folder"):
-        files.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))
+        named_files.check_run_dir(configured(run={"dir": str(tmp_path / "file" / "b")}))
 
 
 def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_
     shape, gpu = model_shape("qwen3-14b"), device("a800")
 
     def total(tp: int, pp: int) -> float:
-        return train_memory(shape, TrainLayout(tp, pp, 1, 1, 1, 8192), gpu, 1, 8192).total
+        layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=1, micro_tokens=8192)
+        return train_memory(shape, layout, gpu, micro_batches=1, pack_tokens=8192).total
 
     with pytest.raises(UserError, match=f"needs {total(1, 1) / 1e9:.0f} GB a GPU"):
         checked("qwen3-14b", train={"tp": 1})

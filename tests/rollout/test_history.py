@@ -15,7 +15,7 @@ from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.history import MAX_RECORDS, check_warm_start, history, records
 from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.simulator.simulated_run import Run
+from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.traces.read import read_trace
 
@@ -64,7 +64,7 @@ def test_the_replay_of_a_line_gives_the_same_signals(tmp_path: Path) -> None:
     (read,) = read_trace(path).trajectories
     assert [turn.new_tokens for turn in read.turns] == [0, 3, 3]
     assert (read.context, read.generated) == (len(original.context), original.attained)
-    replayed = Run("r", read, "p")
+    replayed = SimulatedTrajectory("r", read, "p")
     for _ in read.turns:
         replayed.answered(0, 0)
     assert list(replayed.signals) == original.signals

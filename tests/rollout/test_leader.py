@@ -266,7 +266,7 @@ class Plant:
 
     async def rebalance(self) -> None:
         """Let the dispatcher ask for moves now."""
-        self.leader._turns._queue._look_at = 0.0
+        self.leader._turns._queue._rebalance_at = 0.0
         self.leader.report()
         await self.settle()
 

@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.control.stage_times import Measured, Split, Times
+from libra_hpc.control.stage_times import Estimate, Split, Times
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.mesh import (
     EngineIsReady,
@@ -403,7 +403,7 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
     for step in range(1, 7):
         split = Split(1, 2) if step < 5 else Split(2, 1)
         if step > 1:
-            scene.coordinator._planning._planner.estimate = Measured(
+            scene.coordinator._planning._planner.estimate = Estimate(
                 split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
             )
         scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, replicas=1)))

@@ -32,14 +32,35 @@ def turn_of(
     signals: tuple[Signal, ...] = (),
 ) -> TurnView:
     """A turn of trajectory ``name``."""
-    return TurnView(name, prompt, 0, "task", context, attained, turns, ready, at, signals)
+    return TurnView(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=0,
+        task="task",
+        context_tokens=context,
+        attained_tokens=attained,
+        turns=turns,
+        ready_at=ready,
+        engine=at,
+        signals=signals,
+    )
 
 
 def ended(
     name: str, prompt: str, total: int, *, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), version: int = 0
 ) -> Finished:
     """A completed trajectory."""
-    return Finished(name, prompt, 0, "task", total, len(signals) + 1, at, signals, version)
+    return Finished(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=0,
+        task="task",
+        generated_tokens=total,
+        turns=len(signals) + 1,
+        at_signal=at,
+        signals=signals,
+        version=version,
+    )
 
 
 def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
@@ -119,16 +140,6 @@ def drive(
 
 def assert_nothing_is_kept(policy: Policy) -> None:
     """Every trajectory ended: the policy holds nothing of any."""
-    per_trajectory = [
-        "_prompt",
-        "_level",
-        "_scouts",
-        "_probes",
-        "_programs",
-        "_deferred",
-        "_placed",
-        "_waits",
-        "_homes",
-    ]
+    per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_live"]
     held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in held.values()), held

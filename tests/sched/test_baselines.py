@@ -33,7 +33,7 @@ def test_everything_is_served_and_only_open_engines_with_a_slot_are_chosen(name:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_ended_is_forgotten(name: str) -> None:
+def test_a_policy_holds_nothing_of_ended_trajectories(name: str) -> None:
     rng = random.Random(1)
     lengths = random_lengths(rng, groups=6)
     policy = make_policy(name)
@@ -47,9 +47,7 @@ def test_too_small_engines_are_not_eligible_unless_all_are() -> None:
     assert [e.engine for e in eligible(turn_of("t", context=150_000), board)] == ["large"]
     board.sent("large", 10)
     assert eligible(turn_of("t", context=150_000), board) == [], "it waits for the one that can hold it"
-    assert [e.engine for e in eligible(turn_of("t", context=300_000), board)] == ["a"], (
-        "nobody can: the engine refuses it"
-    )
+    assert [e.engine for e in eligible(turn_of("t", context=300_000), board)] == ["a"], "no engine can: it is refused"
 
 
 def test_round_robin_goes_around_and_skips_the_full() -> None:
@@ -145,7 +143,9 @@ def test_autellix_sends_long_contexts_to_their_programs_engine() -> None:
     board.sent("a", 3_000)
     assert policy.route(turn_of("t", context=5_000, at="a", turns=2), board, 2.0).engine == "b"
     board.answered("a", 3_000)
-    assert policy.route(turn_of("t", context=6_000, at="b", turns=3), board, 3.0).engine == "b", "it keeps the new one"
+    assert policy.route(turn_of("t", context=6_000, at="b", turns=3), board, 3.0).engine == "b", (
+        "it stays with the new one"
+    )
 
 
 def test_waiting_turns_go_first_come_first_served() -> None:

@@ -27,7 +27,7 @@ def test_buckets_fill_their_class_then_the_others_then_ignore_the_limit() -> Non
     buckets, board = LengthBuckets(max_queue_length=1), board_of(*MIXED)
     chosen = [buckets.choose(1, turn_of(f"t{i}"), board) for i in range(6)]
     assert [e.engine for e in chosen if e] == ["two", "one", "uno", "four", "one", "uno"]
-    buckets.homes.drop("t0")
+    buckets.live.drop("t0")
     again = buckets.choose(1, turn_of("t9"), board)
     assert again is not None
     assert again.engine == "two"
@@ -43,7 +43,7 @@ def test_symbols_carry_tool_size_and_status() -> None:
     assert [symbol(Signal("t", "ok", n, 0.0))[1] for n in (500, 501, 5_000, 5_001)] == [0, 1, 1, 2]
 
 
-def test_a_node_keeps_the_mean_of_all_and_the_p90_of_the_last() -> None:
+def test_a_node_has_the_mean_of_all_and_the_p90_of_the_last() -> None:
     node = PrefixNode()
     for value in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100):
         node.add(value)
@@ -51,7 +51,7 @@ def test_a_node_keeps_the_mean_of_all_and_the_p90_of_the_last() -> None:
     for _ in range(RING):
         node.add(7)
     assert node.p90 == 7
-    assert node.mean == pytest.approx((550 + 7 * RING) / (10 + RING)), "the mean never forgets"
+    assert node.mean == pytest.approx((550 + 7 * RING) / (10 + RING)), "the mean includes all samples"
 
 
 def test_the_tree_asks_the_prompt_first_and_walks_as_deep_as_it_matches() -> None:
@@ -61,9 +61,9 @@ def test_the_tree_asks_the_prompt_first_and_walks_as_deep_as_it_matches() -> Non
     assert tree.look_up("p", (OK, OK)).mean == 900, "the deepest match"
     assert tree.look_up("q", (OK, ERROR)).mean == 600, "no tree of its own: the global one"
     tree.insert(ended("b", "q", 50, signals=(ERROR,), at=(10,)))
-    assert tree.look_up("q", (OK, ERROR)).mean == 50, "its own root, although the global tree knows the path"
+    assert tree.look_up("q", (OK, ERROR)).mean == 50, "its own root, although the global tree has the path"
     tree.insert(ended("c", "p", 77))
-    assert tree.look_up("p", ()).count == 1, "a trajectory without tools teaches nothing"
+    assert tree.look_up("p", ()).count == 1, "a trajectory without tools adds no sample"
 
 
 def test_the_tree_is_rebuilt_from_recent_trajectories() -> None:

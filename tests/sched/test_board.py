@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.concurrency import CUT_TO, FLOOR, HOLD_REPORTS, START, CapController
-from libra_hpc.sched.costs import TP_EXPONENT, StepFit, stand_in
+from libra_hpc.sched.costs import TP_EXPONENT, StepFit, default_costs
 from libra_hpc.sched.speed import SpeedEstimate
 from tests.sched.views import board, stats
 
@@ -22,12 +22,12 @@ operations = st.lists(
 
 
 def check(made: Board) -> None:
-    """Everything the board says, from the views alone."""
+    """What the board should hold, computed from the views alone."""
     assert made.free == sum(max(0, v.cap - v.inflight) for v in made.engines.values() if v.open)
     assert [c.tp for c in made.classes] == sorted({v.tp for v in made.engines.values()})
     for level, members in enumerate(made.classes):
         assert members.level == level
-        assert all(v.level == level and v.home is members for v in members.members)
+        assert all(v.level == level and v.tp_class is members for v in members.members)
         usable = [v.inflight_tokens for v in members.members if v.open and v.inflight < v.cap]
         least = members.least()
         assert (least.inflight_tokens if least else None) == min(usable, default=None)
@@ -38,20 +38,20 @@ def check(made: Board) -> None:
 @given(operations)
 def test_the_board_equals_brute_force_after_any_operations(steps: list[tuple[str, str, int, int]]) -> None:
     made = Board(3, adaptive=False)
-    flying: list[tuple[str, int]] = []
+    in_flight: list[tuple[str, int]] = []
     for what, name, number, tp in steps:
         if what == "up":
             made.up(name, tp, 1000, 0)
-            flying = [f for f in flying if f[0] != name]
+            in_flight = [f for f in in_flight if f[0] != name]
         elif what == "down":
             made.down(name)
-            flying = [f for f in flying if f[0] != name]
-        elif what == "answered" and flying:
-            made.answered(*flying.pop(number % len(flying)))
+            in_flight = [f for f in in_flight if f[0] != name]
+        elif what == "answered" and in_flight:
+            made.answered(*in_flight.pop(number % len(in_flight)))
         elif name in made.engines:
             if what == "sent":
                 made.sent(name, number)
-                flying.append((name, number))
+                in_flight.append((name, number))
             elif what in ("open", "close"):
                 made.set_open(name, what == "open")
             elif what == "cap":
@@ -70,7 +70,7 @@ def test_many_changes_do_not_grow_the_heap_without_bound() -> None:
 
 def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> None:
     made = board(("slow", 1), ("fast", 4), kv=1000)
-    assert made.classes[0].base_s == stand_in(1, 1000)[0]
+    assert made.classes[0].base_s == default_costs(1, 1000)[0]
     steps, prefill, busy = 0, 0, 0.0
     for i in range(400):
         kv = (i * 7 % 10) / 10
@@ -86,17 +86,15 @@ def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> No
 
 def test_a_warm_up_profile_prices_a_class_before_its_first_turn() -> None:
     made = Board(64)
-    # 16 steps of 4 ms, then a step that reads 256 tokens in 20 ms; a device more makes it slower here.
-    made.up(
-        "large", 2, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256))
-    )
-    made.up(
-        "small", 1, 1000, 0, (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256))
-    )
+    # 16 steps of 4 ms, then a step that prefills 256 tokens in 20 ms; here the larger class is slower.
+    large_reports = (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256))
+    small_reports = (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256))
+    made.up("large", tp=2, kv_capacity=1000, version=0, warm_up=large_reports)
+    made.up("small", tp=1, kv_capacity=1000, version=0, warm_up=small_reports)
     small, large = made.classes
     assert (small.base_s, large.base_s) == pytest.approx((0.002, 0.004), rel=0.1)
     assert small.prefill_s < large.prefill_s
-    # The engine's counters start anew after it: the first report is no difference to the profile.
+    # The counters restart after the warm-up profile: the first report gives no difference to it.
     count = small.fit.count
     made.report("small", stats(90, 0.4))
     assert small.fit.count == count
@@ -110,7 +108,7 @@ def test_weight_updates_are_no_part_of_what_steps_cost() -> None:
         report = msgspec.structs.replace(stats(10 * i, 6.0 * i, kv=0.5), update_s=5.0 * i)
         fit.observe("a", report, 1000)
         speed.update(report)
-    base, slope, _ = fit.solve(stand_in(1, 1000))
+    base, slope, _ = fit.solve(default_costs(1, 1000))
     assert base + slope * 500 == pytest.approx(0.1, rel=0.05)
     assert speed.decode_s == pytest.approx(0.1, rel=0.05)
 
@@ -119,7 +117,7 @@ def test_reports_that_are_all_alike_keep_the_shape_of_the_prior_but_not_its_leve
     fit = StepFit()
     for i in range(50):
         fit.observe("a", stats(10 * i, 5.0 * i, kv=0.5), 1000)
-    base, slope, _ = fit.solve(stand_in(1, 1000))
+    base, slope, _ = fit.solve(default_costs(1, 1000))
     assert base + slope * 500 == pytest.approx(0.5, rel=0.05)
     assert base > 0.0
     assert slope > 0.0

@@ -1,4 +1,4 @@
-"""Where C-MLFQ sends turns, whom it lets go first, and how long caches are kept."""
+"""Placement, order and retention of caches under C-MLFQ."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.engine_loads import SLACK as ENTRY_SLACK
-from libra_hpc.sched.engine_loads import EngineLoads, Resident
-from libra_hpc.sched.ttl import SLACK, KeepTimes, best_keep_s
+from libra_hpc.sched.engine_loads import ENTRY_SLACK, EngineLoads, Resident
+from libra_hpc.sched.ttl import KEEP_SLACK, KeepTimes, best_keep_s
 from tests.sched.views import MISS, OK, board, finished, stats, turn
 
 
-def knowing(**totals: int) -> CausalMlfq:
+def warm_policy(**totals: int) -> CausalMlfq:
     """A policy that has seen eight trajectories of each prompt."""
     policy = CausalMlfq()
     for i in range(8):
@@ -35,7 +34,7 @@ def send(policy: CausalMlfq, made: Board, name: str, prompt: str, **options: obj
 
 
 def test_a_long_trajectory_gets_the_fast_engine_and_short_ones_leave_it_alone() -> None:
-    policy, made = knowing(long=30_000, short=200), board(("slow0", 1), ("slow1", 1), ("fast", 4))
+    policy, made = warm_policy(long=30_000, short=200), board(("slow0", 1), ("slow1", 1), ("fast", 4))
     assert send(policy, made, "l", "long") == "fast"
     placed = [send(policy, made, f"s{i}", "short") for i in range(6)]
     assert "fast" not in placed
@@ -43,20 +42,20 @@ def test_a_long_trajectory_gets_the_fast_engine_and_short_ones_leave_it_alone() 
 
 
 def test_work_goes_to_a_fast_engine_that_would_idle() -> None:
-    policy, made = knowing(p=2000), board(("slow", 1), ("fast", 4))
+    policy, made = warm_policy(p=2000), board(("slow", 1), ("fast", 4))
     placed = [send(policy, made, f"t{i}", "p", context=30_000) for i in range(24)]
     assert placed.count("fast") > placed.count("slow") > 0
 
 
 def test_in_a_tool_gap_it_stays_unless_moving_pays_by_the_margin() -> None:
-    policy, made = knowing(p=3000), board(("a", 1), ("b", 1))
+    policy, made = warm_policy(p=3000), board(("a", 1), ("b", 1))
     first = send(policy, made, "t", "p", context=5000)
     made.answered(first, 5000)
     assert send(policy, made, "t", "p", at=first, turns=1, context=5200, attained=100, signals=(OK,)) == first
 
 
 def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> None:
-    policy, made = knowing(p=30_000), board(("slow", 1))
+    policy, made = warm_policy(p=30_000), board(("slow", 1))
     assert send(policy, made, "t", "p", context=500) == "slow"
     made.answered("slow", 500)
     made.up("fast", 8, 100_000, 0)
@@ -68,7 +67,7 @@ def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> 
 
 
 def test_samples_of_a_long_prompt_start_where_it_is_cached() -> None:
-    policy, made = knowing(p=50), board(("a", 1), ("b", 1))
+    policy, made = warm_policy(p=50), board(("a", 1), ("b", 1))
     others = {send(policy, made, f"{prompt}{i}", prompt, context=20_000) for prompt in ("q", "r") for i in range(4)}
     assert others == {"a", "b"}
     first = send(policy, made, "p0", "p", sample=0, context=20_000)
@@ -80,13 +79,13 @@ def test_samples_of_a_long_prompt_start_where_it_is_cached() -> None:
 
 
 def test_samples_of_a_short_prompt_spread() -> None:
-    policy, made = knowing(p=3000), board(("a", 1), ("b", 1), ("c", 1))
+    policy, made = warm_policy(p=3000), board(("a", 1), ("b", 1), ("c", 1))
     assert {send(policy, made, f"t{i}", "p", context=100) for i in range(3)} == {"a", "b", "c"}
 
 
 def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() -> None:
     for change in ("nothing", "weights", "gone", "full", "ended"):
-        policy, made = knowing(p=50, q=3000), board(("a", 1), ("b", 1), cap=2 if change == "full" else 64)
+        policy, made = warm_policy(p=50, q=3000), board(("a", 1), ("b", 1), cap=2 if change == "full" else 64)
         assert {send(policy, made, f"q{i}", "q") for i in range(2)} == {"a", "b"}
         first = send(policy, made, "t0", "p", context=20_000)
         if change == "weights":
@@ -101,7 +100,7 @@ def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() ->
 
 
 def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound() -> None:
-    policy, made = knowing(p=500), board(("a", 1), ("b", 1), cap=1)
+    policy, made = warm_policy(p=500), board(("a", 1), ("b", 1), cap=1)
     first = send(policy, made, "t", "p", context=60_000)
     view = turn("t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,))
     policy.key(view, 0.0)
@@ -112,7 +111,7 @@ def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound() 
 
 
 def test_new_weights_empty_the_cache_so_nothing_is_waited_for() -> None:
-    policy, made = knowing(p=500), board(("a", 1), ("b", 1), cap=1)
+    policy, made = warm_policy(p=500), board(("a", 1), ("b", 1), cap=1)
     first = send(policy, made, "t", "p", context=60_000)
     made.applied(first, 1)
     assert send(policy, made, "t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,)) not in (
@@ -139,7 +138,7 @@ def test_all_full_waits_for_any_slot() -> None:
 
 
 def test_the_probe_goes_first_then_the_longest() -> None:
-    policy = knowing(long=20_000, short=100)
+    policy = warm_policy(long=20_000, short=100)
     keys = {
         name: policy.key(turn(name, prompt, sample=sample), 0.0)
         for name, prompt, sample in (("l", "long", 1), ("s", "short", 1), ("probe", "new", 0))
@@ -155,10 +154,10 @@ def test_the_probe_goes_first_then_the_longest() -> None:
         max_size=30,
     )
 )
-def test_nobody_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
+def test_no_turn_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
     turns: list[tuple[float, str, int, int]],
 ) -> None:
-    policy, made = knowing(a=100, b=9000), board(("e", 1), cap=1)
+    policy, made = warm_policy(a=100, b=9000), board(("e", 1), cap=1)
     queue = Dispatcher(policy, made)
     for i, (ready, prompt, done, attained) in enumerate(turns):
         queue.ready(turn(f"t{i}", prompt, sample=i, turns=done, attained=attained, ready=ready, context=1), 1000.0)
@@ -176,18 +175,18 @@ def test_nobody_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 60_000), st.booleans(), st.sampled_from("abcd")), max_size=60)
 )
-def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int, int, bool, str]]) -> None:
-    policy, made = knowing(p0=500, p1=9000), board(("a", 1), ("b", 1), ("c", 2), cap=2)
-    flying: dict[str, tuple[str, int]] = {}
+def test_decisions_are_admissible_and_loads_add_up(steps: list[tuple[int, int, bool, str]]) -> None:
+    policy, made = warm_policy(p0=500, p1=9000), board(("a", 1), ("b", 1), ("c", 2), cap=2)
+    in_flight: dict[str, tuple[str, int]] = {}
     done: dict[str, int] = {}
     for i, context, ends, engine in steps:
         name = f"t{i}"
         if engine == "d" and len(made.engines) > 1 and ends:
             gone = sorted(made.engines)[0]
             made.down(gone)
-            flying = {n: f for n, f in flying.items() if f[0] != gone}
-        elif name in flying:
-            made.answered(*flying.pop(name))
+            in_flight = {n: f for n, f in in_flight.items() if f[0] != gone}
+        elif name in in_flight:
+            made.answered(*in_flight.pop(name))
             if ends:
                 policy.finished(finished(800, f"p{i % 3}", name), 0.0)
                 done.pop(name, None)
@@ -210,7 +209,7 @@ def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int,
                 assert chosen.inflight < chosen.cap
                 assert decision.level == chosen.level
                 made.sent(decision.engine, context)
-                flying[name] = (decision.engine, context)
+                in_flight[name] = (decision.engine, context)
                 done[name] = turns + 1
     for tracked in list(policy._tracked):
         policy.forget(tracked)
@@ -219,54 +218,54 @@ def test_decisions_are_always_admissible_and_seats_add_up(steps: list[tuple[int,
     assert not policy._tracked
 
 
-def test_the_lightest_seat_is_the_lightest_within_the_slack() -> None:
+def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
     made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
-    loads.follow(made)
+    loads.sync(made)
     residents: list[Resident] = []
     for i in range(200):
-        load = loads.lightest(made.classes[0])
+        load = loads.first_to_finish(made.classes[0])
         assert load is not None
         every = [s for n in made.engines if (s := loads.get(n)) is not None]
         assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
         one = Resident()
         left = float(100 + i * 37 % 500)
-        load.sit(one, left, left * 1000, 500.0, load.finish_with(left, left * 1000, 500.0))
+        load.add(one, reach=left, work=left * 1000, prefill=500.0, finish=load.finish_with(left, left * 1000, 500.0))
         residents.append(one)
         if i % 3 == 2:
             gone = residents.pop(i % len(residents))
-            left_seat = gone.load
-            assert left_seat is not None
-            left_seat.leave(gone)
-            loads.changed(left_seat)
+            load_before = gone.load
+            assert load_before is not None
+            load_before.remove(gone)
+            loads.update_entry(load_before)
 
 
 def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
     loads = EngineLoads()
     made = board(("e", 1))
-    loads.follow(made)
+    loads.sync(made)
     load = loads.get("e")
     assert load is not None
     alone = load.finish_with(1000.0, 0.0, 0.0)
     residents = [Resident() for _ in range(16)]
     for one in residents:
-        load.sit(one, 1000.0, 0.0, 0.0, load.finish_with(1000.0, 0.0, 0.0))
+        load.add(one, reach=1000.0, work=0.0, prefill=0.0, finish=load.finish_with(1000.0, 0.0, 0.0))
     assert load.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
     assert load.finish_with(100.0, 0.0, 0.0) == pytest.approx(load.finish, rel=1e-4), "a short one is no candidate"
     for one in residents:
-        load.leave(one)
+        load.remove(one)
     assert (load.reach4, load.finish) == (0.0, 0.0)
 
 
 def test_finishes_follow_what_steps_cost() -> None:
     loads, made = EngineLoads(), board(("e", 1), ("other", 1))
-    loads.follow(made)
+    loads.sync(made)
     load = loads.get("e")
     assert load is not None
-    load.sit(Resident(), 1000.0, 1e6, 500.0, load.finish_with(1000.0, 1e6, 500.0))
+    load.add(Resident(), reach=1000.0, work=1e6, prefill=500.0, finish=load.finish_with(1000.0, 1e6, 500.0))
     before = load.finish
     made.report("other", stats(0, 0.0))
     made.report("other", stats(10, 10.0))
-    loads.follow(made)
+    loads.sync(made)
     assert load.finish == load.finish_with(0.0, 0.0, 0.0) > 2.0 * before
 
 
@@ -274,7 +273,7 @@ def test_near_the_limit_of_the_context_little_can_be_left() -> None:
     keys: list[float] = []
 
     def left(limit: int, context: int) -> float:
-        policy, made = knowing(p0=40_000, p1=40_000), board(("a", 1))
+        policy, made = warm_policy(p0=40_000, p1=40_000), board(("a", 1))
         view = turn("t", "p0", at="a", turns=1, context=context, attained=8000, signals=(MISS,), limit=limit)
         keys.append(policy.key(view, 0.0))
         decision = policy.route(view, made, 0.0)
@@ -284,22 +283,22 @@ def test_near_the_limit_of_the_context_little_can_be_left() -> None:
     assert left(1_000_000, 30_000) == pytest.approx(free, rel=0.1)
     assert left(40_000, 30_000) < 10_000
     assert left(30_010, 30_000) < 10
-    assert keys == sorted(keys), "nor is it let ahead of others as a long one"
+    assert keys == sorted(keys), "and it does not go first as a long one"
 
 
-def test_a_cache_is_kept_for_quick_tools_and_not_for_slow_ones() -> None:
+def test_a_cache_is_retained_for_quick_tools_and_not_for_slow_ones() -> None:
     keep = KeepTimes()
     assert keep.keep_s("quick", 1, 1e-4, 300_000) == 0.0, "nothing measured"
     for _ in range(20):
         keep.learn("quick", 2.0)
         keep.learn("slow", 500.0)
-    assert keep.keep_s("quick", 1, 1e-4, 300_000) == pytest.approx(SLACK * 2.0)
+    assert keep.keep_s("quick", 1, 1e-4, 300_000) == pytest.approx(KEEP_SLACK * 2.0)
     assert keep.keep_s("slow", 1, 1e-4, 300_000) == 0.0, "30 s of the whole cache is what its prefill costs"
 
 
 def test_the_keep_time_maximises_the_gain() -> None:
     durations = sorted([0.5] * 8 + [100.0] * 2)
-    assert best_keep_s(durations, 1e-4, 300_000) == pytest.approx(SLACK * 0.5)
+    assert best_keep_s(durations, 1e-4, 300_000) == pytest.approx(KEEP_SLACK * 0.5)
     assert best_keep_s([], 1e-4, 300_000) == 0.0
 
 
@@ -315,7 +314,7 @@ def test_engines_may_come_between_a_turn_and_the_end_of_its_trajectory() -> None
     assert send(policy, made, "t1", "p1") in ("slower", "fast")
 
 
-def test_a_class_that_moves_up_a_level_keeps_its_books() -> None:
+def test_loads_survive_a_change_of_level() -> None:
     policy = CausalMlfq()
     made = board(("a", 8))
     assert send(policy, made, "t0", "p0") == "a"

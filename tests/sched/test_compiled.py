@@ -15,12 +15,12 @@ from libra_hpc_envs import compile as building
 from libra_hpc import compiled
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.groups import TaskStats
-from libra_hpc.sched.tree import CausalTree
+from libra_hpc.sched.remaining_work import RemainingWorkEstimator
 from tests.sched.views import MISS, OK, finished
 
-PLAY = """
+DECIDE = """
 import hashlib, json
-import libra_hpc.sched.tree
+import libra_hpc.sched.remaining_work
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
@@ -52,16 +52,21 @@ for round in range(6):
         task = ("one", "two")[round % 2]
         left = (done.generated_tokens, 20, done.at_signal, done.signals, round)
         policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, *left), now)
-compiled = libra_hpc.sched.tree.__file__.endswith(".so")
-print(json.dumps([compiled, policy.tree.learned, len(policy.tree), seen.hexdigest()]))
+compiled = libra_hpc.sched.remaining_work.__file__.endswith(".so")
+print(json.dumps([compiled, policy.estimator.learned, len(policy.estimator), seen.hexdigest()]))
 """
 
 
-def played(**environment: str) -> list[object]:
-    """Whether machine code ran, and a digest of some hundred decisions, of two tasks."""
+def decide(**environment: str) -> list[object]:
+    """Whether machine code ran, and a digest of 600 decisions for two tasks."""
     env = {name: value for name, value in os.environ.items() if name != compiled.INTERPRETED} | environment
     done = subprocess.run(
-        [sys.executable, "-c", PLAY], capture_output=True, text=True, check=True, env=env, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", DECIDE],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
+        cwd=Path(__file__).parents[2],
     )
     made: list[object] = json.loads(done.stdout)
     return made
@@ -70,7 +75,7 @@ def played(**environment: str) -> list[object]:
 def test_machine_code_decides_to_the_last_bit_what_the_sources_decide() -> None:
     if not compiled.build_folder().is_dir():
         pytest.skip("the scheduler is not compiled here")
-    fast, plain = played(), played(**{compiled.INTERPRETED: "1"})
+    fast, plain = decide(), decide(**{compiled.INTERPRETED: "1"})
     assert (fast[0], plain[0]) == (True, False)
     assert fast[1:] == plain[1:]
     assert fast[1] == 600
@@ -87,7 +92,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_build_serves_the_sources_it_was_made_of_alone(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_used_for_its_own_sources_only(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ["own"]
     compiled.use(path)
     assert path == ["own"], "nothing is built"
@@ -99,7 +104,7 @@ def test_a_build_serves_the_sources_it_was_made_of_alone(sources: Path, monkeypa
     compiled.use(path)
     assert len(path) == 2
     monkeypatch.delenv(compiled.INTERPRETED)
-    with (sources / "tree.py").open("a") as edited:
+    with (sources / "remaining_work.py").open("a") as edited:
         edited.write("\n")
     assert not compiled.in_use(), "a build of other sources"
 
@@ -111,9 +116,9 @@ def test_without_a_compiler_the_sources_stay_in_use(
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setattr(building.sysconfig, "get_path", lambda name: "/nowhere")
     assert building.main() == 1
-    told = capsys.readouterr().err
-    assert missing in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert missing in message
+    assert message.count("\n") == 1
     assert not compiled.BUILDS.exists()
 
 
@@ -123,25 +128,25 @@ def test_a_build_that_is_there_is_not_made_again(sources: Path, capsys: pytest.C
     assert capsys.readouterr().out == "the compiled scheduler is up to date\n"
 
 
-def known(thing: object) -> dict[str, object]:
+def state_of(thing: object) -> dict[str, object]:
     """Every attribute of a learner, those of its parts too."""
     if isinstance(thing, (int, float, str, type(None))):
         return {"": thing}
     if isinstance(thing, dict):
-        return {f"{key}.{name}": value for key, part in thing.items() for name, value in known(part).items()}
+        return {f"{key}.{name}": value for key, part in thing.items() for name, value in state_of(part).items()}
     if isinstance(thing, (list, tuple)):
-        return {f"{key}.{name}": value for key, part in enumerate(thing) for name, value in known(part).items()}
+        return {f"{key}.{name}": value for key, part in enumerate(thing) for name, value in state_of(part).items()}
     names = [name for name in dir(thing) if not name.startswith("__") and not callable(getattr(thing, name))]
-    return {f"{key}.{name}": value for key in names for name, value in known(getattr(thing, key)).items()}
+    return {f"{key}.{name}": value for key in names for name, value in state_of(getattr(thing, key)).items()}
 
 
-def test_a_copy_knows_the_same_and_goes_its_own_way() -> None:
-    tree = CausalTree()
+def test_a_copy_has_the_same_state_and_is_independent() -> None:
+    estimator = RemainingWorkEstimator()
 
-    def teach(start: int) -> None:
+    def learn(start: int) -> None:
         for i in range(start, start + 60):
             signals: tuple[Signal, ...] = (OK, MISS, OK)[: i % 4]
-            tree.insert(
+            estimator.insert(
                 finished(
                     100 + 37 * i,
                     f"p{i // 4}",
@@ -152,12 +157,12 @@ def test_a_copy_knows_the_same_and_goes_its_own_way() -> None:
                 )
             )
 
-    teach(0)
-    copy = tree.everything.copied()
-    before = known(tree.everything)
+    learn(0)
+    copy = estimator.everything.copied()
+    before = state_of(estimator.everything)
     assert len(before) > 600
-    assert known(copy) == before
-    teach(60)
-    assert known(tree.everything) != before
-    assert known(copy) == before
-    assert known(TaskStats()) != before
+    assert state_of(copy) == before
+    learn(60)
+    assert state_of(estimator.everything) != before
+    assert state_of(copy) == before
+    assert state_of(TaskStats()) != before

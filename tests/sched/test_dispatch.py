@@ -39,15 +39,15 @@ class Scripted:
 
 def anywhere(board: Board) -> Decision:
     least = next((e for c in board.classes if (e := c.least())), None)
-    return Decision(least.engine if least else "", 0, 0, "", {})
+    return Decision(engine=least.engine if least else "", priority=0, level=0, template="", numbers={})
 
 
 def refuse(board: Board) -> Decision:
-    return Decision("", 0, 0, "", {})
+    return Decision(engine="", priority=0, level=0, template="", numbers={})
 
 
 def park(board: Board) -> Decision:
-    return Decision("", 0, 0, "", {}, wait="sibling")
+    return Decision(engine="", priority=0, level=0, template="", numbers={}, wait="sibling")
 
 
 def only(name: str) -> Callable[[Board], Decision]:
@@ -56,9 +56,9 @@ def only(name: str) -> Callable[[Board], Decision]:
         if view is None:
             return anywhere(board)
         return (
-            Decision(name, 0, 0, "", {})
+            Decision(engine=name, priority=0, level=0, template="", numbers={})
             if view.inflight < view.cap
-            else Decision("", 0, 0, "", {}, wait="engine", wanted=name)
+            else Decision(engine="", priority=0, level=0, template="", numbers={}, wait="engine", wanted=name)
         )
 
     return route
@@ -79,7 +79,7 @@ def test_lowest_key_first_then_first_come_and_the_board_counts() -> None:
     assert queue.dispatch(1.0) == []
 
 
-def test_a_refused_turn_keeps_its_place() -> None:
+def test_a_refused_turn_returns_to_its_place() -> None:
     policy, made = Scripted(), board(("a", 1), cap=1)
     queue = Dispatcher(policy, made)
     policy.routes["first"] = refuse
@@ -101,7 +101,7 @@ def test_a_pass_gives_up_after_so_many_refusals() -> None:
     assert policy.asked == [str(i) for i in range(MAX_REFUSED)]
 
 
-def test_parked_turns_come_back_when_a_sibling_ends_or_is_given_up() -> None:
+def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
     policy = Scripted()
     queue = Dispatcher(policy, board(("a", 1)))
     ends: tuple[Callable[[], None], ...] = (
@@ -122,7 +122,7 @@ def test_parked_turns_come_back_when_a_sibling_ends_or_is_given_up() -> None:
     assert "forget gone" in policy.asked
 
 
-def test_a_release_places_waiting_turns_anew() -> None:
+def test_a_release_recomputes_the_keys_of_waiting_turns() -> None:
     policy, made = Scripted(), board(("a", 1), cap=1)
     queue = Dispatcher(policy, made)
     policy.keys = {"p1": 5.0, "q1": 1.0}
@@ -175,7 +175,7 @@ def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Boa
     policy, made = Scripted(), board(("a", 1), ("b", 2), cap=2)
     queue = Dispatcher(policy, made)
     waiting: set[str] = set()
-    flying: list[str] = []
+    in_flight: list[str] = []
     for what, i, route in steps:
         name = str(i)
         if what == "r" and name not in waiting:
@@ -187,22 +187,22 @@ def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Boa
             waiting.discard(name)
         elif what == "f":
             queue.finished(finished(5, f"p{i % 3}"), 0.0)
-        elif what == "a" and flying:
-            made.answered(flying.pop(), 5)
+        elif what == "a" and in_flight:
+            made.answered(in_flight.pop(), 5)
         for view, decision in queue.dispatch(0.0) if what == "d" else ():
             assert view.trajectory in waiting
             waiting.discard(view.trajectory)
-            flying.append(decision.engine)
+            in_flight.append(decision.engine)
         assert len(queue) == len(waiting)
         assert all(v.inflight <= v.cap for v in made.engines.values())
     policy.routes.clear()
     for prompt in ("p0", "p1", "p2"):
         queue.release(prompt, 0.0)
     while waiting:
-        while flying:
-            made.answered(flying.pop(), 5)
+        while in_flight:
+            made.answered(in_flight.pop(), 5)
         routed = queue.dispatch(0.0)
         assert routed
         for view, decision in routed:
             waiting.discard(view.trajectory)
-            flying.append(decision.engine)
+            in_flight.append(decision.engine)

@@ -9,7 +9,18 @@ from libra_hpc.sched.speed import SpeedEstimate
 
 
 def stats(steps: int, prefill: int, busy: float) -> EngineStats:
-    return EngineStats(0, 1, 0, 0.1, steps * 8, prefill, 0, 0, steps, busy)
+    return EngineStats(
+        version=0,
+        running=1,
+        waiting=0,
+        kv_use=0.1,
+        generated_tokens=steps * 8,
+        prefill_tokens=prefill,
+        cached_tokens=0,
+        preemptions=0,
+        steps=steps,
+        busy_s=busy,
+    )
 
 
 def test_recovers_both_coefficients_from_mixed_windows() -> None:

@@ -11,10 +11,10 @@ from libra_hpc.sched.staleness import StalenessGate
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Drives the gate and keeps books of its own: admission version of every group, and the trainer's.
+    """Drives the gate with its own record of admission versions and of the trainer's version.
 
-    A group is named by its place in the data order.  `restart` is a new start of all ranks from any version that could
-    have been saved: what is untrained there is admitted in the data's order, part of it as kept from before.
+    A group is named by its place in the data order.  `restart` continues from any version that could have been saved:
+    untrained groups are admitted in data order, some of them as recovered ones.
     """
 
     @initialize(
@@ -36,10 +36,12 @@ class GateMachine(RuleBasedStateMachine):
         finds its place again."""
         self.start(version, {})
 
-    def start(self, version: int, kept: dict[str, int]) -> None:
-        """From ``version``, with the versions under which kept groups were first sampled."""
-        self.gate = StalenessGate(self.eta, self.size, self.max_open, version, self.in_order)
-        self.kept = kept
+    def start(self, version: int, recovered: dict[str, int]) -> None:
+        """From ``version``, with the versions under which recovered groups were first sampled."""
+        self.gate = StalenessGate(
+            eta=self.eta, batch=self.size, max_open=self.max_open, version=version, in_order=self.in_order
+        )
+        self.recovered = recovered
         self.admitted: dict[str, int] = {}
         self.running: set[str] = set()
         self.version = self.consumed = version
@@ -53,10 +55,10 @@ class GateMachine(RuleBasedStateMachine):
             self.count += 1
         name = str(self.count)
         self.count += 1
-        version = self.kept.pop(name, self.version)
+        version = self.recovered.pop(name, self.version)
         if not self.gate.fits(version):
             assert self.again or self.max_open < (self.eta + 1) * self.size, (
-                "all that is kept is taken in, unless it could not be at once"
+                "all that is recovered is taken in, unless it could not be at once"
             )
             version = self.version
         assert self.gate.admit(name, version) == version
@@ -113,13 +115,13 @@ class GateMachine(RuleBasedStateMachine):
         assert self.again or len(left) <= (self.eta + 1) * self.size
         if self.again:
             left = [name for name in left if self.sampled[name] + self.eta >= step]
-        kept = data.draw(st.sets(st.sampled_from(left)), "kept") if left else set()
-        versions = {name: data.draw(st.integers(self.sampled[name], step), "version") for name in sorted(kept)}
+        recovered = data.draw(st.sets(st.sampled_from(left)), "recovered") if left else set()
+        versions = {name: data.draw(st.integers(self.sampled[name], step), "version") for name in sorted(recovered)}
         assert all(version + self.eta >= step for version in versions.values())
-        self.sampled = {name: version for name, version in self.sampled.items() if name in done or name in kept}
+        self.sampled = {name: version for name, version in self.sampled.items() if name in done or name in recovered}
         self.again = self.again or len(before) > len(self.given_up)
         self.start(step, versions)
-        while self.kept and self.gate.capacity:
+        while self.recovered and self.gate.capacity:
             self.admit()
             if data.draw(st.booleans(), "whole"):
                 self.finish_group(str(self.count - 1))
@@ -149,8 +151,10 @@ TestGate = GateMachine.TestCase
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_a_consumed_batch_is_credited_once(eta: int) -> None:
-    """A rollout that always fills its capacity holds (eta + 1) B groups after any number of steps, where a double
-    credit would let it grow by B a step."""
+    """A rollout that always fills its capacity holds (eta + 1) B groups after any number of steps.
+
+    Double credit would let it grow by B a step.
+    """
     gate, count = StalenessGate(eta, 32, max_open=10_000), 0
     for step in range(41):
         while gate.capacity:

@@ -32,7 +32,19 @@ def turn(
     limit: int = 0,
 ) -> TurnView:
     """A turn of trajectory ``name``."""
-    return TurnView(name, prompt, sample, "task", context, attained, turns, ready, at, signals, limit)
+    return TurnView(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=sample,
+        task="task",
+        context_tokens=context,
+        attained_tokens=attained,
+        turns=turns,
+        ready_at=ready,
+        engine=at,
+        signals=signals,
+        max_context=limit,
+    )
 
 
 def finished(
@@ -46,11 +58,32 @@ def finished(
     task: str = "task",
 ) -> Finished:
     """A completed trajectory."""
-    return Finished(name, prompt, 0, task, total, len(signals) + 1, at, signals, version)
+    return Finished(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=0,
+        task=task,
+        generated_tokens=total,
+        turns=len(signals) + 1,
+        at_signal=at,
+        signals=signals,
+        version=version,
+    )
 
 
 def stats(
     steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 0, waiting: int = 0, preemptions: int = 0
 ) -> EngineStats:
     """Counters of an engine."""
-    return EngineStats(0, 1, waiting, kv, steps, prefill, 0, preemptions, steps, busy)
+    return EngineStats(
+        version=0,
+        running=1,
+        waiting=waiting,
+        kv_use=kv,
+        generated_tokens=steps,
+        prefill_tokens=prefill,
+        cached_tokens=0,
+        preemptions=preemptions,
+        steps=steps,
+        busy_s=busy,
+    )

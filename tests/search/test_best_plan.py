@@ -1,5 +1,4 @@
-"""The search finds what brute force finds, for one pool and several, in either objective, and never proposes what
-does not fit."""
+"""The search equals brute force, for one pool and several, in either objective, and proposes only what fits."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.search import best_plan as search_module
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
-from libra_hpc.search.even_shares import EvenLayouts
-from libra_hpc.search.tp_classes import Cost, Layouts, assign
+from libra_hpc.search.even_rollout_layout import EvenRolloutSearch
+from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch, assign
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
 SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,), ep=(1,))
 
 
-def counts(classes: Sequence[Cost], devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def counts(classes: Sequence[ReplicaClass], devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Every number of replicas per class within the devices of each pool."""
     for chosen in itertools.product(*(range(devices[c.pool] // c.tp + 1) for c in classes)):
         used = [0] * len(devices)
@@ -39,13 +38,13 @@ def counts(classes: Sequence[Cost], devices: Sequence[int]) -> Iterator[tuple[in
             yield chosen
 
 
-def brute(classes: Sequence[Cost], devices: Sequence[int], bins: int) -> float:
+def brute(classes: Sequence[ReplicaClass], devices: Sequence[int], bins: int) -> float:
     """Least seconds over every multiset of TP degrees and every cut of the lengths."""
     found = (assign(classes, chosen, bins) for chosen in counts(classes, devices))
     return min((layout.seconds for layout in found if layout is not None), default=math.inf)
 
 
-def cuts(classes: Sequence[Cost], chosen: Sequence[int], bins: int) -> float:
+def cuts(classes: Sequence[ReplicaClass], chosen: Sequence[int], bins: int) -> float:
     """Least seconds over every way to cut the lengths, longest to the fastest class."""
     able = sorted(
         (i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp)
@@ -66,9 +65,17 @@ generated = st.lists(st.integers(1, 20_000), min_size=1, max_size=6)
 terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
 
 
-def made(batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int) -> list[Cost]:
+def made(
+    batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int
+) -> list[ReplicaClass]:
     fixed, each, kv, scaling = term
-    return costs(batch, *(FakeSteps(tp, capacity * tp, fixed, each, kv, 1e-5, scaling) for tp in tps))
+    return costs(
+        batch,
+        *(
+            FakeSteps(tp=tp, capacity=capacity * tp, fixed=fixed, each=each, kv=kv, new=1e-5, scaling=scaling)
+            for tp in tps
+        ),
+    )
 
 
 @settings(max_examples=40)
@@ -79,7 +86,7 @@ def test_rollout_layouts_equal_brute_force(
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4), capacity)
-    found = Layouts(classes, bins).best([devices]) if any(c.replica.limit() is None for c in classes) else None
+    found = RolloutSearch(classes, bins).best([devices]) if any(c.replica.limit() is None for c in classes) else None
     wanted = brute(classes, [devices], bins)
     if found is None:
         assert wanted == math.inf
@@ -105,7 +112,7 @@ def test_two_pools_equal_brute_force(
     classes = made(batch, one, (1, 2), 10**7) + [
         msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2), 10**7)
     ]
-    found = Layouts(classes, bins).best([first, second])
+    found = RolloutSearch(classes, bins).best([first, second])
     assert found is not None
     assert found.seconds == pytest.approx(brute(classes, [first, second], bins), rel=1e-6)
 
@@ -131,7 +138,7 @@ def test_more_devices_never_roll_out_slower(
     lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
 ) -> None:
     batch = batch_of(*lengths, eta=eta)
-    layouts = Layouts(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
+    layouts = RolloutSearch(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
     few, more = layouts.best([devices]), layouts.best([devices + 1])
     assert few is not None
     assert more is not None
@@ -144,17 +151,19 @@ def test_no_layout_beats_the_straggler(
     lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
 ) -> None:
     batch = batch_of(*lengths, eta=eta)
-    layouts = Layouts(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
+    layouts = RolloutSearch(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
     best = layouts.best([devices])
     assert best is not None
     assert layouts.straggler() <= best.seconds * (1 + 1e-9)
 
 
 def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
-    """Short trajectories beside the longest make the mean context of its steps shorter: with many nodes that once
-    was faster than the bound."""
+    """Short trajectories beside the longest lower the mean context of its steps; with many nodes that once beat the
+    bound."""
     batch = batch_of(*([2_000] * 63), 20_000, eta=1)
-    layouts = Layouts(costs(batch, FakeSteps(1, 10**9, 0.01, 0.0, 1e-5)), len(batch.lengths.bins))
+    layouts = RolloutSearch(
+        costs(batch, FakeSteps(tp=1, capacity=10**9, fixed=0.01, each=0.0, kv=1e-5)), len(batch.lengths.bins)
+    )
     best = layouts.best([10_000])
     assert best is not None
     assert layouts.straggler() <= best.seconds
@@ -162,8 +171,8 @@ def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
 
 def test_long_trajectories_go_to_large_tp() -> None:
     batch = agentic(512)
-    found = Layouts(
-        [Cost(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
+    found = RolloutSearch(
+        [ReplicaClass(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
     ).best([32])
     assert found is not None
     degrees = [s.tp for s in found.segments]
@@ -179,10 +188,10 @@ def test_without_foresight_one_class_is_best(
     batch = batch_of(*lengths, eta=eta)
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4, 8), 10**7)
-    found = EvenLayouts(classes, bins).best([devices])
+    found = EvenRolloutSearch(classes, bins).best([devices])
     assert found is not None
     assert found.seconds == pytest.approx(min(c.replica.time(0, bins - 1, devices // c.tp) for c in classes), rel=1e-6)
-    foresight = Layouts(classes, bins).best([devices])
+    foresight = RolloutSearch(classes, bins).best([devices])
     assert foresight is not None
     assert foresight.seconds <= found.seconds * (1 + 1e-6)
 
@@ -192,7 +201,7 @@ def test_without_foresight_two_pools_share_by_speed() -> None:
     bins = len(batch.lengths.bins)
     slow, fast = made(batch, (0.001, 0.01, 0.0, 1.0), (1,), 10**7), made(batch, (0.001, 0.002, 0.0, 1.0), (1,), 10**7)
     classes = [*slow, msgspec.structs.replace(fast[0], pool=1)]
-    found = EvenLayouts(classes, bins).best([1, 1])
+    found = EvenRolloutSearch(classes, bins).best([1, 1])
     assert found is not None
     alone = [c.replica.time(0, bins - 1, 1) for c in classes]
     assert found.seconds == pytest.approx(1 / sum(1 / t for t in alone), rel=0.1)
@@ -206,7 +215,9 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
     """Least seconds over every number of training nodes, with both stages searched to the end."""
     bins = len(batch.lengths.bins)
     classes = [
-        Cost(i, ReplicaCost(fake(p.device, QWEN, tp), batch)) for i, p in enumerate(pools) for tp in (1, 2, 4, 8)
+        ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch))
+        for i, p in enumerate(pools)
+        for tp in (1, 2, 4, 8)
     ]
     best = math.inf
     for i, pool in enumerate(pools):
@@ -219,7 +230,7 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
                 for one in search.candidates(n * pool.node_devices)
                 if trainer.limit(one) is None
             ]
-            layout = Layouts(classes, bins).best(rest)
+            layout = RolloutSearch(classes, bins).best(rest)
             if able and layout is not None:
                 best = min(best, max(min(able), layout.seconds) if batch.eta else min(able) + layout.seconds)
     return best
@@ -229,7 +240,7 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
 @pytest.mark.parametrize("nodes", [2, 5, 17, 24])
 @pytest.mark.parametrize("trajectories", [24, 512])
 def test_the_plan_equals_enumeration(eta: int, nodes: int, trajectories: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bisection and the bounds in use from the smallest size on, and bounds closed completely."""
+    """Bisection and bounds are in use from the smallest size on, and bounds are closed completely."""
     monkeypatch.setattr(search_module, "ENUMERATED", 0)
     monkeypatch.setattr(search_module, "GAP", 0.0)
     batch = agentic(trajectories, eta)

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from libra_hpc.protocol.codec import Codec, FrameBuffer
-from libra_hpc.simulated.settings import Pace
+from libra_hpc.simulated.settings import Pace, Workload
 
 PATIENCE_S = 60.0
-"""A process that says nothing for so long is broken."""
+"""Seconds without a message after which a process counts as broken."""
 
 T = TypeVar("T")
 
@@ -23,6 +23,9 @@ def pace(**fields: Any) -> Pace:
     """An A800 and a 14B model, ten thousand times as fast, ready at once."""
     values = {
         "device": "a800",
+        "devices": "",
+        "calibration": "",
+        "source": "auto",
         "model": "qwen3-14b",
         "speedup": 10_000.0,
         "mfu": 0.4,
@@ -32,6 +35,23 @@ def pace(**fields: Any) -> Pace:
         "sync_s": 0.0,
     }
     return Pace(**{**values, **fields})
+
+
+def workload(**fields: Any) -> Workload:
+    """Eight generated prompts with two samples each, ten thousand times as fast."""
+    values = {
+        "trace": "",
+        "presets": ("r2e",),
+        "sibling": 0.69,
+        "outcome": 0.2,
+        "drift": 1.0,
+        "prompts": 8,
+        "group": 2,
+        "max_context": 16384,
+        "seed": 0,
+        "speedup": 10_000.0,
+    }
+    return Workload(**{**values, **fields})
 
 
 class Link:

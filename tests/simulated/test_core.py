@@ -62,7 +62,7 @@ def answers(messages: list[FromEngine]) -> dict[str, Generated]:
     return {message.rid: message for message in messages if isinstance(message, Generated)}
 
 
-def test_a_turn_takes_its_steps_and_is_told_in_wall_seconds() -> None:
+def test_a_turn_takes_its_steps_and_is_reported_in_wall_seconds() -> None:
     simulated = engine()
     assert simulated.ready(0.0).kv_tokens == 4096
     assert simulated.submit(turn("a", 10), 100.0) == []
@@ -82,7 +82,7 @@ def test_it_announces_what_its_steps_cost_in_wall_seconds() -> None:
     ready = engine().ready(0.0)
     board.up("a", 1, ready.kv_tokens, ready.version, ready.warm_up)
     (members,) = board.classes
-    assert members.base_s == pytest.approx(Linear(4096).step_s(1, 1) / SPEEDUP, rel=0.2), "the prior says 0.02"
+    assert members.base_s == pytest.approx(Linear(4096).step_s(1, 1) / SPEEDUP, rel=0.2), "the prior is 0.02"
 
 
 def test_a_process_that_wakes_late_computes_the_same() -> None:
@@ -105,7 +105,7 @@ def test_turns_of_a_trajectory_find_their_past_and_siblings_their_prompt() -> No
     simulated.submit(turn("c", 4, sample=1, size=40), LATE)
     found = answers(simulated.run_until(2 * LATE))
     assert found["b"].cached_tokens == 56, "7 full blocks of 63 computed tokens"
-    assert found["c"].cached_tokens == 32, "4 full blocks of the prompt; its last token is computed anew"
+    assert found["c"].cached_tokens == 32, "4 full blocks of the prompt; its last token is computed again"
 
 
 def test_the_end_by_length_and_by_abort(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_what_the_engine_cannot_run_is_refused_in_words() -> None:
         engine(capacity=128)
 
 
-def test_kept_blocks_are_kept_for_wall_seconds() -> None:
+def test_pinned_blocks_are_pinned_for_wall_seconds() -> None:
     simulated = engine(capacity=320)
     simulated.submit(turn("a", 24, size=40, keep_s=1000.0 / SPEEDUP), 0.0)
     pinned = [message for message in simulated.run_until(LATE) if isinstance(message, EngineStats)][-1]

@@ -1,4 +1,4 @@
-"""From a run file to what the simulated processes are told; every mistake one sentence."""
+"""From a run file to the settings of the simulated processes; every mistake one sentence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.runtime.commands import engine_command, host_command, host_settings, trainer_command
-from libra_hpc.simulated.dry_run import in_wall_time, pace, play
-from libra_hpc.simulated.settings import Pace, Play
+from libra_hpc.simulated.dry_run import in_wall_time, pace, workload
+from libra_hpc.simulated.settings import Pace, Workload
 from libra_hpc.simulated.workload import groups
 from libra_hpc.tasks.settings import HostConfig, host_config
 from libra_hpc.traces.read import write_trace
@@ -53,20 +53,20 @@ def test_each_component_has_its_device_and_no_model_folder_is_needed(tmp_path: P
     assert (pace(named, "train").device, pace(named, "train").model) == ("h200", "qwen3-8b")
 
 
-def test_only_command_lines_tell_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
+def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
     simulated, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
     path = Path("/p/r3.0.json")
     for make, module in ((engine_command, "rollout.engine"), (trainer_command, "train.worker")):
         command = make(real, "rollout", path)
         assert command[1:] == ["-m", f"libra_hpc.{module}", "--config", str(path)]
-    *_, told = engine_command(simulated, "rollout", path)
-    assert msgspec.json.decode(told, type=Pace) == pace(simulated, "rollout")
+    *_, settings = engine_command(simulated, "rollout", path)
+    assert msgspec.json.decode(settings, type=Pace) == pace(simulated, "rollout")
     assert trainer_command(simulated, "train", path)[2] == "libra_hpc.simulated.trainer_process"
     assert host_command(real, path)[1:] == ["-m", "libra_hpc.tasks.host", "--config", str(path)]
     assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
-    assert msgspec.json.decode(host_settings(simulated), type=Play) == play(simulated)
+    assert msgspec.json.decode(host_settings(simulated), type=Workload) == workload(simulated)
     assert msgspec.json.decode(host_settings(real), type=HostConfig) == host_config(real)
-    assert play(simulated).prompts == 16
+    assert workload(simulated).prompts == 16
 
 
 def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
 
 
 def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> None:
-    made = groups(play(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
+    made = groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
     assert [len(group) for group in made] == [2] * 16
     assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
     assert max(spec.context for group in made for spec in group) <= 16384
@@ -95,8 +95,8 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> 
     write_trace(
         tmp_path / "t.jsonl.gz", [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"]
     )
-    told = play(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
-    assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(told)] == [
+    work = workload(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
+    assert [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(work)] == [
         [(name, n) for n in range(3)] for name in "ab"
     ]
 

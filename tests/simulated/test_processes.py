@@ -15,20 +15,20 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.rollout.engine.settings import config_for_run
 from libra_hpc.simulated import tokens
-from libra_hpc.simulated.settings import Pace, Play
+from libra_hpc.simulated.settings import Pace
 from libra_hpc.simulated.state import weight_file
 from libra_hpc.traces.read import write_trace
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.settings import write_config
-from tests.simulated.link import Link, pace
+from tests.simulated.link import Link, pace, workload
 from tests.train.settings import worker_config
 
 
-def engine_link(folder: Path, told: Pace, **fields: object) -> Link:
+def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)
     config = msgspec.structs.replace(config_for_run(RunConfig(), model="", seed=0), **fields)
     (folder / "engine.json").write_bytes(msgspec.json.encode(config))
-    arguments = ("--config", "engine.json", "--pace", msgspec.json.encode(told).decode())
+    arguments = ("--config", "engine.json", "--pace", msgspec.json.encode(modelled).decode())
     return Link(
         folder,
         "libra_hpc.simulated.engine_process",
@@ -38,24 +38,23 @@ def engine_link(folder: Path, told: Pace, **fields: object) -> Link:
     )
 
 
-def trainer_link(folder: Path, told: Pace, **fields: object) -> Link:
+def trainer_link(folder: Path, modelled: Pace, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)
     write_config(worker_config(**fields), folder / "worker.json")
-    arguments = ("--config", "worker.json", "--pace", msgspec.json.encode(told).decode())
+    arguments = ("--config", "worker.json", "--pace", msgspec.json.encode(modelled).decode())
     return Link(
         folder, "libra_hpc.simulated.trainer_process", *arguments, inbound=train.from_worker, outbound=train.to_worker
     )
 
 
 def host_link(folder: Path, **fields: object) -> Link:
-    told = Play(**{"prompts": 8, "group": 2, "max_context": 16384, "speedup": 10_000.0, **fields})  # type: ignore[arg-type]
-    (folder / "host.json").write_bytes(msgspec.json.encode(told))
+    (folder / "host.json").write_bytes(msgspec.json.encode(workload(**fields)))
     return Link(
         folder, "libra_hpc.simulated.host_process", "--config", "host.json", inbound=env.from_host, outbound=env.to_host
     )
 
 
-def test_an_engine_serves_turns_and_leaves_when_told(tmp_path: Path) -> None:
+def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
     with engine_link(tmp_path, pace(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
         ready = link.until(rollout.EngineReady)
         assert (ready.version, ready.tp, ready.max_model_len) == (3, 2, 8192)
@@ -74,7 +73,7 @@ def test_an_engine_serves_turns_and_leaves_when_told(tmp_path: Path) -> None:
         assert link.process.wait(60) == 0
 
 
-def test_an_engine_leaves_with_its_agent_and_names_what_it_does_not_know(tmp_path: Path) -> None:
+def test_an_engine_ends_with_its_agent_and_names_an_unknown_device(tmp_path: Path) -> None:
     with engine_link(tmp_path / "a", pace(start_s=1e9)) as link:
         assert link.close() == 0, "also while it starts"
     with engine_link(tmp_path / "b", pace(device="a801")) as link:
@@ -94,8 +93,8 @@ def step(number: int, generation: int, count: int = 1000) -> train.TrainStep:
 def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     snapshots.mkdir()
-    law = pace(speedup=0.5, step_s=0.0)
-    with trainer_link(tmp_path / "a", law, tp=4, pp=2, snapshot_dir=str(snapshots), snapshot_every=2) as first:
+    modelled = pace(speedup=0.5, step_s=0.0)
+    with trainer_link(tmp_path / "a", modelled, tp=4, pp=2, snapshot_dir=str(snapshots), snapshot_every=2) as first:
         assert first.until(train.WorkerReady).step == 0
         first.send(train.Join(1, 0, 1, str(tmp_path / "g1")))
         assert first.until(train.Joined).received_bytes == 0
@@ -109,7 +108,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         assert done[0].compute_s == pytest.approx(flops / (8 * 312e12 * 0.4) / 0.5, rel=0.02), (
             "2 FLOPs per weight and token, thrice, at half the speed"
         )
-        with trainer_link(tmp_path / "b", law, tp=4, pp=2) as second:
+        with trainer_link(tmp_path / "b", modelled, tp=4, pp=2) as second:
             assert second.until(train.WorkerReady).step == 0
             for rank, link in enumerate((first, second)):
                 link.send(train.Join(2, rank, 2, str(tmp_path / "g2")))
@@ -136,7 +135,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.send(train.Standby(), train.StopWorker())
         assert first.process.wait(60) == 0
     assert folders.read_state(tmp_path / "step-3") == folders.TrainerState(3, 3)
-    with trainer_link(tmp_path / "c", law, start_dir=str(snapshots)) as rebuilt:
+    with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshots)) as rebuilt:
         assert rebuilt.until(train.WorkerReady).step == 2, "from the newest snapshot"
 
 

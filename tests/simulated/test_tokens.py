@@ -1,4 +1,4 @@
-"""Ids of a dry run say what an engine must know, also half-way through a turn."""
+"""Token ids of a dry run encode the length of a turn, also when part of it is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT = st.integers(1, 300)
     turns=st.lists(st.tuples(COUNT, COUNT), min_size=1, max_size=4),
     data=st.data(),
 )
-def test_a_context_tells_what_is_left_of_its_turn(
+def test_a_context_encodes_what_is_left_of_its_turn(
     number: int, sample: int, size: int, turns: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     context = tokens.prompt(number, sample, size, turns[0][0])

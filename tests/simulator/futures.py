@@ -31,5 +31,5 @@ class Truth:
 
 
 def foresight(lengths: dict[str, list[int]]) -> Foresight:
-    """What the oracle is told in `drive`."""
+    """The input of the oracle in `drive`."""
     return Foresight(Truth(lengths), {tp: Linear(tp) for tp in (1, 2, 4, 8)}, 64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from libra_hpc.simulator.sim_engine import IDLE
+
 from .toys import Linear, engine, play, request
 
 
@@ -38,7 +40,7 @@ def test_chunks_fill_what_decodes_leave_of_the_budget() -> None:
     assert steps.calls[1:4] == [(1, 5, 7, 0), (1, 6, 7, 7), (1, 7, 6, 14)]
 
 
-def test_chunks_of_several_prompts_keep_the_number_of_attended_pairs() -> None:
+def test_chunks_of_several_prompts_preserve_the_number_of_attended_pairs() -> None:
     steps = Linear(400)
     e = engine(steps)
 
@@ -163,7 +165,7 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
 
 
 @pytest.mark.parametrize(("keep_s", "again_at", "cached"), [(100.0, 50.0, 12), (0.0, 50.0, 4), (15.0, 50.0, 4)])
-def test_a_kept_prefix_outlives_younger_ones_until_its_time_is_over(
+def test_a_pinned_prefix_outlives_younger_ones_until_its_time_is_over(
     keep_s: float, again_at: float, cached: int
 ) -> None:
     e = engine(Linear(40))
@@ -177,7 +179,7 @@ def test_a_kept_prefix_outlives_younger_ones_until_its_time_is_over(
     assert e.counters.cached == cached
 
 
-def test_a_kept_prefix_makes_no_request_wait() -> None:
+def test_a_pinned_prefix_makes_no_request_wait() -> None:
     e = engine(Linear(40))
     done = play(
         e,
@@ -214,11 +216,11 @@ def test_an_aborted_request_ends_at_the_next_boundary_with_what_it_has() -> None
     assert (running.generated, waiting.generated) == (7, 0)
 
 
-def test_reports_come_twice_a_second_at_boundarys_and_once_when_idle() -> None:
+def test_reports_come_twice_a_second_at_step_boundaries_and_once_when_idle() -> None:
     e = engine(Linear(4000, base=0.1875))
     e.submit(request("a", 8, 9), 0.0)
     reports = []
-    while e.busy:
+    while e.next_at != IDLE:
         now = e.next_at
         e.advance(now)
         stats = e.report(now)

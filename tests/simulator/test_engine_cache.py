@@ -20,40 +20,40 @@ def test_nothing_is_lost_or_made() -> None:
     cache = BlockCache(20)
     fill(cache, "a", 6, 0.0)
     fill(cache, "b", 6, 1.0, keep_s=10.0)
-    assert (cache.free, cache.evictable, cache.held, cache.kept) == (8, 12, 0, 6)
+    assert (cache.free, cache.evictable, cache.held, cache.pinned) == (8, 12, 0, 6)
     cache.bind("c", "p", 0)
     cache.take(16)
-    assert (cache.free, cache.evictable, cache.held, cache.kept) == (0, 4, 16, 4)
-    assert (found(cache, "a"), found(cache, "b")) == (0, 4), "the kept chain goes last, from its tail"
+    assert (cache.free, cache.evictable, cache.held, cache.pinned) == (0, 4, 16, 4)
+    assert (found(cache, "a"), found(cache, "b")) == (0, 4), "the pinned chain goes last, from its tail"
 
 
-def test_a_keep_ends_with_its_time() -> None:
+def test_a_pin_ends_with_its_time() -> None:
     cache = BlockCache(20)
     fill(cache, "a", 4, 0.0, keep_s=5.0)
     fill(cache, "b", 4, 6.0)
     cache.expire(4.0)
-    assert cache.kept == 4
+    assert cache.pinned == 4
     cache.expire(5.0)
-    assert cache.kept == 0
+    assert cache.pinned == 0
     cache.take(14)
     assert (found(cache, "a"), found(cache, "b")) == (2, 4)
 
 
-def test_half_the_blocks_may_be_kept_and_the_first_to_end_gives_way() -> None:
+def test_half_the_blocks_may_be_pinned_and_the_first_pin_to_end_gives_way() -> None:
     cache = BlockCache(20)
     fill(cache, "a", 6, 0.0, keep_s=50.0)
     fill(cache, "b", 6, 1.0, keep_s=10.0)
-    assert cache.kept == 6
+    assert cache.pinned == 6
     cache.take(12)
     assert (found(cache, "a"), found(cache, "b")) == (6, 2)
 
 
-def test_a_finished_trajectory_is_kept_no_longer() -> None:
+def test_a_finished_trajectory_is_unpinned() -> None:
     cache = BlockCache(20)
     fill(cache, "a", 6, 0.0, keep_s=50.0)
     fill(cache, "b", 6, 1.0)
-    cache.unkeep("a", 2.0)
-    assert cache.kept == 0
+    cache.unpin("a", 2.0)
+    assert cache.pinned == 0
     cache.take(15)
     assert (found(cache, "a"), found(cache, "b")) == (5, 0), "it counts as used when it ended"
 

@@ -1,4 +1,4 @@
-"""What the oracle is told, and that knowing it pays."""
+"""The foresight of the oracle, and that it pays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .futures import Linear
 def test_the_future_of_each_turn() -> None:
     turns = (TurnRecord(0, 100, "run", "ok", 2.0), TurnRecord(30, 50, "run", "ok", 4.0), TurnRecord(7, 20))
     engines = [EngineSpec("a", 1, Linear(1)), EngineSpec("b", 1, Linear(1)), EngineSpec("c", 4, Linear(4))]
-    told = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
+    future = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
     name = "p/0"
-    assert told.truth(name, 0) == OracleWork(170, 500, 37, 6.0)
-    assert told.truth(name, 1) == OracleWork(70, 30, 7, 4.0)
-    assert told.truth(name, 2) == OracleWork(20, 7, 0, 0.0)
-    assert {tp: steps.tp for tp, steps in told.steps.items()} == {1: 1, 4: 4}
-    assert told.max_num_seqs == 8
+    assert future.truth(name, 0) == OracleWork(170, 500, 37, 6.0)
+    assert future.truth(name, 1) == OracleWork(70, 30, 7, 4.0)
+    assert future.truth(name, 2) == OracleWork(20, 7, 0, 0.0)
+    assert {tp: steps.tp for tp, steps in future.steps.items()} == {1: 1, 4: 4}
+    assert future.max_num_seqs == 8
 
 
 @pytest.mark.parametrize("preset", ["search", "math"])
@@ -36,11 +36,11 @@ def test_no_baseline_ends_sooner_than_the_oracle(preset: str) -> None:
         for i in range(count)
     ]
     settings = SimSettings(max_num_seqs=16, max_inflight=24)
-    told = foresight_of(work, engines, settings)
+    future = foresight_of(work, engines, settings)
     ends = {}
     for name in simulated_policy_names():
         if name != "cmlfq":
-            result = simulate(work, engines, make_simulated_policy(name, told), settings)
+            result = simulate(work, engines, make_simulated_policy(name, future), settings)
             assert result.trajectories == 64
             ends[name] = result.makespan_s
     assert min(ends, key=ends.__getitem__) == "oracle", ends

@@ -40,7 +40,7 @@ def test_an_engine_drains_in_stages() -> None:
     assert prefill_s(steps, 10_000, 0) == pytest.approx(10_000 * 0.02 / 250)
 
 
-class Told:
+class Future:
     """Trajectories of one turn with known lengths."""
 
     def __init__(self, lengths: list[int]) -> None:
@@ -50,14 +50,14 @@ class Told:
         return self.left[trajectory]
 
 
-def told(told: Told) -> Oracle:
+def oracle(truth: Future) -> Oracle:
     """An oracle of those."""
-    return Oracle(Foresight(told, {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
+    return Oracle(Foresight(truth, {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
 
 
 def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
-    truth = Told([100, 9_000, 5_000, 100])
-    policy, board = told(truth), board_of(("slow", 1), ("fast", 4))
+    truth = Future([100, 9_000, 5_000, 100])
+    policy, board = oracle(truth), board_of(("slow", 1), ("fast", 4))
     dispatcher = Dispatcher(policy, board)
     for name in truth.left:
         dispatcher.ready(turn_of(name, context=100), 0.0)
@@ -69,9 +69,9 @@ def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
 
 
 def test_the_oracle_computes_a_long_prompt_once() -> None:
-    truth = Told([100, 100, 100, 100])
+    truth = Future([100, 100, 100, 100])
     truth.left = {name: OracleWork(100, 50_000, 0, 0.0) for name in truth.left}
-    policy, board = told(truth), board_of(("a", 1), ("b", 1))
+    policy, board = oracle(truth), board_of(("a", 1), ("b", 1))
     dispatcher = Dispatcher(policy, board)
     for i, name in enumerate(truth.left):
         dispatcher.ready(turn_of(name, prompt="even" if i % 2 == 0 else "odd", context=50_000), 0.0)
@@ -85,8 +85,8 @@ def test_the_oracle_computes_a_long_prompt_once() -> None:
 @given(st.lists(st.integers(50, 9_000), min_size=1, max_size=6))
 def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]) -> None:
     tps = {"a": 1, "b": 1, "c": 4}
-    truth = Told(lengths)
-    policy, board = told(truth), board_of(*tps.items(), cap=8)
+    truth = Future(lengths)
+    policy, board = oracle(truth), board_of(*tps.items(), cap=8)
     dispatcher = Dispatcher(policy, board)
     for name in truth.left:
         dispatcher.ready(turn_of(name, context=100), 0.0)
@@ -108,9 +108,9 @@ def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]
     assert makespan(tuple(where[name] for name in truth.left)) <= 1.15 * best
 
 
-def test_the_oracle_moves_when_it_pays_and_else_keeps_its_prefix() -> None:
-    truth = Told([4_000, 60])
-    policy, board = told(truth), board_of(("slow", 1), cap=2)
+def test_the_oracle_moves_when_it_pays_and_else_uses_its_prefix() -> None:
+    truth = Future([4_000, 60])
+    policy, board = oracle(truth), board_of(("slow", 1), cap=2)
     for i in range(2):
         assert policy.route(turn_of(f"t{i}", context=100), board, 0.0).engine == "slow"
     board.up("fast", 4, 100_000, 0)
@@ -131,8 +131,8 @@ def test_the_oracle_moves_when_it_pays_and_else_keeps_its_prefix() -> None:
 
 def test_the_oracle_weighs_the_prefill_it_would_repeat() -> None:
     for context, engine in ((1_000, "fast"), (99_000, "slow")):
-        truth = Told([400])
-        policy, board = told(truth), board_of(("slow", 1))
+        truth = Future([400])
+        policy, board = oracle(truth), board_of(("slow", 1))
         policy.route(turn_of("t0", context=context), board, 0.0)
         board.up("fast", 4, 200_000, 0)
         truth.left["t0"] = OracleWork(100, 10, 0, 0.0)
@@ -140,8 +140,8 @@ def test_the_oracle_weighs_the_prefill_it_would_repeat() -> None:
 
 
 def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
-    truth = Told([9_000, 8_000, 20])
-    policy, board = told(truth), board_of(("slow", 1), ("fast", 4), cap=1)
+    truth = Future([9_000, 8_000, 20])
+    policy, board = oracle(truth), board_of(("slow", 1), ("fast", 4), cap=1)
     dispatcher = Dispatcher(policy, board)
     dispatcher.ready(turn_of("t0", context=100), 0.0)
     assert dispatcher.dispatch(0.0)[0][1].engine == "fast"
@@ -163,8 +163,8 @@ def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
 
 def test_random_truth_is_followed_to_the_end() -> None:
     rng = random.Random(3)
-    truth = Told([rng.randint(1, 5_000) for _ in range(40)])
-    policy, board = told(truth), board_of(*MIXED, cap=40)
+    truth = Future([rng.randint(1, 5_000) for _ in range(40)])
+    policy, board = oracle(truth), board_of(*MIXED, cap=40)
     dispatcher = Dispatcher(policy, board)
     for name in truth.left:
         dispatcher.ready(turn_of(name, context=100), 0.0)

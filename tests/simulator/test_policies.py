@@ -1,5 +1,4 @@
-"""The policies of a simulation: every name makes its policy; those of the simulator alone keep the policies'
-promises."""
+"""The policies of a simulation: every name, and the contract of `Policy` for those of the simulator alone."""
 
 from __future__ import annotations
 

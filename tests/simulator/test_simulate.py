@@ -16,7 +16,7 @@ from libra_hpc.sched.turn_migration import Move, Running
 from libra_hpc.simulator.abandon import OpenTrajectory
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
-from libra_hpc.simulator.simulated_run import Run
+from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 
 from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
 
@@ -25,7 +25,7 @@ NOW = SimSettings(block_size=4, send_s=0.0, answer_s=0.0)
 
 
 class Once(Restless):
-    """Moves what runs at the first look."""
+    """Moves what runs at the first evaluation."""
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
         return [] if self.seen else super().rebalance(running, board, now)
@@ -90,7 +90,7 @@ def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
     assert (record.generated_tokens, record.turns, record.at_signal, record.context_tokens) == (9, 3, (3, 5), 31)
 
 
-def test_names_tell_repeated_samples_apart() -> None:
+def test_names_distinguish_repeated_samples() -> None:
     work = [single("p", 4, 1), single("q", 4, 1), single("p", 4, 1), single("p", 4, 1, sample=1)]
     assert trajectory_ids(work) == ["p/0", "q/0", "p/0#2", "p/1"]
 
@@ -131,10 +131,10 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
 
 
 def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
-    fleet = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
+    engines = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
     work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]
     moved, stayed = (
-        simulate(work, fleet, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False)
+        simulate(work, engines, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False)
     )
     assert (moved.turn_migrations, stayed.turn_migrations) == (1, 0)
     assert moved.makespan_s < 0.95 * stayed.makespan_s
@@ -161,7 +161,7 @@ def test_synchronous_steps_follow_the_gate() -> None:
     ] == [(1, 2, 8 + 21, 0, 11.0, 11.0, 16.0), (2, 2, 8 + 25, 0, 31.0, 31.0, 36.0)]
 
 
-def test_asynchronous_steps_overlap_and_keep_the_bound() -> None:
+def test_asynchronous_steps_overlap_within_the_staleness_bound() -> None:
     work = [single(f"p{i}", 4, 8) for i in range(6)]
     settings = with_(batch_groups=1, eta=1, train_s=4.0, sync_s=0.5, max_open_groups=1)
     result = simulate(work, [spec("e", Linear(400))], Spread(), settings)
@@ -181,7 +181,7 @@ def test_admission_counts_the_version_of_the_slowest_engine() -> None:
     assert result.finish_s == [4.0, 10.0, 11.5]
 
 
-def test_a_training_function_is_told_the_batch_and_the_nodes() -> None:
+def test_a_training_function_gets_the_tokens_of_the_batch_and_the_nodes() -> None:
     asked = []
 
     def training(tokens: int, nodes: int) -> float:
@@ -214,7 +214,7 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
     seen = []
 
     def controller(sim: Simulation, now: float) -> None:
-        seen.append((now, sim.in_flight, sim.waiting, len(sim.open_runs())))
+        seen.append((now, sim.in_flight, sim.waiting, len(sim.open_trajectories())))
         if now == 4.0:
             sim.join(spec("b", Linear(400)))
 
@@ -227,7 +227,7 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
 
 
 class Tail(Spread):
-    """Gives up ``long`` when the first group has ended."""
+    """Aborts ``long`` when the first group has ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,29 +238,29 @@ class Tail(Spread):
         return [t.trajectory for t in open if t.prompt_id == "long"] if finished_groups == 1 else []
 
 
-def test_a_turn_that_is_abandoned_on_its_way_is_never_run() -> None:
+def test_a_turn_aborted_before_its_arrival_is_never_run() -> None:
     work = [single("short", 4, 5), TrajectoryRecord("long", 0, 4, (turn(4, tool_s=0.875), turn(36, tool=None)))]
     result = simulate(work, [spec("e", Linear(400))], Tail(), with_(send_s=0.25, answer_s=0.25))
-    # short ends at 5.5, when long's second turn, ready at 5.375, is under way; long starts anew at once, nothing else
+    # short ends at 5.5, when long's second turn, ready at 5.375, is in flight; long restarts at once, nothing else
     # being open.
     assert result.finish_s == [5.5, 5.5 + (0.25 + 4 + 0.25) + 0.875 + (0.25 + 36 + 0.25)]
     assert (result.abandoned, result.discarded_tokens, result.generated_tokens) == (1, 4, 45)
     assert sum(engine.generated_tokens for engine in result.engines) == 49
 
 
-def test_an_abandoned_trajectory_starts_anew_when_the_rest_is_done() -> None:
+def test_an_aborted_trajectory_restarts_when_the_rest_is_done() -> None:
     work = [single("short", 4, 5), single("long", 4, 40), single("middle", 4, 10)]
     policy = Tail()
     result = simulate(work, [spec("e", Linear(400))], policy, NOW)
     assert policy.asked == [(["long/0", "middle/0"], 1, 3, 5.0), ([], 2, 3, 10.0), ([], 3, 3, 50.0)]
     assert result.finish_s == [5.0, 10.0, 50.0]
     assert (result.abandoned, result.generated_tokens) == (1, 55)
-    # Given up while its sixth step ran, which still ends.
+    # Aborted while its sixth step ran, which still ends.
     assert result.discarded_tokens == 6
 
 
-def test_of_a_trajectory_that_starts_anew_only_the_prompt_was_computed() -> None:
-    run = Run("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
+def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:
+    run = SimulatedTrajectory("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
     before = run.epoch
     run.answered(27, 0)
     assert (run.context, run.attained, run.high) == (31, 20, 27)
@@ -318,7 +318,7 @@ def test_a_policy_may_not_overfill_an_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "changes", "says"),
+    ("work", "changes", "message"),
     [
         ([], {}, "empty"),
         ([single("p", 390, 5)], {}, r"p/0 is 395 tokens long; .* at most 392"),
@@ -330,8 +330,8 @@ def test_a_policy_may_not_overfill_an_engine() -> None:
         ([single("p", 4, 1)], {"eta": -1}, "eta"),
     ],
 )
-def test_mistakes_are_one_sentence(work: list[TrajectoryRecord], changes: dict[str, object], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_mistakes_are_one_sentence(work: list[TrajectoryRecord], changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         simulate(work, [spec("e", Linear(396))], Spread(), with_(**changes))
 
 

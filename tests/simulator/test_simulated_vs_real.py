@@ -77,7 +77,7 @@ def reality(work: list[TrajectoryRecord], engines: Known, open_groups: int) -> A
 
 
 def played(engines: Known) -> Played:
-    """What the log of such a run says; each message waits for half of a step."""
+    """The log of such a run; each message waits for half of a step."""
     middle = sorted(point.seconds for point in engines.points)[len(engines.points) // 2]
     turns = [TurnTimes(0.0, 0.0, SEND_S + middle / 2 + 0.5 + ANSWER_S, 0.1, 0.4, 0, "r2.0", ENV_S) for _ in range(9)]
     return Played(1.0, turns, engines.points, HEADER, {}, 0.0)

@@ -1,5 +1,7 @@
-"""Step times, policies and work small enough to compute by hand.  All figures are sums of powers of two, hence exact
-in floating point."""
+"""Step times, policies and work small enough to compute by hand.
+
+All figures are sums of powers of two, hence exact in floating point.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,7 @@ class Restless(Spread):
 
 
 class Exchange:
-    """A controller: at its first call ``leave`` is drained, and ``delay_s`` after its last turn ``join`` accepts
-    turns."""
+    """A controller that drains ``leave`` at its first call; ``delay_s`` after its last turn ``join`` is up."""
 
     def __init__(self, leave: str, join: EngineSpec, delay_s: float) -> None:
         self._leave, self._join, self._delay_s = leave, join, delay_s
@@ -102,7 +103,7 @@ class Exchange:
 def engine(steps: StepTimes, **settings: object) -> Engine:
     """One engine with blocks of 4 tokens."""
     limits = SimSettings(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
-    return Engine("e", steps.tp, steps, limits, 1, 0, 0.0)
+    return Engine(name="e", tp=steps.tp, steps=steps, settings=limits, number=1, version=0, now=0.0)
 
 
 def request(
@@ -117,15 +118,15 @@ def request(
 ) -> SimRequest:
     """A turn; its prompt is its whole context unless given."""
     return SimRequest(
-        name,
-        prompt or name,
-        (tokens if prompt_tokens is None else prompt_tokens) // 4,
-        tokens,
-        left,
-        priority,
-        keep_s,
-        high,
-        "eviction",
+        trajectory=name,
+        prompt=prompt or name,
+        prompt_blocks=(tokens if prompt_tokens is None else prompt_tokens) // 4,
+        tokens=tokens,
+        left=left,
+        priority=priority,
+        keep_s=keep_s,
+        high=high,
+        again="eviction",
     )
 
 

@@ -64,13 +64,13 @@ def test_a_missing_command(fake: Path) -> None:
         command.call(["sinfo"], {"PATH": str(fake)})
 
 
-def test_a_forgotten_job_is_unknown(fake: Path) -> None:
+def test_a_job_that_slurm_has_no_record_of_is_unknown(fake: Path) -> None:
     env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
     install(fake, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
     assert job(env, "7").state is JobState.UNKNOWN
 
 
-def test_a_forgotten_job_is_looked_up_in_the_accounts(fake: Path) -> None:
+def test_a_job_that_the_controller_has_no_record_of_is_read_from_the_accounts(fake: Path) -> None:
     env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
     install(fake, "sacct", 'echo "7|TIMEOUT|0:15|2026-11-20T08:18:37"')
     assert job(env, "7").state is JobState.TIMEOUT

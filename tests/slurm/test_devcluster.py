@@ -19,12 +19,12 @@ from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, step_daemo
 from libra_hpc.slurm.devcluster.packages import SlurmTools
 
 SITE = ClusterFacts(
-    Path("/h"),
-    "host",
-    "127.0.1.1",
-    "me",
-    {"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}},
-    4242,
+    home=Path("/h"),
+    host="host",
+    address="127.0.1.1",
+    user="me",
+    ports={"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}},
+    first_job_id=4242,
 )
 
 
@@ -42,7 +42,10 @@ def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
 
 
 def test_a_host_name_that_does_not_resolve() -> None:
-    text = slurm_conf(ClusterFacts(SITE.home, SITE.host, "", SITE.user, SITE.ports, 1), SlurmTools(Path("/t")))
+    text = slurm_conf(
+        ClusterFacts(home=SITE.home, host=SITE.host, address="", user=SITE.user, ports=SITE.ports, first_job_id=1),
+        SlurmTools(Path("/t")),
+    )
     assert "NoInAddrAny" not in text
     assert "SlurmctldHost=host(127.0.0.1)" in text
 
@@ -84,7 +87,7 @@ def test_a_home_too_long_for_sockets(tmp_path: Path) -> None:
 
 def daemon(tmp_path: Path, pid: int, argv: tuple[str, ...], identity: tuple[str, ...]) -> Daemon:
     (tmp_path / "pid").write_text(str(pid))
-    return Daemon("d", argv, identity, tmp_path / "pid", tmp_path / "log")
+    return Daemon(name="d", argv=argv, identity=identity, pid_file=tmp_path / "pid", log=tmp_path / "log")
 
 
 def test_a_foreign_process_behind_our_pid_file_is_left_alone(tmp_path: Path) -> None:

@@ -12,9 +12,23 @@ from libra_hpc.slurm.fit import check_fit, memory_mb
 from libra_hpc.slurm.query import Partition
 
 CLUSTER = [
-    Partition("a800", True, "up", 4, 0, 64, 512000, {"a800": 8}, 7200),
-    Partition("cpu", False, "up", 2, 2, 32, 64000, {}, None),
-    Partition("old", False, "down", 9, 0, 8, 16000, {}, None),
+    Partition(
+        name="a800",
+        default=True,
+        state="up",
+        nodes=4,
+        idle=0,
+        cpus=64,
+        memory_mb=512000,
+        gpus={"a800": 8},
+        max_seconds=7200,
+    ),
+    Partition(
+        name="cpu", default=False, state="up", nodes=2, idle=2, cpus=32, memory_mb=64000, gpus={}, max_seconds=None
+    ),
+    Partition(
+        name="old", default=False, state="down", nodes=9, idle=0, cpus=8, memory_mb=16000, gpus={}, max_seconds=None
+    ),
 ]
 
 

@@ -42,8 +42,10 @@ def test_this_interpreter_runs_both_kinds_of_runs() -> None:
 
 def test_missing_packages_are_named_with_the_way_to_get_them(bare: Path) -> None:
     fix = "python3 envs/install.py cuda --venv DIR makes one, and slurm.python = 'DIR/bin/python' names it."
-    said = f"slurm.python = '{bare}': it lacks libra_hpc, mpi4py, vllm, megatron and torch, which the nodes need; {fix}"
-    assert refused(configured(bare)) == said
+    expected = (
+        f"slurm.python = '{bare}': it lacks libra_hpc, mpi4py, vllm, megatron and torch, which the nodes need; {fix}"
+    )
+    assert refused(configured(bare)) == expected
     assert "it lacks libra_hpc and mpi4py, which" in refused(configured(bare, "simulated"))
     assert "envs/install.py cpu " in refused(configured(bare, device="cpu"))
 

@@ -42,7 +42,7 @@ def test_srun_is_asked_with_the_environment_that_is_given(text: str, stream: int
     assert mpi_plugins({"PATH": path}) == mpi_plugins({"PATH": str(tmp_path / "nowhere")}) == []
 
 
-def test_what_srun_lists_is_believed_and_the_known_names_serve_where_it_is_silent() -> None:
+def test_the_list_of_srun_decides_and_the_known_names_where_it_does_not_answer() -> None:
     check_plugin(configured("site_own"), ["none", "site_own"])
     check_plugin(configured("pmix_v4"), [])
     check_plugin(configured("openmpi", "local"), [])

@@ -1,5 +1,4 @@
-"""Starting a rank under Slurm's pmi2 plugin: what it publishes fits the plugin's buffer, and the process between the
-two leaves with it."""
+"""The relay between a rank and Slurm's pmi2 plugin: values fit the plugin's buffer, and it ends with the rank."""
 
 from __future__ import annotations
 

@@ -31,8 +31,28 @@ HET = (
 
 def test_partitions() -> None:
     assert parse_partitions(SINFO) == [
-        Partition("a800", True, "up", 3, 1, 128, 1000000, {"a800": 8, "h100": 2}, None),
-        Partition("cpu", False, "down", 1, 1, 32, 256000, {}, 129600),
+        Partition(
+            name="a800",
+            default=True,
+            state="up",
+            nodes=3,
+            idle=1,
+            cpus=128,
+            memory_mb=1000000,
+            gpus={"a800": 8, "h100": 2},
+            max_seconds=None,
+        ),
+        Partition(
+            name="cpu",
+            default=False,
+            state="down",
+            nodes=1,
+            idle=1,
+            cpus=32,
+            memory_mb=256000,
+            gpus={},
+            max_seconds=129600,
+        ),
     ]
 
 

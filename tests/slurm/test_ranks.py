@@ -142,14 +142,14 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
 
 
 @pytest.mark.parametrize(("killed_at", "starts"), [(0, 2), (2, 3)])
-def test_ranks_that_say_so_are_started_again_also_when_that_start_is_killed(
+def test_ranks_that_ask_for_it_are_started_again_also_when_that_start_is_killed(
     run: RunDir, killed_at: int, starts: int
 ) -> None:
     start(run, "again", str(killed_at))
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
-    said = (run.logs(1) / "launcher.log").read_text()
-    assert (said.count("again: "), said.count("repeat: ")) == (1, starts - 2)
+    output = (run.logs(1) / "launcher.log").read_text()
+    assert (output.count("again: "), output.count("repeat: ")) == (1, starts - 2)
 
 
 def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunDir) -> None:
@@ -161,16 +161,16 @@ def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunD
 
 
 def test_what_follows_the_end_of_all_ranks() -> None:
-    lost = RanksEnded(told=False, met=True, again=None, verdict=False, tries=1, recoveries=0, restarts=1)
+    lost = RanksEnded(signalled=False, met=True, again=None, has_result=False, tries=1, recoveries=0, restarts=1)
     assert decide(lost).word == "recover"
     assert decide(lost._replace(recoveries=1)).word == "stop"
-    assert decide(lost._replace(told=True)).word == "stop"
-    assert decide(lost._replace(verdict=True)).word == "stop"
+    assert decide(lost._replace(signalled=True)).word == "stop"
+    assert decide(lost._replace(has_result=True)).word == "stop"
     assert decide(lost._replace(again="")).word == "again"
     assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
     assert decide(lost._replace(again="recover: node 1 was lost\n")) == LauncherDecision("recover", "node 1 was lost")
-    assert decide(lost._replace(again="", verdict=True)).word == "stop", (
-        "a restart that could not be prepared ends with a verdict"
+    assert decide(lost._replace(again="", has_result=True)).word == "stop", (
+        "a restart that could not be prepared ends with a result"
     )
     assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
     assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]

@@ -94,7 +94,7 @@ esac
 dies."""
 
 
-def test_the_script_starts_ranks_again_that_say_so_and_repeats_that_start_when_it_is_killed(tmp_path: Path) -> None:
+def test_the_script_starts_ranks_again_that_ask_for_it_and_repeats_a_killed_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     run.logs(1).mkdir(parents=True)
     (tmp_path / "srun").write_text(SRUN)
@@ -119,7 +119,7 @@ exit 137
 """
 
 
-def test_the_script_restarts_ranks_whose_planner_was_lost_and_gives_the_run_a_verdict_when_that_is_no_use(
+def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_when_restarts_are_used(
     tmp_path: Path,
 ) -> None:
     run = RunDir(tmp_path / "a run")

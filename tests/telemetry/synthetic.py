@@ -1,5 +1,4 @@
-"""A finished run directory as rank 0 would have written it: 60 steps, a drift half-way, one node moving, one engine
-killed."""
+"""Make the run directory of a finished run: 60 steps, a drift half-way, one moving node, one killed engine."""
 
 from __future__ import annotations
 
@@ -108,8 +107,8 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
     log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
-    kept = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
-    log.write({"t": START + 148, "kind": "experience_kept", **kept})
+    recovered = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
+    log.write({"t": START + 148, "kind": "experience_kept", **recovered})
     log.write({"t": START + 150, "kind": "checkpoint_saved", "step": 50})
     log.write({"t": START + 181, "kind": "job_finished", "state": "completed"})
     log.close()
@@ -126,10 +125,36 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
 def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> Status:
     """A snapshot of the same run."""
     nodes = [
-        NodeStatus(0, "a800-01", "planner", "planner", {}, -1, 0.1),
-        NodeStatus(1, "a800-02", "train", "train", {"t1.0": "ready"}, 41, 0.4),
-        NodeStatus(2, "a800-03", "hybrid", "to_train", {"t2.0": "starting", "v2.0": "standby"}, 40, 0.2),
-        NodeStatus(3, "a800-04", "rollout", "rollout", {"v3.0": "ready", "v3.1": "lost"}, 41, 7.5),
+        NodeStatus(
+            rank=0, host="a800-01", component="planner", role="planner", engines={}, version=-1, heartbeat_age_s=0.1
+        ),
+        NodeStatus(
+            rank=1,
+            host="a800-02",
+            component="train",
+            role="train",
+            engines={"t1.0": "ready"},
+            version=41,
+            heartbeat_age_s=0.4,
+        ),
+        NodeStatus(
+            rank=2,
+            host="a800-03",
+            component="hybrid",
+            role="to_train",
+            engines={"t2.0": "starting", "v2.0": "standby"},
+            version=40,
+            heartbeat_age_s=0.2,
+        ),
+        NodeStatus(
+            rank=3,
+            host="a800-04",
+            component="rollout",
+            role="rollout",
+            engines={"v3.0": "ready", "v3.1": "lost"},
+            version=41,
+            heartbeat_age_s=7.5,
+        ),
     ]
     return Status(
         run=run.name,
@@ -156,7 +181,10 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         staleness_max=1,
         resubmitted=8,
         trained_trajectories=2_624,
-        buckets=[BucketStatus(1, 2, 31, 57, 0.42), BucketStatus(2, 1, 4, 6, 0.08)],
+        buckets=[
+            BucketStatus(tp=1, engines=2, inflight=31, trajectories=57, kv_use=0.42),
+            BucketStatus(tp=2, engines=1, inflight=4, trajectories=6, kv_use=0.08),
+        ],
         nodes=nodes,
         decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
         message="",

@@ -80,7 +80,7 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(dis
     assert all(json.loads(line) for line in run.metrics.read_bytes().splitlines()), "no torn line stays in the file"
 
 
-def test_the_verdict_is_written_on_a_full_disk(disk: Path) -> None:
+def test_the_result_is_written_on_a_full_disk(disk: Path) -> None:
     run = RunDir(disk)
     facts = FactsWriter(run)
     fill(disk)

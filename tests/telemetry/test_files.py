@@ -111,7 +111,7 @@ def test_the_phase_of_a_step(record: dict[str, object], name: str) -> None:
     assert series.phase(record) == name
 
 
-def test_nodes_that_moved_by_one_decision_share_its_verdict_and_an_older_move_keeps_its_own() -> None:
+def test_nodes_that_moved_by_one_decision_share_its_gain_and_an_older_move_has_its_own() -> None:
     log: list[dict[str, object]] = [
         {"t": 1.0, "kind": "move_started", "rank": 2, "to": "train", "predicted_gain_s": 0.9},
         {"t": 5.0, "kind": "move_done", "rank": 2, "role": "train"},
@@ -159,7 +159,7 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     run.status.unlink()
     found = [(one.kind, one.count, one.error) for one in summary.summarise(run).failures]
     assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")], (
-        "without a status, as far as the events know"
+        "without a status, as far as the events show"
     )
     assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
     assert (got.kept_trajectories, got.kept_unfinished, got.kept_tokens) == (24, 3, 2_400)
@@ -181,7 +181,7 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     facts = " ".join(text.replace("│", " ").split())
     assert "planner expected 3.30 s, measured 3.00 s (mean of 57 steps), error 10% (median of blocks of 8)" in facts
     assert "12 raised (KeyError: 'x'), 3 timeout; 1 pause of admission; 1 prompt given up" in facts
-    assert "24 trajectories and 3 in mid-course with 2,400 generated tokens" in facts
+    assert "24 trajectories and 3 unfinished ones with 2,400 generated tokens" in facts
     assert str(run.path) in text.replace("\n", "")
 
 
@@ -221,7 +221,7 @@ def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir) -> N
     assert decode_status(json.dumps(older).encode()).failures == []
 
 
-def test_the_screen_says_when_there_is_no_news(run: RunDir) -> None:
+def test_the_screen_shows_a_stale_status(run: RunDir) -> None:
     running, over = synthetic.make_status(run), synthetic.make_status(run, state="completed")
     later = running.updated_at + 3600
     assert "no news for 1:00:00" in text_of(view.render(running, now=later))

@@ -1,4 +1,4 @@
-"""The generator keeps what its docstring states: tails, dials, cuts, and the same trace for the same seed."""
+"""Properties of generated traces: tails, dials, cuts, and the same trace for the same seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def signals(outcome: float, seed: int = 0) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("preset", PROFILES)
-def test_every_trajectory_keeps_what_readers_promise(preset: str) -> None:
+def test_every_trajectory_has_the_invariants_of_the_readers(preset: str) -> None:
     dials = Dials(trajectories=128, seed=3)
     made = generate(preset, dials)
     assert len(made) == 128
@@ -71,7 +71,7 @@ def test_the_longest_tenth_is_more_than_half_of_the_rollout_time(seed: int) -> N
     assert tail_share(sorted(one.generated * DECODE_S + sum(turn.tool_s for turn in one.turns) for one in made)) > 0.5
 
 
-def test_r2e_looks_like_the_agents_it_follows() -> None:
+def test_r2e_has_the_measured_statistics_of_coding_agents() -> None:
     what = describe(generate("r2e", Dials(trajectories=2048)))
     assert what.tool_s is not None
     assert what.payload is not None
@@ -94,7 +94,7 @@ def test_the_sibling_dial_is_the_share_the_prompt_explains(sibling: float) -> No
     assert row.r_probe == pytest.approx(sibling, abs=0.12)
 
 
-def test_the_outcome_dial_is_how_much_outcomes_tell() -> None:
+def test_the_outcome_dial_sets_how_well_outcomes_predict() -> None:
     nothing, little, much, all_of_it = (signals(outcome) for outcome in (0.0, 0.2, 0.7, 1.0))
     assert abs(nothing["last outcome"]) < 0.02
     assert nothing["failed tests"] < 0.02
@@ -105,13 +105,13 @@ def test_the_outcome_dial_is_how_much_outcomes_tell() -> None:
     assert all_of_it["failed tests"] > 0.5
 
 
-def test_at_full_dial_a_test_run_tells_exactly_what_remains() -> None:
+def test_at_full_dial_a_test_run_determines_what_remains() -> None:
     runs = []
     for one in generate("r2e", Dials(outcome=1.0)):
         left = one.generated
         for turn in one.turns:
             left -= turn.gen_tokens
-            # A cut trajectory lost some of the work its outcomes spoke of.
+            # A cut trajectory lost some of the work that its outcomes predicted.
             if turn.failed is not None and one.context < 100_000:
                 runs.append((left, turn.failed))
     runs.sort()

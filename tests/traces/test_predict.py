@@ -58,7 +58,7 @@ def test_a_description_counts() -> None:
     assert what.payload.mean == 10
 
 
-def test_no_siblings_and_no_outcomes_are_said() -> None:
+def test_missing_siblings_and_outcomes_are_reported() -> None:
     rng = random.Random(0)
     lone = [flat(str(index), 0, *(rng.randint(1, 50) for _ in range(3))) for index in range(50)]
     found = predict(lone)

@@ -1,18 +1,13 @@
-"""`autellix`: program-level least attained service (PLAS) of Autellix (arXiv 2502.13965); a trajectory is its program.
+"""`autellix`: program-level least attained service of Autellix (arXiv 2502.13965); a trajectory is its program.
 
-* Service of a program: seconds its turns so far were decoding (tokens times the engine's measured seconds per token,
-  `DECODE_S` = 0.02 while unmeasured).
-* Discretised: queue q holds programs with service in [`QUANTUM_S` 2^(q-1), `QUANTUM_S` 2^q), queue 0 those below
-  `QUANTUM_S` = 2 s, `QUEUES` = 8 in all. Lower queues first, first come, first served within one.
-* Anti-starvation: a program whose total waiting time W reaches `BETA` = 1 times its service T is served from queue 0.
-  A turn's place is therefore one number, the moment it belongs to queue 0: ready_at + max(0, `BETA` T - W), with T
-  rounded down to its queue's lower boundary.
-* Data locality: contexts up to `LOCAL_TOKENS` = 2,048 tokens go to the engine with the fewest turns in flight, longer
-  ones to their program's engine (the one of its first long context), or the least used one when that is not eligible,
-  which it then keeps.
+- Service of a program: decode seconds of its turns so far.
+- Queue q holds programs with service in [`QUANTUM_S` 2^(q-1), `QUANTUM_S` 2^q), queue 0 those below `QUANTUM_S`.
+- Lower queues go first, first come, first served within one; the queue is the engine's priority too.
+- A program has waited `BETA` times its service -> queue 0.  So the key of a turn is the moment it enters queue 0.
+- Context of at most `LOCAL_TOKENS` -> the engine with the fewest turns in flight.
+- Longer context -> the program's engine, or the least used one, which it then stays with.
 
-The queues, W/T and the locality rule are the paper's; the constants other than 2,048 are not published and are chosen
-here (quanta that double, as in FastServe).  Within an engine the queue is the priority.
+The rules and `LOCAL_TOKENS` are the paper's; the other constants are chosen here.
 """
 
 from __future__ import annotations
@@ -22,14 +17,18 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, TurnView
 
 QUANTUM_S = 2.0
+"""Seconds of service in queue 0; quanta double, as in FastServe."""
 QUEUES = 8
+"""The last one starts at 128 s."""
 BETA = 1.0
+"""Waiting time over service at which a program enters queue 0."""
 LOCAL_TOKENS = 2_048
 DECODE_S = 0.02
+"""Seconds per token while an engine has no measurement."""
 
 
 class _Program:
-    """What the process table keeps."""
+    """Entry of the process table."""
 
     __slots__ = ("attained", "decode_s", "engine", "service_s", "waited_s")
 
@@ -41,7 +40,7 @@ class _Program:
 
     @property
     def queue(self) -> int:
-        """Queue of its service."""
+        """Queue that follows from its service."""
         return min(QUEUES - 1, int(self.service_s / QUANTUM_S).bit_length())
 
 
@@ -51,7 +50,7 @@ def lower_bound_s(queue: int) -> float:
 
 
 class Autellix(Baseline):
-    """See the module."""
+    """Least attained service first, with data locality."""
 
     name = "autellix"
 
@@ -86,7 +85,7 @@ class Autellix(Baseline):
             "waited_s": program.waited_s,
             "engine": chosen.engine,
         }
-        return Decision(chosen.engine, queue, chosen.level, reason, numbers)
+        return Decision(engine=chosen.engine, priority=queue, level=chosen.level, template=reason, numbers=numbers)
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""

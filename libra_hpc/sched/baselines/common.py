@@ -1,5 +1,4 @@
-"""What the baselines share: which engines are eligible, live trajectories per engine, who goes first of a prompt,
-the search through preferred TP degrees."""
+"""What the baselines share: eligible engines, live trajectories per engine, probes, preferred TP degrees."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from libra_hpc.sched.protocol import Decision, Finished, TurnView
 
 
 class Baseline:
-    """A rule that orders turns first come, first served and learns nothing, until a subclass says otherwise."""
+    """First come, first served, without learning, unless a subclass overrides it."""
 
     name = ""
 
@@ -30,8 +29,7 @@ class Baseline:
 def eligible(turn: TurnView, board: Board) -> list[EngineView]:
     """Open engines with a free slot that can hold the context.
 
-    When no engine on the board could hold it, all free ones: refusing the context is then the engine's business,
-    waiting would be for ever.
+    If no engine on the board can hold it, all free ones: an engine refuses the turn, which would wait for ever.
     """
     context = turn.context_tokens
     free = [e for e in board.engines.values() if e.open and e.inflight < e.cap]
@@ -42,26 +40,25 @@ def eligible(turn: TurnView, board: Board) -> list[EngineView]:
 
 
 def wait(board: Board, level: int = 0, priority: int = 0) -> Decision:
-    """No engine is eligible."""
+    """The decision when no engine is eligible."""
     return Decision(
-        "",
-        priority,
-        level,
-        "wait: none of {engines:.0f} engines has a free slot that fits",
-        {"engines": float(len(board.engines))},
+        engine="",
+        priority=priority,
+        level=level,
+        template="wait: none of {engines:.0f} engines has a free slot that fits",
+        numbers={"engines": float(len(board.engines))},
     )
 
 
 def last_engine(turn: TurnView, among: Iterable[EngineView]) -> EngineView | None:
-    """The engine of the last turn, which may still hold the prefix, if it is ``among`` the given ones."""
+    """The engine of the last turn, if it is ``among`` these; its cache may hold the prefix."""
     return next((e for e in among if e.engine == turn.engine), None) if turn.engine else None
 
 
 def first_of_tps(
     tps: Iterable[int], among: Sequence[EngineView], load: Callable[[EngineView], float]
 ) -> EngineView | None:
-    """The least loaded engine of the first TP degree in ``tps`` that has any among the given ones; the first
-    registered wins ties."""
+    """The least loaded engine of the first TP degree in ``tps`` that is ``among`` these; ties: the first to join."""
     for tp in tps:
         members = [e for e in among if e.tp == tp]
         if members:
@@ -69,8 +66,8 @@ def first_of_tps(
     return None
 
 
-class Forerunners:
-    """One trajectory of each prompt that goes ahead of the others: the first that is asked about, until it ends."""
+class Probes:
+    """One trajectory of each prompt that goes first, until it ends."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
@@ -80,25 +77,24 @@ class Forerunners:
         return len(self._prompt)
 
     def of(self, prompt_id: str) -> str | None:
-        """The prompt's forerunner, if it has one now."""
+        """The present probe of a prompt."""
         return self._first.get(prompt_id)
 
     def claim(self, turn: TurnView) -> str:
-        """The forerunner of the turn's prompt, which the turn's own trajectory becomes where there is none."""
+        """The probe of the turn's prompt; without one, the turn's trajectory becomes it."""
         first = self._first.setdefault(turn.prompt_id, turn.trajectory)
         self._prompt[first] = turn.prompt_id
         return first
 
     def drop(self, trajectory: str) -> None:
-        """A trajectory ended: the next one asked about takes its place."""
+        """A trajectory ended: the next `claim` replaces it."""
         prompt = self._prompt.pop(trajectory, None)
         if prompt is not None:
             del self._first[prompt]
 
 
-class Homes:
-    """The engine each live trajectory counts at, tool time included: the "connections" of a least-connections
-    balancer."""
+class LiveTrajectories:
+    """The engine of each live trajectory, tool time included: the connections of a least-connections balancer."""
 
     def __init__(self) -> None:
         self._home: dict[str, str] = {}
@@ -108,11 +104,11 @@ class Homes:
         return len(self._home)
 
     def count(self, engine: EngineView) -> int:
-        """Trajectories at an engine."""
+        """Number of live trajectories at an engine."""
         return self._count[engine.engine]
 
     def put(self, trajectory: str, engine: str) -> None:
-        """Count a trajectory at ``engine``, no longer where it was."""
+        """Count a trajectory at ``engine`` only."""
         self.drop(trajectory)
         self._home[trajectory] = engine
         self._count[engine] += 1

@@ -1,50 +1,49 @@
-"""`la_mlfq`: length-aware MLFQ with scouts, the ``la_mlfq`` scheduler of Libra's code (arXiv 2606.03077), on the
-buckets of `length_buckets`.
+"""`la_mlfq`: length-aware MLFQ with scouts, from Libra's code (arXiv 2606.03077), on `length_buckets`.
 
-* The first sample of a prompt without history is its *scout* and starts in the shortest bucket; its siblings wait until
-  it ends, at most `FOLLOW_S` = 60 s, then they start in the shortest bucket too.
-* When a trajectory ends, its prompt's history becomes the bucket of its length, which later samples start in.  History
-  lives `TTL_VERSIONS` = 5 weight versions (epochs, in the original).
-* A running trajectory that has generated more than its bucket's threshold moves up to the bucket of what it has
-  generated.  (In the original nothing calls this check; without it scouts of long prompts would never leave the
-  shortest bucket.)
-
-Otherwise it stays on the engine of its last turn while that is eligible.  Siblings that wait are placed behind every
-turn that is ready now.
+- First sample of a prompt without history -> the *scout*; it starts in the shortest bucket.
+- Its siblings -> wait for its end, at most `FOLLOW_S`, behind every turn that is ready; then the shortest bucket.
+- A trajectory ends -> later samples of the prompt start in the bucket of its length, for `TTL_VERSIONS`.
+- A trajectory exceeds the threshold of its bucket -> it moves up.  The original never calls this check, so scouts of
+  long prompts would stay in the shortest bucket.
+- Otherwise -> the engine of the last turn while it is eligible.
 """
 
 from __future__ import annotations
 
-from libra_hpc.sched.baselines.common import Baseline, Forerunners, eligible, last_engine, wait
+from libra_hpc.sched.baselines.common import Baseline, Probes, eligible, last_engine, wait
 from libra_hpc.sched.baselines.length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS, LengthBuckets
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 
 FOLLOW_S = 60.0
 TTL_VERSIONS = 5
+"""Weight versions; epochs in the original."""
 
 
 class LaMlfq(Baseline):
-    """See the module."""
+    """Scouts measure the length of a prompt for their siblings."""
 
     name = "la_mlfq"
 
     def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
         self._buckets = LengthBuckets(thresholds, max_queue_length)
         self._level: dict[str, int] = {}
-        self._scouts = Forerunners()
+        self._scouts = Probes()
         self._history: dict[str, tuple[int, int]] = {}
-        """Prompt -> (generated tokens of its last trajectory, weight version)."""
+        """By prompt: generated tokens of its last trajectory, and weight version."""
         self._version = 0
 
     def key(self, turn: TurnView, now: float) -> float:
-        """See `Policy.key`: a sibling without history counts as ready when its patience ends."""
+        """See `Policy.key`: a sibling of a scout counts as ready after `FOLLOW_S`."""
         return turn.ready_at + FOLLOW_S if self._follows(turn) else turn.ready_at
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         """See `Policy.route`."""
         if self._follows(turn) and now - turn.ready_at < FOLLOW_S:
-            return Decision("", 0, 0, "wait: {scout} scouts for this prompt", {"scout": self._scouts.claim(turn)})
+            reason = "wait: {scout} scouts for this prompt"
+            return Decision(
+                engine="", priority=0, level=0, template=reason, numbers={"scout": self._scouts.claim(turn)}
+            )
         levels = len(board.classes)
         old = self._level.get(turn.trajectory, -1)
         level = min(
@@ -56,18 +55,19 @@ class LaMlfq(Baseline):
             last = last_engine(turn, eligible(turn, board))
             if last is not None:
                 return Decision(
-                    last.engine,
-                    0,
-                    last.level,
-                    "stay in bucket {bucket:.0f} on {engine}",
-                    {**numbers, "engine": last.engine},
+                    engine=last.engine,
+                    priority=0,
+                    level=last.level,
+                    template="stay in bucket {bucket:.0f} on {engine}",
+                    numbers={**numbers, "engine": last.engine},
                 )
         chosen = self._buckets.choose(level, turn, board)
         if chosen is None:
             return wait(board, level)
         self._level[turn.trajectory] = level
         reason = "bucket {bucket:.0f} after {attained:.0f} tokens, least connections {engine}"
-        return Decision(chosen.engine, 0, chosen.level, reason, {**numbers, "engine": chosen.engine})
+        numbers["engine"] = chosen.engine
+        return Decision(engine=chosen.engine, priority=0, level=chosen.level, template=reason, numbers=numbers)
 
     def finished(self, record: Finished, now: float) -> None:
         """See `Policy.finished`."""
@@ -78,10 +78,10 @@ class LaMlfq(Baseline):
         super().finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`: the prompt of a lost scout gets a new one."""
+        """See `Policy.forget`: the prompt of an aborted scout gets a new one."""
         self._scouts.drop(trajectory)
         self._level.pop(trajectory, None)
-        self._buckets.homes.drop(trajectory)
+        self._buckets.live.drop(trajectory)
 
     def _start(self, turn: TurnView, levels: int) -> int:
         known = self._known(turn.prompt_id)
@@ -92,7 +92,7 @@ class LaMlfq(Baseline):
         return length if self._version - version <= TTL_VERSIONS else None
 
     def _follows(self, turn: TurnView) -> bool:
-        """Whether a turn starts a sibling of a running scout; the first one asked becomes the scout."""
+        """Whether a turn starts a sibling of a scout; the first turn of a prompt becomes the scout."""
         if turn.trajectory in self._level or self._known(turn.prompt_id) is not None:
             return False
         return self._scouts.claim(turn) != turn.trajectory

@@ -1,12 +1,10 @@
-"""Three rules without any knowledge of lengths or prompts: every turn to the engine with the least load.
+"""Three rules that ignore lengths and prompts: every turn goes to the engine with the least load.
 
-* `least_loaded`: load = KV tokens of turns in flight.  One 32k-token turn weighs more than ten short ones, and a
-  trajectory whose tool runs weighs nothing. Ties: fewer turns, then the engine of the last turn (its prefix may still
-  be cached), then the first to join.  Not sticky otherwise.
-* `least_requests`: load = turns in flight, ties rotating: the "least connections" of Libra's ``load_balance`` scheduler
-  and of vLLM's routers.  Not sticky.
-* `sticky`: the engine of the last turn while it is eligible, else the one with the fewest turns in flight: verl's
-  ``GlobalRequestLoadBalancer`` (verl/workers/rollout/llm_server.py).  The first turn decides for the whole trajectory.
+- `least_loaded`: KV tokens of turns in flight.  Ties: fewer turns, then the engine of the last turn, then the first to
+  join.  A trajectory in a tool call counts nothing.
+- `least_requests`: turns in flight, ties rotating; "least connections" of Libra's ``load_balance`` and vLLM's routers.
+- `sticky`: the engine of the last turn while it is eligible, else the fewest turns in flight; verl's
+  ``GlobalRequestLoadBalancer``.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _REQUESTS = "{engine} has the fewest turns in flight: {inflight:.0f}"
 
 
 class LeastLoaded(Baseline):
-    """See the module."""
+    """Fewest KV tokens in flight."""
 
     name = "least_loaded"
 
@@ -30,13 +28,12 @@ class LeastLoaded(Baseline):
             return wait(board)
         best = min(free, key=lambda e: (e.inflight_tokens, e.inflight, e.engine != turn.engine))
         numbers = {**_numbers(best), "inflight_tokens": float(best.inflight_tokens)}
-        return Decision(
-            best.engine, 0, best.level, "{engine} has the fewest KV tokens in flight: {inflight_tokens:.0f}", numbers
-        )
+        reason = "{engine} has the fewest KV tokens in flight: {inflight_tokens:.0f}"
+        return Decision(engine=best.engine, priority=0, level=best.level, template=reason, numbers=numbers)
 
 
 class LeastRequests(Baseline):
-    """See the module."""
+    """Fewest turns in flight."""
 
     name = "least_requests"
 
@@ -52,11 +49,11 @@ class LeastRequests(Baseline):
         best = min(free, key=lambda e: (e.inflight, self._used.get(e.engine, 0)))
         self._count += 1
         self._used[best.engine] = self._count
-        return Decision(best.engine, 0, best.level, _REQUESTS, _numbers(best))
+        return Decision(engine=best.engine, priority=0, level=best.level, template=_REQUESTS, numbers=_numbers(best))
 
 
 class Sticky(LeastRequests):
-    """See the module."""
+    """The engine of the last turn, else the fewest turns in flight."""
 
     name = "sticky"
 
@@ -64,7 +61,8 @@ class Sticky(LeastRequests):
         """See `Policy.route`."""
         last = last_engine(turn, eligible(turn, board))
         if last is not None:
-            return Decision(last.engine, 0, last.level, "{engine} ran the last turn", _numbers(last))
+            reason = "{engine} ran the last turn"
+            return Decision(engine=last.engine, priority=0, level=last.level, template=reason, numbers=_numbers(last))
         return super().route(turn, board, now)
 
 

@@ -1,15 +1,13 @@
-"""`libra`: the published C-MLFQ rule (arXiv 2606.03077 and its code), with the tree of `prefix_tree` and the buckets of
-`length_buckets`.
+"""`libra`: the published C-MLFQ rule (arXiv 2606.03077 and its code), on `prefix_tree` and `length_buckets`.
 
-* A new trajectory starts in the shortest bucket, whatever is known of its prompt.
-* After each tool return the node of its path is looked up.  With no samples it stays.  With mean m and 90th percentile
-  p of the remaining tokens, the target is the bucket of m if that is also the bucket of p; if they disagree it stays.
-* Target = present bucket: it stays on its engine, with its prefix (the rule is sticky).  Otherwise it moves at once, up
-  or down, any distance, whatever the prefill of its context costs; no minimum of evidence, no margin.
-* Turns go first come, first served, in the queue and in the engines.
+- A new trajectory -> the shortest bucket, whatever its prompt.
+- A tool returns -> mean and 90th percentile of the remaining tokens at the tree node of its path.
+- Both are in one bucket -> that bucket is the target; they disagree, or there are no samples -> it stays.
+- The target is its present bucket -> it stays on its engine.
+- Otherwise -> it moves at once, up or down, whatever the prefill costs.
+- Turns go first come, first served, in the queue and in the engines.
 
-One addition: a trajectory whose engine is full is placed anew in its bucket, where the original would queue at that
-engine.
+One addition: if its engine is full, the trajectory gets another engine of its bucket; the original queues there.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from libra_hpc.sched.protocol import Decision, Finished, TurnView
 
 
 class Libra(Baseline):
-    """See the module."""
+    """Moves when mean and 90th percentile of the remaining tokens agree."""
 
     name = "libra"
 
@@ -39,8 +37,13 @@ class Libra(Baseline):
         if target == level:
             last = last_engine(turn, eligible(turn, board))
             if last is not None:
+                numbers["engine"] = last.engine
                 return Decision(
-                    last.engine, 0, last.level, f"stay on {{engine}}: {reason}", {**numbers, "engine": last.engine}
+                    engine=last.engine,
+                    priority=0,
+                    level=last.level,
+                    template=f"stay on {{engine}}: {reason}",
+                    numbers=numbers,
                 )
         chosen = self._buckets.choose(target, turn, board)
         if chosen is None:
@@ -48,7 +51,11 @@ class Libra(Baseline):
         self._level[turn.trajectory] = target
         numbers |= {"engine": chosen.engine, "bucket": float(target)}
         return Decision(
-            chosen.engine, 0, chosen.level, f"bucket {{bucket:.0f}}, least connections {{engine}}: {reason}", numbers
+            engine=chosen.engine,
+            priority=0,
+            level=chosen.level,
+            template=f"bucket {{bucket:.0f}}, least connections {{engine}}: {reason}",
+            numbers=numbers,
         )
 
     def finished(self, record: Finished, now: float) -> None:
@@ -59,7 +66,7 @@ class Libra(Baseline):
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""
         self._level.pop(trajectory, None)
-        self._buckets.homes.drop(trajectory)
+        self._buckets.live.drop(trajectory)
 
     def _target(self, turn: TurnView, level: int, levels: int) -> tuple[int, str, dict[str, float | str]]:
         if not turn.signals:

@@ -1,18 +1,12 @@
-"""Libra's published prefix tree (arXiv 2606.03077, `cmlfq_prefix_tree.py` of its code): statistics of remaining length
-by sequence of tool returns.
+"""Prefix tree of Libra (arXiv 2606.03077, ``cmlfq_prefix_tree.py``): remaining tokens by sequence of tool returns.
 
-One tree per prompt and a global one; a path is the sequence of symbols (tool, payload class, status).  When a
-trajectory of T generated tokens with tool returns at p_1..p_m (m >= 1) ends, the root gets the sample T and the node at
-depth i gets max(0, T - p_i), in both trees.  A node keeps its count, the mean of all its samples ever, and the last
-`RING` = 200 of them, whose 90th percentile (nearest rank) is its p90.  A look-up walks the prompt's own tree as deep as
-it matches, when there is one, otherwise the global tree.
+- A path is the sequence of symbols (tool, payload class, status), in a tree per prompt and in a global one.
+- A trajectory of T tokens ends, with tool returns at p_1..p_m -> the root gets T, depth i gets max(0, T - p_i).
+- A node has the mean of all samples and the 90th percentile of the last `RING`.
+- A lookup walks the prompt's tree as deep as it matches; without one, the global tree.
+- `REBUILD_VERSIONS` weight versions pass -> both are rebuilt from the last `RECENT` trajectories.
 
-Payload classes are small up to 500 and medium up to 5,000 tokens.  The published status is derived from the text of the
-answer and misfires on "0 errors" or ``error: null``; here it comes from the signal's outcome, so the baseline sees
-better signals than the original did.
-
-Every `REBUILD_VERSIONS` = 5 weight versions (steps, in the published 48-GPU configuration) the trees are rebuilt from
-the last `RECENT` = 5,000 trajectories.
+The original derives the status from text; here it comes from the signal's outcome.
 """
 
 from __future__ import annotations
@@ -23,16 +17,19 @@ from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.protocol import Finished
 
 RING = 200
+"""Samples of a node behind its 90th percentile."""
 SMALL, MEDIUM = 500, 5_000
+"""Upper bounds of the payload classes, tokens."""
 REBUILD_VERSIONS = 5
+"""Steps, in the published 48-GPU configuration."""
 RECENT = 5_000
+"""Trajectories in a rebuild."""
 
 Symbol = tuple[str, int, str]
 
 
 def symbol(signal: Signal) -> Symbol:
-    """(tool, payload class 0..2, ``success`` | ``failure`` | ``timeout``); a task's own outcome class counts as
-    success, as any unknown status did."""
+    """(tool, payload class 0..2, ``success`` | ``failure`` | ``timeout``); a task's own outcome class is a success."""
     size = 0 if signal.payload_tokens <= SMALL else 1 if signal.payload_tokens <= MEDIUM else 2
     return signal.tool, size, {"error": "failure", "timeout": "timeout"}.get(signal.outcome, "success")
 
@@ -58,7 +55,7 @@ class PrefixNode:
 
     @property
     def p90(self) -> float:
-        """90th percentile of the last samples; there must be one."""
+        """90th percentile of the last samples; at least one must exist."""
         if self._p90 is None:
             values = sorted(self._ring)
             self._p90 = values[-(-9 * len(values) // 10) - 1]
@@ -66,7 +63,7 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """See the module."""
+    """The global tree and one tree per prompt."""
 
     def __init__(self) -> None:
         self._global = PrefixNode()
@@ -86,7 +83,7 @@ class PrefixTree:
             self._learn(record)
 
     def look_up(self, prompt_id: str, signals: tuple[Signal, ...]) -> PrefixNode:
-        """The deepest node that matches; its count is 0 when nothing was learned."""
+        """The deepest node that matches; its count is 0 if nothing was learned."""
         node = self._prompts.get(prompt_id, self._global)
         for signal in signals:
             child = node.children.get(symbol(signal))

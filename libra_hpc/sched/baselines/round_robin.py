@@ -1,7 +1,6 @@
-"""`round_robin`: every turn to the next engine in the order they joined, whatever their load.
+"""`round_robin`: every turn goes to the next engine in the order they joined, whatever their load.
 
-The default of simple routers.  It does not prefer the engine of the last turn, so a prefix is found in the cache only
-by chance.
+The default of simple routers.  A prefix is found in the cache only by chance.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from libra_hpc.sched.protocol import Decision, TurnView
 
 
 class RoundRobin(Baseline):
-    """See the module."""
+    """The next eligible engine in the order they joined."""
 
     name = "round_robin"
 
@@ -28,4 +27,5 @@ class RoundRobin(Baseline):
         after = place.get(self._last, -1)
         chosen = min(free, key=lambda e: (place[e.engine] - after - 1) % len(place))
         self._last = chosen.engine
-        return Decision(chosen.engine, 0, chosen.level, "{engine} is next in turn", {"engine": chosen.engine})
+        reason, numbers = "{engine} is next in turn", {"engine": chosen.engine}
+        return Decision(engine=chosen.engine, priority=0, level=chosen.level, template=reason, numbers=numbers)

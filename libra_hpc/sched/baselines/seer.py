@@ -1,36 +1,33 @@
-"""`seer`: probe first, then approximately longest first (Seer, arXiv 2511.14617, the context-aware scheduling of its
-section on rollout).
+"""`seer`: probe first, then approximately longest first (Seer, arXiv 2511.14617, context-aware scheduling).
 
-* The first sample of each prompt is its probe.  Probes go before everything else, among themselves the one that has
-  generated least first, so that every group gets an estimate soon.
-* A group's estimate is the longest finished trajectory of its prompt; a group without one is taken to be as long as can
-  be.  The other samples go by descending estimate, first come, first served among equals.
-* Any engine may run the next chunk: the one with the fewest KV tokens in flight.  In the published system a shared KV
-  pool makes that free.  Without a pool the context would be computed again at every turn, so here a trajectory stays on
-  the engine of its last turn while that is eligible; ``pooled=True`` restores the published choice.
+- First sample of a prompt -> its probe.  Probes go before all others; among them the fewest generated tokens first.
+- Estimate of a group -> its longest finished trajectory; without one, as long as can be.
+- The other samples -> by descending estimate; first come, first served among equals.
+- The engine -> that of the last turn while it is eligible, else the fewest KV tokens in flight.  The published system
+  has a shared KV pool and always takes the fewest (``pooled=True``).
 """
 
 from __future__ import annotations
 
-from libra_hpc.sched.baselines.common import Baseline, Forerunners, eligible, last_engine, wait
+from libra_hpc.sched.baselines.common import Baseline, Probes, eligible, last_engine, wait
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, Finished, TurnView
 
 LONGEST = 1 << 24
-"""Estimate of a group nothing is known of, tokens: above any context."""
+"""Tokens, above any context: estimate of a group without finished trajectories."""
 
 PROBES = -(1 << 26)
-"""Key of a probe that has generated nothing: before any estimate."""
+"""Key of a probe without generated tokens: before any estimate."""
 
 
 class Seer(Baseline):
-    """See the module."""
+    """Probes first, then the groups of the longest estimate."""
 
     name = "seer"
 
     def __init__(self, pooled: bool = False) -> None:
         self._pooled = pooled
-        self._probes = Forerunners()
+        self._probes = Probes()
         self._longest: dict[str, int] = {}
 
     def key(self, turn: TurnView, now: float) -> float:
@@ -59,7 +56,9 @@ class Seer(Baseline):
             "engine": chosen.engine,
             "inflight_tokens": float(chosen.inflight_tokens),
         }
-        return Decision(chosen.engine, place, chosen.level, f"{who}: {where}", numbers)
+        return Decision(
+            engine=chosen.engine, priority=place, level=chosen.level, template=f"{who}: {where}", numbers=numbers
+        )
 
     def finished(self, record: Finished, now: float) -> None:
         """See `Policy.finished`."""
@@ -67,7 +66,7 @@ class Seer(Baseline):
         super().finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`: a prompt whose probe is lost gets a new one."""
+        """See `Policy.forget`: the prompt of an aborted probe gets a new one."""
         self._probes.drop(trajectory)
 
     def _place(self, turn: TurnView) -> int:

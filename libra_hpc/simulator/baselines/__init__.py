@@ -1,1 +1,1 @@
-"""Policies that no run file may name: the clairvoyant oracle, and tail batching, which aborts running trajectories."""
+"""Policies for simulations only: the clairvoyant oracle, and tail batching, which aborts running trajectories."""

@@ -1,18 +1,14 @@
-"""How long an engine needs to finish known trajectories: the model the clairvoyant oracle plans with.
+"""How long an engine needs to finish known trajectories: the cost model of the clairvoyant oracle.
 
-All trajectories of an engine run side by side, each with a known number of tokens still to decode, prompt tokens still
-to prefill and seconds of tools still to wait.  Sorted by remaining tokens, the engine drains in stages: while the
-shortest has tokens left everybody decodes one token a step; then it leaves and the batch shrinks.  A stage of n tokens
-takes
+All trajectories of an engine run side by side, and the batch shrinks whenever the one with the fewest remaining tokens
+ends.  A stage of n tokens between two ends takes
 
-    n * (step_s(batch, KV tokens) * max(1, demand / room) + sum of prefill seconds per token),
+    n * (step_s(batch, KV tokens) * max(1, batch / room) + sum of prefill seconds per token).
 
-where batch counts each trajectory by the share of its time it is not in a tool, and room is how many fit (slots and KV
-cache): beyond it they take turns. A trajectory ends when its last stage does plus its own tool time; the engine ends
-with the last.  Prefill is spread evenly over a trajectory's tokens.
-
-`REUSE` = 0.8: a step time is computed anew only when the batch has shrunk to that share, which is exact for the last
-few trajectories (they decide the end) and costs a logarithmic number of look-ups for many.
+* batch: each trajectory counts by the share of its time outside tools.
+* room: how many fit into slots and KV cache; beyond it trajectories take turns.
+* Prefill is spread evenly over a trajectory's tokens.
+* A trajectory ends with its last stage plus its tool time; the engine ends with its last trajectory.
 """
 
 from __future__ import annotations
@@ -24,27 +20,27 @@ from typing import NamedTuple
 from libra_hpc.hardware.steps import StepTimes
 
 REUSE = 0.8
+"""A step time is used until the batch has shrunk to this share.
+
+This is exact for the last few trajectories, which decide the end, and costs a logarithmic number of lookups."""
 CHUNK = 2_048
-"""Prompt tokens whose prefill is priced at once (vLLM's chunked prefill)."""
+"""Prompt tokens priced as one prefill chunk (vLLM's chunked prefill)."""
 
 
 class Load(NamedTuple):
-    """One trajectory at one engine, ordered by what it still has to decode."""
+    """Remaining work of one trajectory at one engine, ordered by tokens to decode."""
 
     tokens: int
-    """Still to decode, >= 1."""
+    """Tokens to decode, >= 1."""
     name: str
     prefill_s: float
-    """Seconds of prefill still to come."""
     tool_s: float
-    """Seconds of tools still to come."""
     context: int
-    """Mean context over what remains, tokens."""
+    """Mean context over the remaining tokens."""
 
 
 def prefill_s(steps: StepTimes, tokens: int, context: int) -> float:
-    """Seconds that computing ``tokens`` prompt tokens after ``context`` cached ones adds to an engine that is
-    decoding."""
+    """Seconds that ``tokens`` prompt tokens after ``context`` cached ones add to a decoding engine."""
     if tokens <= 0:
         return 0.0
     chunk = min(tokens, CHUNK)
@@ -53,8 +49,7 @@ def prefill_s(steps: StepTimes, tokens: int, context: int) -> float:
 
 
 def drain_s(loads: Sequence[Load], steps: StepTimes, slots: int) -> float:
-    """Seconds until the last of ``loads`` (ascending) ends at an engine with ``slots`` turns in flight at most; 0.0
-    for none."""
+    """Seconds until the last of ``loads`` (ascending; none: 0.0) ends at an engine with at most ``slots`` turns."""
     if not loads:
         return 0.0
     pace = steps.step_s(len(loads), sum(load.context for load in loads))
@@ -93,28 +88,23 @@ class DrainPlan:
 
     @property
     def end_s(self) -> float:
-        """Seconds until the last one ends."""
         if self._end is None:
             self._end = drain_s(self._loads, self.steps, self._slots)
         return self._end
 
     def resize(self, slots: int) -> None:
-        """The engine may have ``slots`` turns in flight now."""
         if slots != self._slots:
             self._slots, self._end = slots, None
 
     def end_with(self, load: Load) -> float:
-        """Seconds until the last one ends if ``load`` were here too."""
         loads = self._loads.copy()
         insort(loads, load)
         return drain_s(loads, self.steps, self._slots)
 
     def add(self, load: Load) -> None:
-        """Place a trajectory here."""
         insort(self._loads, load)
         self._end = None
 
     def remove(self, load: Load) -> None:
-        """Take away what `add` placed."""
         self._loads.remove(load)
         self._end = None

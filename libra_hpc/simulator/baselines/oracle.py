@@ -1,25 +1,17 @@
-"""`oracle`: clairvoyant scheduling, the bound the other policies are measured against.
+"""`oracle`: clairvoyant scheduling, the reference for the other policies.
 
-It is told, for every trajectory, what remains to decode, to prefill and to wait for tools (`Foresight.truth`), and how
-fast engines of each TP degree are (`Foresight.steps`).  With the model of `drain` it keeps, per engine, the time its
-trajectories will have ended:
+Its input is the remaining work of every trajectory and the step times (`Foresight`).  `drain` predicts when an engine
+ends its trajectories.
 
-* Who goes first: longest remaining time first (LPT, within 4/3 - 1/(3m) of the best makespan on m identical machines,
-  Graham 1969), in the queue and as the engines' priority.
-* Where it starts: the engine that then ends first.  Because step times grow slowly with the batch, long trajectories
-  fill the large TP degrees until these end no earlier than a smaller degree would, and the short ones fill the rest.
-  The engine at which a sibling started last has the prompt cached, and is priced without it.
-* In a tool gap it may move: from engine h to the engine e for which the later end of the two, max(end h, end e), falls
-  most.  It prices the context it would compute again, and moves only when that end falls by more than `MARGIN` = 5 %:
-  the plan is slightly out of date between two turns of the others, and on simulated workloads margins of 2 % and less
-  paid for more moves than they won.  Otherwise it stays, with its prefix.
-* A full engine counts like any other (its plan says how long its trajectories take with the slots it has): when it is
-  better than every free one by the same margin, the turn waits for it, and is in its plan meanwhile.  The choice is
-  made anew when a trajectory has ended.
+* Queue order and engine priority -> longest remaining time first (LPT, Graham 1969).
+* First turn -> the engine that ends first with it.  The engine with the prompt of the latest sibling is priced
+  without that prompt.
+* Later turn -> the engine for which the later of both ends (old and new engine) falls most, by more than `MARGIN`;
+  else the engine of the last turn.
+* A full engine is better by `MARGIN` than every free one -> the turn waits for it; reconsidered when a trajectory ends.
+* Of each TP degree only the engine that ends first is priced: the others have more work.
 
-Among engines of one TP degree only the one that ends first is priced: the rest are the same machine with more work.
-The rule is greedy: its makespan is not a proven lower bound, only one that no policy without foresight is expected to
-reach.
+The rule is greedy, so its makespan is no proven lower bound.
 """
 
 from __future__ import annotations
@@ -36,30 +28,28 @@ from libra_hpc.sched.protocol import Decision, Finished, TurnView
 from libra_hpc.simulator.baselines.drain import DrainPlan, Load, prefill_s
 
 MARGIN = 0.05
+"""Share of the end by which a move or a wait must shorten it.  At 0.02 and less, moves cost more than they gained."""
 PRIORITIES_PER_S = 10
-"""Grain of the engine's integer priority: 0.1 s of remaining time."""
+"""Steps of the engine's integer priority per second of remaining time."""
 
 
 class OracleWork(msgspec.Struct, frozen=True):
-    """What a trajectory still has to do, its present turn included."""
+    """Remaining work of a trajectory, its current turn included."""
 
     decode_tokens: int
     fresh_tokens: int
-    """Tokens at the end of its present context that no engine has computed: the prompt at admission, later what the
-    last tool added."""
+    """Tokens of its context that no engine has computed: the prompt at admission, later the last tool's answer."""
     new_tokens: int
     """Tokens the environment will add in later turns."""
     tool_s: float
-    """Seconds of the tools it will call."""
 
 
 class Foresight(NamedTuple):
-    """What only a simulator can know."""
+    """The future of a workload, which only a simulator has."""
 
     truth: Callable[[str, int], OracleWork]
-    """(trajectory, turns done) -> work that remains."""
+    """(trajectory, turns done) -> remaining work."""
     steps: Mapping[int, StepTimes]
-    """Step times by TP degree."""
     max_num_seqs: int
     """Most sequences an engine runs at once; more may be in flight."""
 
@@ -71,8 +61,6 @@ class _Placed(NamedTuple):
 
 
 class Oracle(Baseline):
-    """See the module."""
-
     name = "oracle"
 
     def __init__(self, foresight: Foresight) -> None:
@@ -80,13 +68,12 @@ class Oracle(Baseline):
         self._plans: dict[str, DrainPlan] = {}
         self._placed: dict[str, _Placed] = {}
         self._waits: dict[str, tuple[str, int]] = {}
-        """Waiting turns: engine, and the number of ends when it was chosen."""
+        """Per waiting turn: the engine, and the value of ``_ends`` when it was chosen."""
         self._ends = 0
         self._siblings: dict[str, str] = {}
-        """By prompt, the trajectory that started last."""
 
     def key(self, turn: TurnView, now: float) -> float:
-        """See `Policy.key`: longest remaining time, at the pace of a lone sequence on the largest TP degree, first."""
+        """See `Policy.key`: longest remaining time first, at the speed of one sequence on the largest TP degree."""
         work = self._truth(turn.trajectory, turn.turns)
         steps = self._steps[max(self._steps)]
         pace = steps.step_s(1, turn.context_tokens + work.decode_tokens // 2)
@@ -97,12 +84,15 @@ class Oracle(Baseline):
         )
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         priority = round(self.key(turn, now) * PRIORITIES_PER_S)
         name, ends = self._waits.get(turn.trajectory, ("", -1))
         if ends == self._ends and name in board.engines and _full(board.engines[name]):
             return Decision(
-                "", priority, board.engines[name].level, "wait: {engine} is full and still the best", {"engine": name}
+                engine="",
+                priority=priority,
+                level=board.engines[name].level,
+                template="wait: {engine} is full and still the best",
+                numbers={"engine": name},
             )
         options = [
             e
@@ -112,15 +102,15 @@ class Oracle(Baseline):
         options = options or eligible(turn, board)
         if not options:
             return wait(board, priority=priority)
-        self._follow(board)
+        self._update_plans(board)
         work = self._truth(turn.trajectory, turn.turns)
         placed = self._placed.get(turn.trajectory)
         home = last_engine(turn, options)
-        # A weight swap empties the cache of the engine that has the prefix.
+        # A weight update empties the cache.
         cached = home is not None and placed is not None and placed.version == home.version
         self.forget(turn.trajectory)
         near = None if turn.attained_tokens else self._near(turn.prompt_id, board)
-        best, load, gain = self._best(turn, work, home, cached, near, options)
+        best, load, gain = self._best(turn, work, home=home, cached=cached, near=near, options=options)
         plan = self._plans[best.engine]
         plan.add(load)
         if not turn.attained_tokens:
@@ -135,11 +125,11 @@ class Oracle(Baseline):
         if _full(best):
             self._waits[turn.trajectory] = best.engine, self._ends
             return Decision(
-                "",
-                priority,
-                best.level,
-                "wait: {engine} is full and still the best: all there ends in {end_s:.2f} s",
-                numbers,
+                engine="",
+                priority=priority,
+                level=best.level,
+                template="wait: {engine} is full and still the best: all there ends in {end_s:.2f} s",
+                numbers=numbers,
             )
         if best is near:
             reason = "with {left:.0f} tokens left, {engine} ends first, for it has the prompt cached: {end_s:.2f} s"
@@ -149,15 +139,13 @@ class Oracle(Baseline):
             reason = "stays on {engine}, which ends in {end_s:.2f} s: no move ends sooner"
         else:
             reason = "moves to {engine}: the later of both ends falls by {gain_s:.2f} s"
-        return Decision(best.engine, priority, best.level, reason, numbers)
+        return Decision(engine=best.engine, priority=priority, level=best.level, template=reason, numbers=numbers)
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self._ends += 1
         super().finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._waits.pop(trajectory, None)
         placed = self._placed.pop(trajectory, None)
         if placed is not None and placed.engine in self._plans:
@@ -167,12 +155,13 @@ class Oracle(Baseline):
         self,
         turn: TurnView,
         work: OracleWork,
+        *,
         home: EngineView | None,
         cached: bool,
         near: EngineView | None,
         options: list[EngineView],
     ) -> tuple[EngineView, Load, float]:
-        """The engine to be at, the load there, and the seconds the end falls by going there."""
+        """The best engine, the load there, and the seconds by which going there shortens the end."""
         best, best_load, gain, stay_s = home, None, 0.0, 0.0
         if home is not None:
             best_load = self._load(turn, work, home, cached)
@@ -197,14 +186,14 @@ class Oracle(Baseline):
         return best, best_load, gain
 
     def _near(self, prompt_id: str, board: Board) -> EngineView | None:
-        """The engine that has the prompt cached because a sibling is placed there."""
+        """The engine that has the prompt cached because the latest sibling is placed there."""
         placed = self._placed.get(self._siblings.get(prompt_id, ""))
         if placed is None:
             return None
         engine = board.engines.get(placed.engine)
         return engine if engine is not None and engine.version == placed.version else None
 
-    def _follow(self, board: Board) -> None:
+    def _update_plans(self, board: Board) -> None:
         for name in [name for name in self._plans if name not in board.engines]:
             del self._plans[name]
             for trajectory in [t for t, placed in self._placed.items() if placed.engine == name]:
@@ -229,12 +218,14 @@ class Oracle(Baseline):
         steps = self._steps[engine.tp]
         fresh = turn.context_tokens
         if cached:
-            # At admission it is a sibling's prompt, and nothing of it is new.
+            # At admission the prompt of a sibling is cached whole.
             fresh = min(fresh, work.fresh_tokens) if turn.attained_tokens else 0
         later = turn.context_tokens + work.decode_tokens
         prefill = prefill_s(steps, fresh, turn.context_tokens - fresh) + prefill_s(steps, work.new_tokens, later)
         mean = turn.context_tokens + (work.decode_tokens + work.new_tokens) // 2
-        return Load(max(1, work.decode_tokens), turn.trajectory, prefill, work.tool_s, mean)
+        return Load(
+            tokens=max(1, work.decode_tokens), name=turn.trajectory, prefill_s=prefill, tool_s=work.tool_s, context=mean
+        )
 
 
 def _full(engine: EngineView) -> bool:

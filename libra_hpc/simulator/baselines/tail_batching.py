@@ -1,12 +1,12 @@
-"""`tail_batching`: over-sample and defer (RollPacker, arXiv 2509.21009): no model of length at all.
+"""`tail_batching`: over-sample and defer the longest trajectories (RollPacker, arXiv 2509.21009).
 
-A round starts `OVERSAMPLE` = 1.25 times the groups it needs.  Once the needed share has finished, what is still open is
-aborted and put into a queue; when everything else of the round has ended, the queue runs as a long round, to the end: a
-trajectory is aborted at most once.  With 1.25 about four short rounds fill one long round.  Tokens of aborted
-trajectories are lost.  Siblings that had finished are kept, where the original samples the prompt anew.
+* A round starts `OVERSAMPLE` times the groups it needs.
+* The needed groups have finished -> all open trajectories are aborted; their tokens are lost.
+* Everything else of the round has ended -> the aborted ones run to their end (long round): at most one abort each.
+* Routing is that of `sticky`: the engine of the last turn, else the one with the fewest turns in flight.
 
-Routing is `sticky` (engine of the last turn, else fewest turns in flight): the publication changes the order of work
-only.  It needs a driver that honours `Abandons`: the simulator.
+Unlike the original, finished siblings of an aborted trajectory are used.  The policy needs `Abandons`, hence the
+simulator.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from libra_hpc.sched.protocol import Finished
 from libra_hpc.simulator.abandon import OpenTrajectory
 
 OVERSAMPLE = 1.25
+"""Groups started per group needed; with 1.25 about four rounds fill one long round."""
 
 
 class TailBatching(Sticky):
-    """See the module; implements `Abandons`."""
+    """The policy; implements `Abandons`."""
 
     name = "tail_batching"
 
@@ -31,8 +32,7 @@ class TailBatching(Sticky):
         self._deferred: set[str] = set()
 
     def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
-        """See `Abandons.abandon`: everything open that was not aborted before, once ``groups`` / `OVERSAMPLE` groups
-        have finished."""
+        """See `Abandons.abandon`: all open ones not aborted before, once ``groups`` / `OVERSAMPLE` have finished."""
         if finished_groups * self._oversample < groups:
             return ()
         aborted = [t.trajectory for t in open if t.trajectory not in self._deferred]
@@ -40,6 +40,5 @@ class TailBatching(Sticky):
         return aborted
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self._deferred.discard(record.trajectory)
         super().finished(record, now)

@@ -1,12 +1,11 @@
 """The embedded cluster: a real Slurm of eight virtual nodes on this machine, for one user, without root.
 
-`Cluster.up` is idempotent and repairs: it starts what is missing, restarts everything when the configuration changed
-(host renamed, ports taken over by others), and returns once every node has registered.  `Cluster.down` cancels the
-jobs, stops the daemons and leaves the state, so job ids go on counting.  Both hold a file lock, so two callers never
-race.
+- `Cluster.up` -> starts missing daemons and returns once every node has registered.
+- `Cluster.up` with a changed configuration (host renamed, a port taken) -> restarts all daemons.
+- `Cluster.down` -> cancels the jobs, stops the daemons and leaves the state, so job ids go on counting.
 
-Layout of the home folder: ``etc run state log munge fakedev spool/<node> tmp/<node>``, ``cluster.json``
-(`ClusterRecord`) and ``lock``.
+Both hold a file lock, so two callers never race.  The home folder has ``etc run state log munge fakedev
+spool/<node> tmp/<node>``, ``cluster.json`` (`ClusterRecord`) and ``lock``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,27 +27,26 @@ import msgspec
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.files import write_atomic
 
-from . import conf as files
+from .conf import GPU_NODES, LONGEST_HOME, NODES, PARTITIONS, ClusterFacts, gres_conf, munge_socket, slurm_conf
 from .daemons import Daemon, job_processes, last_line, send, step_daemons, stop
 from .packages import SlurmTools, ensure_packages, locked
 
 READY_TIMEOUT_S = 60.0
-"""Registration takes 0.1 to 2 s; a machine busy with engines may need far longer."""
+"""Seconds.  Registration takes 0.1 to 2 s, far longer on a machine busy with engines."""
 RESUME_AFTER_S = 3.0
-"""A node that is still down or drained this long after its slurmd started was set so by someone, and is resumed."""
+"""Seconds after which a node that is still down or drained is resumed: someone has set it so."""
 CANCEL_TIMEOUT_S = 20.0
-"""Slurm kills a job's processes ``KillWait`` = 10 s after asking them to end."""
+"""Seconds.  Slurm kills a job's processes ``KillWait`` = 10 s after asking them to end."""
 KILL_TIMEOUT_S = 5.0
-"""A killed process is gone within milliseconds, unless it hangs in the kernel, where nobody can help."""
+"""Seconds.  A killed process is gone within milliseconds, unless it hangs in the kernel."""
 PORT_RANGE = (20000, 32000)
-"""Below Linux's ephemeral range (32768 upwards), so that no outgoing connection takes one of our ports between two
-starts."""
+"""Below Linux's ephemeral range (32768 upwards), so that no outgoing connection takes a port between two starts."""
 POLL_S = 0.1
 DOWN_STATES = ("down", "drain", "fail", "inval", "unknown")
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
-    """What a later call must know about the cluster."""
+    """What a later call needs to find the cluster."""
 
     root: str
     """Folder of the unpacked packages."""
@@ -63,7 +61,7 @@ class ClusterInfo:
     home: Path
     conf: Path
     environment: dict[str, str]
-    """``SLURM_CONF``, ``PATH`` and ``LD_LIBRARY_PATH`` to set on top of the present environment."""
+    """``SLURM_CONF``, ``PATH`` and ``LD_LIBRARY_PATH`` for client commands."""
     nodes: tuple[str, ...]
     partitions: tuple[str, ...]
     ports: dict[str, int]
@@ -81,13 +79,13 @@ class Cluster:
         self.conf = self.home / "etc" / "slurm.conf"
 
     def up(self, progress: Callable[[str], None] = lambda message: None) -> ClusterInfo:
-        """Make the cluster run and return it; ``progress`` gets short messages.
+        """Start what does not run and return the cluster; ``progress`` gets short messages.
 
-        Raises `UserError` when the home folder cannot hold sockets, `OperationError` when the packages cannot be had or
-        a daemon does not start.
+        Raises `UserError` when the home folder cannot hold sockets, `OperationError` when the packages cannot be
+        downloaded or a daemon does not start.
         """
-        if len(str(self.home)) > files.LONGEST_HOME or any(character.isspace() for character in str(self.home)):
-            valid = f"a path of at most {files.LONGEST_HOME} characters without spaces"
+        if len(str(self.home)) > LONGEST_HOME or any(character.isspace() for character in str(self.home)):
+            valid = f"a path of at most {LONGEST_HOME} characters without spaces"
             raise invalid("LIBRA_HPC_CLUSTER", str(self.home), "Slurm's sockets and files cannot live there", valid)
         tools = ensure_packages(progress)
         try:
@@ -100,8 +98,7 @@ class Cluster:
             try:
                 self._start(tools, progress)
             except OperationError:
-                # Half alive (a daemon hangs, a port was lost): once more from a clean stop; a second failure is the
-                # user's to see.
+                # A daemon hangs, or a port was lost: try once more after a clean stop.
                 progress("restarting the embedded Slurm")
                 self._stop(tools)
                 self._start(tools, progress)
@@ -113,7 +110,7 @@ class Cluster:
         return info
 
     def down(self) -> list[str]:
-        """Cancel the jobs and stop the daemons; returns the names of what was stopped, empty when nothing ran."""
+        """Cancel the jobs and stop the daemons; returns the names of the stopped daemons."""
         record = self._record()
         if record is None:
             return []
@@ -130,7 +127,13 @@ class Cluster:
         if not {"munged", "slurmctld"} <= pids.keys():
             return None
         return ClusterInfo(
-            self.home, self.conf, tools.environment(self.conf), files.NODES, files.PARTITIONS, record.ports, pids
+            home=self.home,
+            conf=self.conf,
+            environment=tools.environment(self.conf),
+            nodes=NODES,
+            partitions=PARTITIONS,
+            ports=record.ports,
+            pids=pids,
         )
 
     def _record(self) -> ClusterRecord | None:
@@ -141,14 +144,13 @@ class Cluster:
         return record
 
     def _daemons(self, tools: SlurmTools) -> list[Daemon]:
-        """In starting order: nothing works without munged, and a slurmd without a controller waits."""
+        """The daemons in starting order: all need munged, and a slurmd waits for its controller."""
         run, log, conf = self.home / "run", self.home / "log", str(self.conf)
         munged = (
             str(tools.sbin / "munged"),
-            # Forced, because munged would otherwise refuse a socket below a private home directory; ours serves this
-            # user alone.
+            # munged refuses a socket below a private home directory unless it is forced; ours serves this user alone.
             "--force",
-            f"--socket={files.munge_socket(self.home)}",
+            f"--socket={munge_socket(self.home)}",
             f"--key-file={self.home}/munge/munge.key",
             f"--log-file={log}/munged.log",
             f"--pid-file={run}/munged.pid",
@@ -159,18 +161,28 @@ class Cluster:
         slurmd, stepd = str(tools.sbin / "slurmd"), str(tools.sbin / "slurmstepd")
         return [
             Daemon(
-                "munged", munged, (f"--socket={files.munge_socket(self.home)}",), run / "munged.pid", log / "munged.log"
+                name="munged",
+                argv=munged,
+                identity=(f"--socket={munge_socket(self.home)}",),
+                pid_file=run / "munged.pid",
+                log=log / "munged.log",
             ),
-            Daemon("slurmctld", slurmctld, (conf,), run / "slurmctld.pid", log / "slurmctld.log"),
+            Daemon(
+                name="slurmctld",
+                argv=slurmctld,
+                identity=(conf,),
+                pid_file=run / "slurmctld.pid",
+                log=log / "slurmctld.log",
+            ),
             *(
                 Daemon(
-                    f"slurmd {node}",
-                    (slurmd, "-f", conf, "-N", node, "-d", stepd),
-                    (conf, node),
-                    run / f"slurmd.{node}.pid",
-                    log / f"slurmd.{node}.log",
+                    name=f"slurmd {node}",
+                    argv=(slurmd, "-f", conf, "-N", node, "-d", stepd),
+                    identity=(conf, node),
+                    pid_file=run / f"slurmd.{node}.pid",
+                    log=log / f"slurmd.{node}.log",
                 )
-                for node in files.NODES
+                for node in NODES
             ),
         ]
 
@@ -185,9 +197,8 @@ class Cluster:
         self._wait_ready(daemons, env)
 
     def _configure(self, tools: SlurmTools, progress: Callable[[str], None]) -> None:
-        """Write folders, key and configuration; when the configuration on disk is another one, stop what still runs
-        under it."""
-        nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in files.NODES]
+        """Write folders, key and configuration; stops the daemons when the configuration on disk was another one."""
+        nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in NODES]
         for folder in (*(self.home / name for name in ("etc", "run", "log", "fakedev", "munge", "state")), *nodes):
             folder.mkdir(parents=True, exist_ok=True)
         for private in ("munge", "state"):
@@ -196,16 +207,16 @@ class Cluster:
         if not key.exists():
             with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "wb") as handle:
                 handle.write(secrets.token_bytes(128))
-        for index in range(files.GPU_NODES.gpus):
+        for index in range(GPU_NODES.gpus):
             device = self.home / "fakedev" / f"nvidia{index}"
             if not device.is_symlink():
                 device.symlink_to("/dev/null")
 
         record = self._record()
-        # The ports of a running cluster are bound by itself; those of a stopped one may have been taken by others.
+        # A running cluster has bound its ports; those of a stopped one may have been taken.
         running = any(daemon.pid() for daemon in self._daemons(tools))
         address = _host_address()
-        names = ("slurmctld", *files.NODES)
+        names = ("slurmctld", *NODES)
         if (
             record is None
             or record.ports.keys() != set(names)
@@ -215,10 +226,15 @@ class Cluster:
             record = ClusterRecord(str(tools.root), _free_ports(names, address), first)
         else:
             record = msgspec.structs.replace(record, root=str(tools.root))
-        site = files.ClusterFacts(
-            self.home, socket.gethostname(), address, getpass.getuser(), record.ports, record.first_job_id
+        site = ClusterFacts(
+            home=self.home,
+            host=socket.gethostname(),
+            address=address,
+            user=getpass.getuser(),
+            ports=record.ports,
+            first_job_id=record.first_job_id,
         )
-        texts = {self.conf: files.slurm_conf(site, tools), self.conf.with_name("gres.conf"): files.gres_conf(self.home)}
+        texts = {self.conf: slurm_conf(site, tools), self.conf.with_name("gres.conf"): gres_conf(self.home)}
         if any(not path.exists() or path.read_text() != text for path, text in texts.items()):
             if running:
                 progress("the configuration of the embedded Slurm changed: restarting it")
@@ -229,20 +245,20 @@ class Cluster:
 
     def _environment(self, tools: SlurmTools) -> dict[str, str]:
         """Environment of the daemons: small, because jobs get theirs from the submitter."""
-        kept = {name: value for name in ("HOME", "TZ", "LANG") if (value := os.environ.get(name))}
-        return {**kept, **tools.environment(self.conf)}
+        inherited = {name: value for name in ("HOME", "TZ", "LANG") if (value := os.environ.get(name))}
+        return {**inherited, **tools.environment(self.conf)}
 
     def _wait_ready(self, daemons: list[Daemon], env: dict[str, str]) -> None:
         """Wait until every node has registered and none is down."""
         started = time.monotonic()
         resumed = False
         while True:
-            listing = self._client(env, "sinfo", "--noheader", "--Node", "--format=%N|%T|%v")
+            listing = self._client(env, ["sinfo", "--noheader", "--Node", "--format=%N|%T|%v"])
             states = {
                 node: (state, version)
                 for node, state, version in (line.split("|") for line in listing.splitlines() if line.count("|") == 2)
             }
-            bad = [node for node in files.NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
+            bad = [node for node in NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
             if not bad:
                 return
             dead = [daemon for daemon in daemons if daemon.pid() is None]
@@ -250,12 +266,11 @@ class Cluster:
             if dead or waited > READY_TIMEOUT_S:
                 culprit = dead[0] if dead else next(daemon for daemon in daemons if daemon.name.endswith(bad[0]))
                 raise OperationError(
-                    f"The embedded Slurm is not ready: {culprit.name} says {last_line(culprit.log)!r} (log:"
-                    f" {culprit.log})."
+                    f"The embedded Slurm is not ready: {culprit.name}: {last_line(culprit.log)!r} (log: {culprit.log})."
                 )
             if waited > RESUME_AFTER_S and not resumed:
                 resumed = True
-                self._client(env, "scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME")
+                self._client(env, ["scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME"])
             time.sleep(POLL_S)
 
     def _stop(self, tools: SlurmTools) -> list[str]:
@@ -263,18 +278,16 @@ class Cluster:
         munged, slurmctld, *slurmds = daemons
         if munged.pid() and slurmctld.pid():
             self._cancel_jobs(env)
-        # munged last: the others need it to end in an orderly way.
+        # munged last: the others need it to end cleanly.
         stopped = [name for group in (slurmds, [slurmctld], [munged]) for name in stop(group)]
         self._kill_steps(tools)
         return stopped
 
     def _kill_steps(self, tools: SlurmTools) -> None:
-        """End what a slurmd that was killed left behind: scripts, tasks and the daemons of their steps."""
+        """Kill what a killed slurmd left behind: scripts, tasks and the daemons of their steps."""
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        # More than one look: a task may have started another one between look and signal.
-        while left := job_processes(self.conf, files.NODES) + step_daemons(
-            tools.sbin / "slurmstepd", self.home / "log"
-        ):
+        # Repeated, because a task may start another one between the search and the signal.
+        while left := job_processes(self.conf, NODES) + step_daemons(tools.sbin / "slurmstepd", self.home / "log"):
             for pid in left:
                 send(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -283,16 +296,15 @@ class Cluster:
 
     def _cancel_jobs(self, env: dict[str, str]) -> None:
         deadline = time.monotonic() + CANCEL_TIMEOUT_S
-        jobs = self._client(env, "squeue", "--noheader", "--format=%A").split()
+        jobs = self._client(env, ["squeue", "--noheader", "--format=%A"]).split()
         if jobs:
-            self._client(env, "scancel", *jobs)
+            self._client(env, ["scancel", *jobs])
         while jobs and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            jobs = self._client(env, "squeue", "--noheader", "--format=%A").split()
+            jobs = self._client(env, ["squeue", "--noheader", "--format=%A"]).split()
 
-    def _client(self, env: dict[str, str], *argv: str) -> str:
-        """Standard output of a Slurm command of this cluster; empty when it fails, which the caller's next look
-        shows."""
+    def _client(self, env: dict[str, str], argv: Sequence[str]) -> str:
+        """Standard output of a Slurm command of this cluster; empty when it fails."""
         try:
             return subprocess.run(
                 argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CANCEL_TIMEOUT_S
@@ -326,7 +338,7 @@ def _all_free(ports: Iterable[int], address: str) -> bool:
 
 
 def _free_ports(names: tuple[str, ...], address: str) -> dict[str, int]:
-    """A run of consecutive free ports, from a random start so that two users of one machine rarely meet."""
+    """Consecutive free ports from a random start, so that two users of one machine rarely collide."""
     for _ in range(200):
         first = random.randrange(*PORT_RANGE)
         ports = {name: first + offset for offset, name in enumerate(names)}

@@ -1,8 +1,9 @@
-"""The embedded cluster's configuration files, as pure functions of a few facts about the machine.
+"""The embedded cluster's configuration files, as pure functions of `ClusterFacts`.
 
-Virtual nodes: one slurmd per node on one machine, told apart by name and port.  They advertise the shape of real A800
-nodes whatever the machine has (``config_overrides``), so a run file written for a real cluster is accepted unchanged.
-Fake GPUs are links to ``/dev/null``: plain files are refused by slurmd, and a count without files drains the node.
+- Virtual nodes: one slurmd per node on one machine, each with its own name and port.
+- They have the shape of real A800 nodes whatever the machine has (``config_overrides``), so run files for a real
+  cluster are accepted unchanged.
+- Fake GPUs are links to ``/dev/null``: slurmd refuses plain files, and drains a node with a count but no files.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ NODES = tuple(name for group in GROUPS for name in group.names)
 PARTITIONS = ("a800", "spot", "cpu")
 
 LONGEST_HOME = 60
-"""Characters.  A Unix socket path holds 107; slurmstepd appends up to 45
+"""Characters.  A Unix socket path has at most 107, of which slurmstepd appends 45
 (``/spool/a800-0/a800-0_50000000.4294967291``)."""
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The facts the files depend on."""
+    """Facts about the machine that the files depend on."""
 
     home: Path
     host: str
     """This machine's name as ``gethostname`` gives it: slurmctld compares it."""
     address: str
-    """IPv4 address the name resolves to; empty: it does not, and the daemons listen on every interface (munge still
+    """IPv4 address of the name; empty: it does not resolve, and the daemons listen on every interface (munge still
     guards them)."""
     user: str
     ports: Mapping[str, int]
@@ -73,13 +74,12 @@ def munge_socket(home: Path) -> Path:
 def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
     """Text of ``slurm.conf``."""
     home, address = site.home, site.address or "127.0.0.1"
-    # Listening on the address of the host name alone keeps the ports off the network where that address is a loopback
-    # one.
+    # Only the address of the host name: where it is a loopback address, the ports are not on the network.
     binding = "NoAddrCache,NoInAddrAny,NoCtldInAddrAny" if site.address else "NoAddrCache"
     lines = [
         "ClusterName=libra",
         f"PluginDir={tools.plugins}",
-        # MPICH names shared memory by job and step: ids that never repeat cannot meet a dead job's segments.
+        # MPICH names shared memory by job and step, so an id must never repeat.
         f"FirstJobId={site.first_job_id}",
         f"SlurmctldHost={site.host}({address})",
         f"SlurmctldPort={site.ports['slurmctld']}",
@@ -87,8 +87,7 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
         f"SlurmdUser={site.user}",
         "AuthType=auth/munge",
         "CredType=cred/munge",
-        # A requeued job waits until the old credentials have expired, hence far below the default of 120 s; a busy
-        # machine needs some seconds.
+        # A requeued job waits until the old credentials have expired: less than the default of 120 s.
         f"AuthInfo=socket={munge_socket(home)},cred_expire=15",
         f"CommunicationParameters={binding}",
         f"StateSaveLocation={home}/state",
@@ -113,9 +112,9 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
         "GresTypes=gpu",
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
-        # Refuse at once what no partition could ever start, instead of queueing it for ever.
+        # Refuse at once what no partition could ever start.
         "EnforcePartLimits=ALL",
-        # Heterogeneous jobs are started by the backfill scheduler alone, so it looks every second.
+        # Only the backfill scheduler starts heterogeneous jobs, so it runs every second.
         "SchedulerType=sched/backfill",
         "SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1,bf_resolution=1,preempt_youngest_first",
         "SlurmctldParameters=preempt_send_user_signal",
@@ -124,9 +123,9 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
         "JobRequeue=1",
         "KillOnBadExit=0",
         "KillWait=10",
-        # Finished jobs stay visible this long (s): without accounting this is the only record of how they ended.
+        # Seconds that finished jobs stay visible: without accounting the only record of how they ended.
         "MinJobAge=3600",
-        # Engines may saturate the machine's few cores while they start; a slow answer must not count as a dead daemon.
+        # Starting engines may saturate the machine; a slow answer must not count as a dead daemon.
         "MessageTimeout=60",
         "TCPTimeout=10",
         "BatchStartTimeout=60",

@@ -1,7 +1,7 @@
-"""One daemon of the embedded cluster: start it, find it again, stop it.
+"""Start, find and stop the daemons of the embedded cluster.
 
-A process is ours only if its pid file names it *and* its command line shows our program with our configuration: pids
-are reused, and a pid file survives a crash of the machine.  Nothing is ever signalled on the pid file's word alone.
+A process is ours only if its pid file names it *and* its command line has our program with our configuration.  Process
+ids are reused, and a pid file survives a crash of the machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from libra_hpc.errors import OperationError
 
 START_TIMEOUT_S = 60.0
-"""A daemon puts itself into the background at once; a minute covers a machine that is swapping."""
+"""Seconds.  A daemon puts itself into the background at once; the limit is for a machine that swaps."""
 TERM_TIMEOUT_S = 8.0
-"""slurmctld saves its state on SIGTERM; a slurmd without munge ignores SIGTERM and gets SIGKILL after this."""
+"""Seconds from SIGTERM to SIGKILL: slurmctld saves its state, and a slurmd without munge ignores SIGTERM."""
 POLL_S = 0.02
 
 
@@ -53,10 +53,9 @@ class Daemon:
         )
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Start it and wait until its pid file names it; raises `OperationError` with the end of its log when it
-        does not come up."""
+        """Start it and wait until its pid file names it; raises `OperationError` with the end of its log."""
         self.pid_file.unlink(missing_ok=True)
-        # A file, not a pipe: a daemon that keeps its standard streams would never close the pipe.
+        # A file, not a pipe: a daemon that leaves its standard streams open would never close the pipe.
         output_path = self.log.with_suffix(".start")
         with output_path.open("wb") as output:
             try:
@@ -95,8 +94,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def stop(daemons: Sequence[Daemon]) -> list[str]:
-    """Stop the running ones among ``daemons`` together, with SIGTERM and after `TERM_TIMEOUT_S` with SIGKILL;
-    returns what was stopped."""
+    """Stop the running ``daemons`` together, with SIGTERM and then SIGKILL; returns what was stopped."""
     running = {daemon: pid for daemon in daemons if (pid := daemon.pid()) is not None}
     for pid in running.values():
         send(pid, signal.SIGTERM)
@@ -115,7 +113,7 @@ def stop(daemons: Sequence[Daemon]) -> list[str]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Signal a process that may just have ended."""
+    """Signal a process that may have ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -123,8 +121,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def job_processes(conf: Path, nodes: Sequence[str]) -> list[int]:
-    """Scripts and tasks of jobs of the cluster with this ``conf``, found by what Slurm put into their environment:
-    left over when a slurmd was killed."""
+    """Scripts and tasks of jobs of the cluster with this ``conf``, found by Slurm's variables in their environment."""
     wanted_conf = f"SLURM_CONF={conf}".encode()
     wanted_nodes = {f"SLURMD_NODENAME={node}".encode() for node in nodes}
     found = []
@@ -139,16 +136,15 @@ def job_processes(conf: Path, nodes: Sequence[str]) -> list[int]:
 
 
 def step_daemons(program: Path, folder: Path) -> list[int]:
-    """Processes of ``program`` (slurmstepd) that work in ``folder``, where a slurmd of the cluster works and starts
-    them.
+    """Processes of ``program`` (slurmstepd) that work in ``folder``, the working folder of the cluster's slurmds.
 
-    They outlive a killed slurmd, and their job too when no controller takes its end.  Their command line says nothing:
-    Slurm writes a title over it and over the beginning of their environment.
+    They outlive a killed slurmd.  Slurm writes a title over their command line and part of their environment, so
+    neither identifies them.
     """
     wanted = program.resolve(), folder.resolve()
     found = []
     for entry in _processes():
-        # Readable for our own processes only, so the others cannot be meant.
+        # Only our own processes are readable.
         with contextlib.suppress(OSError):
             if ((entry / "exe").readlink(), (entry / "cwd").readlink()) == wanted:
                 found.append(int(entry.name))
@@ -160,7 +156,7 @@ def _processes() -> Iterator[Path]:
 
 
 def last_line(path: Path) -> str:
-    """The last non-empty line of a log, or an empty string."""
+    """The last non-empty line of a log; empty without one."""
     try:
         lines = path.read_text(errors="replace").split("\n")
     except OSError:

@@ -1,9 +1,7 @@
-"""Debian 12's Slurm, unpacked but not installed: what the embedded cluster runs without root and without touching the
-system.
+"""Download and unpack Debian 12's Slurm without root and without installing it.
 
-`apt-get download` works for every user when it is given its own state and cache folders; `dpkg-deb -x` then unpacks the
-archives side by side. The result is one folder per Slurm series and machine type that every later start reuses.  It
-appears under its final name only when complete, so an interrupted download leaves nothing that looks usable.
+`apt-get download` works for every user with its own state and cache folders; `dpkg-deb -x` unpacks the archives.  The
+result is one folder per Slurm series and machine type.  It gets its final name only when complete.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ LIBRARIES = (
     "libjwt0",
     "libreadline8",
 )
-"""Shared libraries a minimal system may lack; the C library and what `apt` itself needs are always there."""
+"""Shared libraries that a minimal system may lack; the C library and those of `apt` are always there."""
 ROLES = ("slurmctld", "slurmd", "slurmstepd")
-"""Slurm derives its role from the program's name; Debian installs these under ``NAME-wlm``."""
+"""Slurm derives its role from the program's name, and Debian installs these as ``NAME-wlm``."""
 DOWNLOAD_TIMEOUT_S = 600.0
-"""About 4 MB of packages and 50 MB of package lists: ten minutes is a very slow line."""
+"""Seconds for about 4 MB of packages and 50 MB of package lists, on a slow line."""
 WAY_OUT = "use --executor local to run without Slurm"
 
 Progress = Callable[[str], None]
@@ -73,7 +71,7 @@ class SlurmTools:
         return self.libraries / "slurm-wlm"
 
     def environment(self, conf: Path) -> dict[str, str]:
-        """Variables a process needs to use these programs with ``conf``, the present search paths kept behind ours."""
+        """Variables for these programs with ``conf``; present search paths come after ours."""
         return {
             "SLURM_CONF": str(conf),
             "PATH": _prefixed([self.bin, self.sbin], os.environ.get("PATH", os.defpath)),
@@ -82,14 +80,14 @@ class SlurmTools:
 
 
 def cache_folder() -> Path:
-    """Where unpacked packages are kept: ``$LIBRA_HPC_CACHE`` or ``~/.cache/libra-hpc``."""
+    """Folder of unpacked packages: ``$LIBRA_HPC_CACHE`` or ``~/.cache/libra-hpc``."""
     return Path(os.environ.get("LIBRA_HPC_CACHE") or Path.home() / ".cache" / "libra-hpc").absolute()
 
 
 def ensure_packages(progress: Progress) -> SlurmTools:
-    """Return the unpacked Slurm, downloading it first when the cache has none.
+    """Return the unpacked Slurm, after a download when the cache has none.
 
-    Raises `OperationError` where the packages cannot be had: another distribution, no ``apt-get``, no network.
+    Raises `OperationError` on another distribution, without ``apt-get``, or without a network.
     """
     cache = cache_folder()
     target = cache / f"slurm-{SERIES}-{platform.machine()}"
@@ -105,7 +103,7 @@ def ensure_packages(progress: Progress) -> SlurmTools:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``; it ends with the process at the latest."""
+    """Hold an exclusive lock on ``path``, at most as long as this process lives."""
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -145,8 +143,9 @@ def _download(target: Path, progress: Progress) -> None:
             ' Acquire::http::Timeout "30";\n'
         )
         env = {**os.environ, "APT_CONFIG": str(conf), "LC_ALL": "C"}
-        _apt(["update", "-qq"], "reading the package lists", lists, env, debs, progress)
-        _apt(["download", "-qq", *PACKAGES, *LIBRARIES], f"downloading Slurm {SERIES}", debs, env, debs, progress)
+        _apt(["update", "-qq"], "reading the package lists", growing=lists, env=env, cwd=debs, progress=progress)
+        download = ["download", "-qq", *PACKAGES, *LIBRARIES]
+        _apt(download, f"downloading Slurm {SERIES}", growing=debs, env=env, cwd=debs, progress=progress)
         progress("unpacking")
         for deb in sorted(debs.glob("*.deb")):
             subprocess.run(["dpkg-deb", "-x", str(deb), str(root)], check=True, capture_output=True)
@@ -161,8 +160,8 @@ def _download(target: Path, progress: Progress) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _apt(arguments: list[str], what: str, growing: Path, env: dict[str, str], cwd: Path, progress: Progress) -> None:
-    """Run one apt-get command, reporting the size of the folder it fills about once a second."""
+def _apt(arguments: list[str], what: str, *, growing: Path, env: dict[str, str], cwd: Path, progress: Progress) -> None:
+    """Run one apt-get command and report the size of the folder ``growing`` about once a second."""
     progress(what)
     log = cwd.parent / "apt.log"
     with log.open("wb") as output:

@@ -1,4 +1,4 @@
-"""Which running turns are interrupted, and where they go on.
+"""Which running turns are interrupted, and where they continue.
 
 Costs are those of a board that has no reports yet: at TP 1 a step takes 0.02 s, twice that with 100,000 tokens of
 context (a full cache), and a prefilled token 1e-4 s.
@@ -11,19 +11,26 @@ import pytest
 from libra_hpc.sched.baselines.least_loaded import LeastLoaded
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.dispatch import LOOK_S, Dispatcher
+from libra_hpc.sched.dispatch import REBALANCE_EVERY_S, Dispatcher
 from libra_hpc.sched.protocol import TurnView
-from libra_hpc.sched.turn_migration import RENT, TAIL, Move, Runner, Running, moves
+from libra_hpc.sched.turn_migration import (
+    MAX_OPEN_PER_ENGINE,
+    MIN_SAVED_PREFILLS,
+    Move,
+    OpenTrajectory,
+    Running,
+    choose_moves,
+)
 from tests.sched.views import MISS, board, finished, stats, turn
 
-EARNED = int(RENT * 4.0 / 0.008) + 1
+EARNED = int(MIN_SAVED_PREFILLS * 4.0 / 0.008) + 1
 """Tokens after which 40,000 of context are worth prefilling again (4 s) for steps of 0.028 instead of 0.036 s."""
 
 
-def runner(
+def open_trajectory(
     name: str, at: str = "a", left: float = 20_000.0, context: float = 40_000.0, generated: float = EARNED
-) -> Runner:
-    return Runner(name, 0, at, left, context, generated)
+) -> OpenTrajectory:
+    return OpenTrajectory(name, turns=0, engine=at, left=left, context=context, generated=generated)
 
 
 def where(found: list[Move]) -> list[tuple[str, str, str]]:
@@ -32,7 +39,7 @@ def where(found: list[Move]) -> list[tuple[str, str, str]]:
 
 def test_long_turns_that_share_an_engine_spread_over_idle_ones() -> None:
     made = board(("a", 1), ("b", 1), ("c", 1))
-    found = moves(made, [runner("x"), runner("y"), runner("z")])
+    found = choose_moves(made, [open_trajectory("x"), open_trajectory("y"), open_trajectory("z")])
     assert len(found) == 2, "the last one has its engine to itself"
     assert {move.source for move in found} == {"a"}
     assert {move.target for move in found} == {"b", "c"}
@@ -40,7 +47,7 @@ def test_long_turns_that_share_an_engine_spread_over_idle_ones() -> None:
 
 
 def test_the_numbers_of_a_move_add_up() -> None:
-    (move,) = moves(board(("a", 1), ("b", 1)), [runner("x"), runner("y", left=30_000.0)])
+    (move,) = choose_moves(board(("a", 1), ("b", 1)), [open_trajectory("x"), open_trajectory("y", left=30_000.0)])
     assert move.trajectory == "x", "both would gain the same, but the later one should not pay for the prefill"
     assert move.numbers["left_s"] == pytest.approx(20_000 * 0.036)
     assert move.numbers["saves_s"] == pytest.approx(20_000 * 0.008 - 4.0)
@@ -48,49 +55,51 @@ def test_the_numbers_of_a_move_add_up() -> None:
 
 def test_a_slow_engine_is_left_for_an_idle_fast_one_and_never_the_other_way() -> None:
     made = board(("slow", 1), ("fast", 4))
-    assert where(moves(made, [runner("x", at="slow")])) == [("x", "slow", "fast")]
-    assert not moves(made, [runner("x", at="fast"), runner("y", at="fast", context=1000.0)])
+    assert where(choose_moves(made, [open_trajectory("x", at="slow")])) == [("x", "slow", "fast")]
+    assert not choose_moves(made, [open_trajectory("x", at="fast"), open_trajectory("y", at="fast", context=1000.0)])
 
 
 @pytest.mark.parametrize(
     "others",
     [
-        [runner("y", left=20_000.0), runner("last", at="c", left=60_000.0)],
-        [runner("y", at="b")],
-        [runner("y", generated=0.0), runner("z", at="b", context=30_000.0)],
+        [open_trajectory("y", left=20_000.0), open_trajectory("last", at="c", left=60_000.0)],
+        [open_trajectory("y", at="b")],
+        [open_trajectory("y", generated=0.0), open_trajectory("z", at="b", context=30_000.0)],
     ],
     ids=["the batch waits for another", "each has its own", "no other engine is much lighter"],
 )
-def test_a_turn_stays_that_would_gain_too_little(others: list[Runner]) -> None:
-    assert not moves(
-        board(("a", 1), ("b", 1), ("c", 1)) if others[-1].trajectory == "last" else board(("a", 1), ("b", 1)),
-        [runner("x"), *others],
+def test_a_turn_stays_that_would_gain_too_little(others: list[OpenTrajectory]) -> None:
+    assert not choose_moves(
+        board(("a", 1), ("b", 1), ("c", 1)) if others[-1].name == "last" else board(("a", 1), ("b", 1)),
+        [open_trajectory("x"), *others],
     )
 
 
-def test_a_move_must_have_been_earned_first() -> None:
+def test_a_move_must_have_saved_its_prefill_first() -> None:
     made = board(("a", 1), ("b", 1))
-    assert not moves(made, [runner("x", generated=EARNED - 10), runner("y", generated=0.0)])
-    assert where(moves(made, [runner("x"), runner("y", generated=0.0)])) == [("x", "a", "b")], "y is between two turns"
+    assert not choose_moves(made, [open_trajectory("x", generated=EARNED - 10), open_trajectory("y", generated=0.0)])
+    assert where(choose_moves(made, [open_trajectory("x"), open_trajectory("y", generated=0.0)])) == [
+        ("x", "a", "b")
+    ], "y is between two turns"
 
 
-def test_nothing_is_moved_for_the_sake_of_others_alone() -> None:
+def test_no_turn_moves_for_the_sake_of_others_alone() -> None:
     made = board(("a", 1), ("b", 1))
-    long = runner("y", left=60_000.0, generated=0.0)
-    assert not moves(made, [runner("x", left=600.0), long]), "4.8 s sooner, 4 s of prefill"
-    assert where(moves(made, [runner("x", left=2000.0), long])) == [("x", "a", "b")]
+    long = open_trajectory("y", left=60_000.0, generated=0.0)
+    assert not choose_moves(made, [open_trajectory("x", left=600.0), long]), "4.8 s sooner, 4 s of prefill"
+    assert where(choose_moves(made, [open_trajectory("x", left=2000.0), long])) == [("x", "a", "b")]
 
 
 def test_only_an_engine_that_would_start_at_once_is_a_target() -> None:
-    made = board(("a", 1), ("closed", 1), ("queue", 1), ("full", 1), ("small", 1))
+    made = board(*((name, 1) for name in ("a", "closed", "queue", "full", "small")))
     made.set_open("closed", False)
     made.report("queue", stats(waiting=1))
     made.set_cap("full", 0)
     made.engines["small"].kv_capacity = 30_000
-    pair = [runner("x"), runner("y")]
-    assert not moves(made, pair)
+    pair = [open_trajectory("x"), open_trajectory("y")]
+    assert not choose_moves(made, pair)
     made.set_open("closed", True)
-    assert [move.target for move in moves(made, pair)] == ["closed"]
+    assert [move.target for move in choose_moves(made, pair)] == ["closed"]
 
 
 class Tail:
@@ -116,9 +125,9 @@ class Tail:
         return turn("x", "x", at="a", turns=turns, context=500 + generated, attained=generated, signals=(MISS,) * turns)
 
 
-def test_an_interrupted_turn_goes_on_where_it_was_meant_to() -> None:
+def test_an_interrupted_turn_continues_at_its_target() -> None:
     tail = Tail("x", "y")
-    assert not tail.dispatcher.rebalance(tail.running(100), 10.0), "too early to say"
+    assert not tail.dispatcher.rebalance(tail.running(100), 10.0), "too early"
     (move,) = tail.dispatcher.rebalance(tail.running(30_000), 20.0)
     assert (move.trajectory, move.source, move.target) == ("x", "a", "b")
     tail.dispatcher.ready(tail.back(30_000), 21.0)
@@ -135,7 +144,7 @@ def test_a_turn_that_ended_before_it_was_interrupted_is_routed_as_any_other() ->
     tail.dispatcher.rebalance(tail.running(30_000), 20.0)
     tail.dispatcher.ready(tail.back(30_000, turns=1), 21.0)
     ((_, decision),) = tail.dispatcher.dispatch(21.0)
-    assert not decision.reason.startswith("move in mid-turn")
+    assert not decision.reason.startswith("migrate")
 
 
 def test_an_interrupted_turn_finds_another_engine_when_its_own_is_gone() -> None:
@@ -145,30 +154,30 @@ def test_an_interrupted_turn_finds_another_engine_when_its_own_is_gone() -> None
     tail.dispatcher.ready(tail.back(30_000), 21.0)
     ((_, decision),) = tail.dispatcher.dispatch(21.0)
     assert decision.engine == "a"
-    assert not decision.reason.startswith("move in mid-turn")
+    assert not decision.reason.startswith("migrate")
 
 
-def test_a_turn_that_is_being_interrupted_is_not_asked_about_again() -> None:
+def test_an_interrupted_turn_is_not_evaluated_again() -> None:
     tail = Tail("x", "y")
     assert len(tail.dispatcher.rebalance(tail.running(30_000), 20.0)) == 1
-    assert not tail.dispatcher.rebalance(tail.running(30_000), 20.0 + LOOK_S), "y is alone once x has gone"
+    assert not tail.dispatcher.rebalance(tail.running(30_000), 20.0 + REBALANCE_EVERY_S), "y is alone once x has gone"
 
 
-def test_looking_changes_nothing_that_is_learned() -> None:
-    looked, plain = Tail("x", "y"), Tail("x", "y")
-    looked.board.set_open("b", False)
+def test_evaluation_changes_nothing_that_is_learned() -> None:
+    evaluated, plain = Tail("x", "y"), Tail("x", "y")
+    evaluated.board.set_open("b", False)
     for i in range(6):
-        assert not looked.dispatcher.rebalance(looked.running(6000 * i), 10.0 * i), "nowhere to go"
-    for tail in (looked, plain):
+        assert not evaluated.dispatcher.rebalance(evaluated.running(6000 * i), 10.0 * i), "nowhere to go"
+    for tail in (evaluated, plain):
         tail.policy.finished(finished(50_000, "x", "x"), 100.0)
         for i in range(32):
             tail.policy.finished(finished(100, f"new{i}", f"new{i}"), 100.0)
-    assert looked.policy.tree.everything.tables[0].rest == plain.policy.tree.everything.tables[0].rest
+    assert evaluated.policy.estimator.everything.tables[0].rest == plain.policy.estimator.everything.tables[0].rest
     views = [turn("late", "late"), turn("y", "y", at="a", turns=1, attained=4000, signals=(MISS,))]
-    assert [looked.policy.key(view, 100.0) for view in views] == [plain.policy.key(view, 100.0) for view in views]
+    assert [evaluated.policy.key(view, 100.0) for view in views] == [plain.policy.key(view, 100.0) for view in views]
 
 
-def test_it_is_asked_in_the_tail_alone_and_not_too_often() -> None:
+def test_turns_are_evaluated_in_the_tail_only_and_not_too_often() -> None:
     asked: list[float] = []
 
     class Asked(LeastLoaded):
@@ -178,17 +187,17 @@ def test_it_is_asked_in_the_tail_alone_and_not_too_often() -> None:
 
     made = board(("a", 1), cap=1)
     dispatcher = Dispatcher(Asked(), made)
-    for now in (1.0, 1.0 + LOOK_S / 2, 1.0 + LOOK_S):
+    for now in (1.0, 1.0 + REBALANCE_EVERY_S / 2, 1.0 + REBALANCE_EVERY_S):
         dispatcher.rebalance((), now)
-    assert asked == [1.0, 1.0 + LOOK_S]
+    assert asked == [1.0, 1.0 + REBALANCE_EVERY_S]
     dispatcher.ready(turn("x"), 50.0)
     dispatcher.rebalance((), 50.0)
     assert len(asked) == 2, "a turn waits"
 
-    tail = Tail("x", "y", *(f"t{i}" for i in range(2 * TAIL - 1)))
+    tail = Tail("x", "y", *(f"t{i}" for i in range(2 * MAX_OPEN_PER_ENGINE - 1)))
 
     def unread() -> object:
-        raise AssertionError("nobody needs to know")
+        raise AssertionError("never read")
         yield
 
     assert not tail.dispatcher.rebalance(unread(), 20.0), "more open trajectories than in a tail"  # type: ignore[arg-type]

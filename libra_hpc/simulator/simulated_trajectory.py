@@ -1,5 +1,4 @@
-"""One trajectory in play: the environment's side of it, which builds the same records for policies as the live
-leader does; and its turn in flight."""
+"""A trajectory in a simulation and its turn in flight; gives policies the same records as the live leader."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from .sim_engine import Engine
 from .sim_request import SimRequest
 
 
-class Run:
-    """Mutable state of one trajectory."""
+class SimulatedTrajectory:
+    """Mutable state of one trajectory: what its environment holds in a live run."""
 
     __slots__ = (
         "asked_at",
@@ -27,7 +26,6 @@ class Run:
         "epoch",
         "group",
         "high",
-        "keep",
         "name",
         "opened_at",
         "partial",
@@ -44,7 +42,7 @@ class Run:
     def __init__(self, name: str, spec: TrajectoryRecord, group: str) -> None:
         self.name, self.spec, self.group = name, spec, group
         self.shared = spec.prompt_tokens
-        """Tokens of the prompt that all samples of the group begin with."""
+        """Prompt tokens shared by all samples of the group."""
         self.epoch = self.round = self.version = self.high = 0
         self.opened_at = self.ready_at = self.asked_at = 0.0
         self.place = ""
@@ -52,7 +50,7 @@ class Run:
         self.begin()
 
     def begin(self) -> None:
-        """Stand before the first turn.  Events of the time before carry an older `epoch`."""
+        """Start before the first turn, first or again.  Older events carry an older `epoch`."""
         self.epoch += 1
         self.turn = self.attained = self.partial = 0
         self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
@@ -62,43 +60,39 @@ class Run:
         self.high = min(self.high, self.context)
 
     def ready(self, now: float) -> None:
-        """Its turn, or the rest of it, needs an engine."""
+        """The turn, or the rest of a migrated one, needs an engine."""
         self.ready_at, self.place = now, "queue"
         if not self.partial:
             self.asked_at = now
 
     @property
     def left(self) -> int:
-        """Tokens of the present turn that are still to be generated."""
         return self.spec.turns[self.turn].gen_tokens - self.partial
 
     def interrupted(self, generated: int, high: int, version: int) -> None:
-        """A part of the turn was generated."""
         self.partial += generated
         self.attained += generated
         self.context += generated
         self.high, self.version = high, version
 
     def view(self, settings: SimSettings) -> TurnView:
-        """The turn that is ready, as a policy sees it."""
         spec = self.spec
         return TurnView(
-            self.name,
-            spec.prompt_id,
-            spec.sample,
-            settings.task,
-            self.context,
-            self.attained,
-            self.turn,
-            self.ready_at,
-            self.engine,
-            self.signals,
-            settings.max_model_len,
+            trajectory=self.name,
+            prompt_id=spec.prompt_id,
+            sample=spec.sample,
+            task=settings.task,
+            context_tokens=self.context,
+            attained_tokens=self.attained,
+            turns=self.turn,
+            ready_at=self.ready_at,
+            engine=self.engine,
+            signals=self.signals,
+            max_context=settings.max_model_len,
         )
 
     def answered(self, high: int, version: int) -> float:
-        """A turn was generated; returns the seconds until the next one is ready or, when it was the `last`, until
-        the end."""
+        """Record a generated turn; returns the seconds of its tool, after which the next turn is ready."""
         turns = self.spec.turns
         turn = turns[self.turn]
         self.interrupted(self.left, high, version)
@@ -115,48 +109,48 @@ class Run:
 
     @property
     def last(self) -> bool:
-        """Whether all turns are generated."""
         return self.turn == len(self.spec.turns)
 
     def finished(self, task: str) -> Finished:
-        """What a policy learns at the end."""
         spec = self.spec
         return Finished(
-            self.name,
-            spec.prompt_id,
-            spec.sample,
-            task,
-            self.attained,
-            len(spec.turns),
-            self.at_signal,
-            self.signals,
-            self.version,
-            self.context,
+            trajectory=self.name,
+            prompt_id=spec.prompt_id,
+            sample=spec.sample,
+            task=task,
+            generated_tokens=self.attained,
+            turns=len(spec.turns),
+            at_signal=self.at_signal,
+            signals=self.signals,
+            version=self.version,
+            context_tokens=self.context,
         )
 
 
-class Sent:
+class SentTurn:
     """A turn in flight."""
 
-    __slots__ = ("engine", "epoch", "request", "run", "steps", "turn")
+    __slots__ = ("engine", "epoch", "request", "steps", "trajectory", "turn")
 
-    def __init__(self, run: Run, turn: TurnView, engine: Engine, request: SimRequest, steps: int) -> None:
-        self.run, self.turn, self.engine, self.request = run, turn, engine, request
+    def __init__(
+        self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimRequest, steps: int
+    ) -> None:
+        self.trajectory, self.turn, self.engine, self.request = trajectory, turn, engine, request
         self.steps = steps
-        """That the engine had reported then."""
-        self.epoch = run.epoch
-        """That of the trajectory then: an older one was abandoned since."""
+        """Steps the engine had reported when the turn was sent."""
+        self.epoch = trajectory.epoch
+        """Epoch of the trajectory when the turn was sent; another one now: it has restarted since."""
 
 
-def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[Run]]:
+def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[SimulatedTrajectory]]:
     """Trajectories by prompt id, in the order of their first one; shuffled unless ``seed`` is 0."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[SimulatedTrajectory]] = {}
     for name, spec in zip(trajectory_ids(work), work, strict=True):
-        groups.setdefault(spec.prompt_id, []).append(Run(name, spec, spec.prompt_id))
-    for runs in groups.values():
-        shared = min(run.spec.prompt_tokens for run in runs)
-        for run in runs:
-            run.shared = shared
+        groups.setdefault(spec.prompt_id, []).append(SimulatedTrajectory(name, spec, spec.prompt_id))
+    for trajectories in groups.values():
+        shared = min(trajectory.spec.prompt_tokens for trajectory in trajectories)
+        for trajectory in trajectories:
+            trajectory.shared = shared
     if not seed:
         return groups
     order = list(groups)

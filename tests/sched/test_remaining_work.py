@@ -1,4 +1,4 @@
-"""Signals, survival, groups, contexts, and what the causal tree makes of them."""
+"""Signals, survival tables, groups, signal effects, and the estimator built from them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.blend import PRIOR, SOLVE_EVERY, Blend
-from libra_hpc.sched.context import TRIALS, Context, Gate
+from libra_hpc.sched.remaining_work import MAX_PROMPT_EFFECTS, RemainingWorkEstimator
+from libra_hpc.sched.signal_effect import TRIALS, Gate, SignalEffect
 from libra_hpc.sched.signals import MAX_SYMBOLS, SignalState, Vocabulary
 from libra_hpc.sched.survival import PRIOR_TOKENS, Survival, cell_of
-from libra_hpc.sched.tree import MAX_OWN, CausalTree
 from tests.sched.views import OK, finished
 
 
@@ -20,15 +20,20 @@ def read(*signals: Signal) -> list[tuple[str, str]]:
     return [state.read(s)[1:3] for s in signals]
 
 
-def test_outcomes_are_facts_not_words() -> None:
-    assert read(Signal("sh", "ok", 1, 0.0, 1)) == [("error", "")], "ok with exit code 1 is an error"
-    assert read(Signal("sh", "ok", 1, 0.0, 0)) == [("ok", "")]
-    assert read(Signal("sh", "timeout", 1, 0.0, 124)) == [("timeout", "")]
-    assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "no substring is looked at"
+def test_outcomes_come_from_exit_codes_not_text() -> None:
+    assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=1)) == [("error", "")], (
+        "ok with exit code 1 is an error"
+    )
+    assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=0)) == [("ok", "")]
+    assert read(Signal("sh", outcome="timeout", payload_tokens=1, seconds=0.0, exit_code=124)) == [("timeout", "")]
+    assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "text is never read"
 
 
 def test_test_counts_become_classes_with_their_trend() -> None:
-    runs = [Signal("t", "ok", 1, 0.0, None, p, f) for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))]
+    runs = [
+        Signal("t", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=None, passed=p, failed=f)
+        for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))
+    ]
     assert [tests for _, tests in read(*runs)] == ["none", "some-", "some=", "all"]
 
 
@@ -47,7 +52,7 @@ def test_the_vocabulary_is_bounded() -> None:
     assert words.number(("t1", "ok", "", 0, 0)) == 2
 
 
-def test_survival_knows_only_heavy_tails_at_first() -> None:
+def test_survival_starts_with_a_heavy_tail() -> None:
     table = Survival()
     for tokens in (1000, 8000, 64_000):
         assert table.rest[cell_of(tokens)] == pytest.approx(tokens, rel=0.35), "as long again"
@@ -64,7 +69,7 @@ def test_survival_recovers_an_exponential() -> None:
         assert table.rest[cell_of(attained)] == pytest.approx(3000, rel=0.2)
 
 
-def test_those_that_still_run_count() -> None:
+def test_running_trajectories_count() -> None:
     cold, aware = Survival(), Survival()
     for table in (cold, aware):
         for _ in range(20):
@@ -78,8 +83,8 @@ def test_those_that_still_run_count() -> None:
     assert aware.rest[0] > 5 * cold.rest[0]
 
 
-def test_a_context_keeps_what_is_beyond_the_expectation_and_shrinks_it_by_evidence() -> None:
-    node = Context()
+def test_a_signal_effect_is_the_mean_residual_shrunk_by_evidence() -> None:
+    node = SignalEffect()
     node.learn(1.0, 0)
     assert node.effect == pytest.approx(1.0 / 9.0), "one value of weight 1 / (1 + 8)"
     for _ in range(79):
@@ -103,7 +108,7 @@ def test_a_blend_finds_the_weights_behind_the_data() -> None:
     assert 0.0 < blend.log_smear < 0.55
 
 
-def test_a_blend_stays_with_its_prior_until_the_data_say_otherwise() -> None:
+def test_a_blend_stays_with_its_prior_until_data_move_it() -> None:
     blend = Blend()
     assert blend.weights == list(PRIOR)
     for i in range(SOLVE_EVERY):
@@ -150,104 +155,104 @@ def test_a_gate_stays_shut_before_enough_trials_and_shuts_again() -> None:
     assert not gate.open
 
 
-def taught(useful: bool, groups: int = 60, seed: int = 0) -> CausalTree:
+def trained(useful: bool, groups: int = 60, seed: int = 0) -> RemainingWorkEstimator:
     """Two kinds of prompts, 400 and 6,000 tokens; ``useful``: kinds belong to prompts, else to nothing."""
-    rng, tree = random.Random(seed), CausalTree()
+    rng, estimator = random.Random(seed), RemainingWorkEstimator()
     for g in range(groups):
         for k in range(8):
             long = g % 2 == 0 if useful else rng.random() < 0.5
             total = int((6000 if long else 400) * rng.lognormvariate(0.0, 0.2))
-            tree.insert(finished(total, f"p{g}", f"t{g}-{k}"))
-    return tree
+            estimator.insert(finished(total, f"p{g}", f"t{g}-{k}"))
+    return estimator
 
 
-def left(tree: CausalTree, prompt: str, attained: int = 0, signals: tuple[Signal, ...] = ()) -> float:
-    return tree.advance(tree.cursor(prompt, "task"), signals, attained)
+def left(estimator: RemainingWorkEstimator, prompt: str, attained: int = 0, signals: tuple[Signal, ...] = ()) -> float:
+    return estimator.advance(estimator.cursor(prompt, "task"), signals, attained)
 
 
 def test_siblings_decide_where_prompts_matter_and_are_ignored_where_they_do_not() -> None:
-    tree = taught(useful=True)
-    assert left(tree, "p0") > 5 * left(tree, "p1")
-    assert tree.everything.k <= 2.0
-    noise = taught(useful=False)
+    estimator = trained(useful=True)
+    assert left(estimator, "p0") > 5 * left(estimator, "p1")
+    assert estimator.everything.k <= 2.0
+    noise = trained(useful=False)
     assert noise.everything.k >= 8.0
     assert 0.5 < left(noise, "p0") / left(noise, "p1") < 2.0
 
 
 def test_a_running_sibling_that_outlives_the_others_lengthens_its_group() -> None:
-    tree = taught(useful=True)
-    before = left(tree, "new")
-    tree.advance(tree.cursor("new", "task"), (), 20_000)
-    after = left(tree, "new")
+    estimator = trained(useful=True)
+    before = left(estimator, "new")
+    estimator.advance(estimator.cursor("new", "task"), (), 20_000)
+    after = left(estimator, "new")
     assert after > before
 
 
-def test_a_running_trajectory_given_up_no_longer_counts() -> None:
-    tree = taught(useful=True)
-    before = left(tree, "new")
-    cursor = tree.cursor("new", "task")
-    tree.advance(cursor, (), 20_000)
-    tree.drop(cursor)
-    assert tree.cursor("new", "task").prompt.gap() == (0.0, 0.0)
+def test_an_aborted_trajectory_no_longer_counts() -> None:
+    estimator = trained(useful=True)
+    before = left(estimator, "new")
+    cursor = estimator.cursor("new", "task")
+    estimator.advance(cursor, (), 20_000)
+    estimator.drop(cursor)
+    assert estimator.cursor("new", "task").prompt.gap() == (0.0, 0.0)
     assert before > 0.0
 
 
-def outcomes(informative: bool, seed: int = 3) -> CausalTree:
-    rng, tree = random.Random(seed), CausalTree()
+def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
+    rng, estimator = random.Random(seed), RemainingWorkEstimator()
     for i in range(600):
         long = rng.random() < 0.5
-        said = long if informative else rng.random() < 0.5
+        failed = long if informative else rng.random() < 0.5
         total = 200 + int((5000 if long else 200) * rng.lognormvariate(0.0, 0.3))
-        tree.insert(
-            finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if said else "ok", 5, 0.1),), at=(200,))
+        estimator.insert(
+            finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if failed else "ok", 5, 0.1),), at=(200,))
         )
-    return tree
+    return estimator
 
 
 def test_signals_move_the_estimate_where_they_inform_and_not_where_they_do_not() -> None:
     good, bad = (Signal("run", o, 5, 0.1) for o in ("ok", "error"))
-    tree = outcomes(True)
-    assert left(tree, "new", 200, (bad,)) > 2.0 * left(tree, "new", 200, (good,))
+    estimator = outcomes(True)
+    assert left(estimator, "new", 200, (bad,)) > 2.0 * left(estimator, "new", 200, (good,))
     noise = outcomes(False)
     assert left(noise, "new", 200, (bad,)) < 1.6 * left(noise, "new", 200, (good,))
-    assert tree.everything.gate.open
+    assert estimator.everything.gate.open
     assert not noise.everything.gate.open
 
 
-def test_a_cursor_says_the_same_as_a_walk_from_the_start() -> None:
-    tree = outcomes(True)
+def test_a_cursor_equals_a_walk_from_the_start() -> None:
+    estimator = outcomes(True)
     signals = tuple(Signal("run", o, 5, 0.1) for o in ("ok", "error", "error", "ok"))
-    stepwise = tree.cursor("new", "task")
+    stepwise = estimator.cursor("new", "task")
     for i in range(1, 5):
-        tree.advance(stepwise, signals[:i], 100 * i)
+        estimator.advance(stepwise, signals[:i], 100 * i)
     assert stepwise.left == pytest.approx(left(outcomes(True), "new", 400, signals))
 
 
 def test_evidence_halves_with_weight_versions() -> None:
-    tree = CausalTree()
+    estimator = RemainingWorkEstimator()
     for i in range(4):
-        tree.insert(finished(500, "p", f"t{i}"))
-    assert tree.cursor("p", "task").prompt.finished == pytest.approx(4.0)
-    tree.insert(finished(500, "p", "later", version=16))
-    assert tree.cursor("p", "task").prompt.finished == pytest.approx(3.0)
+        estimator.insert(finished(500, "p", f"t{i}"))
+    assert estimator.cursor("p", "task").prompt.finished == pytest.approx(4.0)
+    estimator.insert(finished(500, "p", "later", version=16))
+    assert estimator.cursor("p", "task").prompt.finished == pytest.approx(3.0)
 
 
-def test_nodes_are_bounded() -> None:
-    tree, rng = CausalTree(max_prompts=20, max_pairs=30), random.Random(0)
+def test_prompts_and_effects_are_bounded() -> None:
+    estimator, rng = RemainingWorkEstimator(max_prompts=20, max_pairs=30), random.Random(0)
     for i in range(300):
         signals = tuple(Signal(f"tool{rng.randrange(20)}", "ok", 5, 0.1) for _ in range(8))
-        tree.insert(finished(900, f"p{i}", f"t{i}", signals=signals, at=tuple(range(100, 900, 100))))
+        estimator.insert(finished(900, f"p{i}", f"t{i}", signals=signals, at=tuple(range(100, 900, 100))))
     singles = 20 * 3
-    assert len(tree) <= 20 * (1 + MAX_OWN) + 30 + singles
+    assert len(estimator) <= 20 * (1 + MAX_PROMPT_EFFECTS) + 30 + singles
 
 
-def test_a_second_task_starts_from_what_all_tasks_know_then_goes_its_own_way() -> None:
-    tree = CausalTree()
+def test_a_second_task_starts_from_all_tasks_then_separates() -> None:
+    estimator = RemainingWorkEstimator()
     for i in range(100):
-        tree.insert(finished(4000, f"a{i}", f"t{i}", task="long"))
-    start = tree.advance(tree.cursor("b0", "short"), (), 0)
-    assert start == pytest.approx(tree.advance(tree.cursor("x", "long"), (), 0), rel=0.2)
+        estimator.insert(finished(4000, f"a{i}", f"t{i}", task="long"))
+    start = estimator.advance(estimator.cursor("b0", "short"), (), 0)
+    assert start == pytest.approx(estimator.advance(estimator.cursor("x", "long"), (), 0), rel=0.2)
     for i in range(100):
-        tree.insert(finished(100, f"b{i}", f"s{i}", task="short"))
-    assert tree.advance(tree.cursor("new", "short"), (), 0) < start / 5
-    assert tree.advance(tree.cursor("new2", "long"), (), 0) > start / 2
+        estimator.insert(finished(100, f"b{i}", f"s{i}", task="short"))
+    assert estimator.advance(estimator.cursor("new", "short"), (), 0) < start / 5
+    assert estimator.advance(estimator.cursor("new2", "long"), (), 0) > start / 2

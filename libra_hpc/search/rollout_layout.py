@@ -1,22 +1,13 @@
-"""Which TP classes, how many replicas of each, and which trajectories each serves: the least time of a rollout,
-exactly.
+"""The best rollout layout: which TP classes, how many replicas, and which trajectories each serves; exact.
 
-Classes are ordered by the speed of a single trajectory; trajectories are ordered by length.  A layout cuts the lengths
-into consecutive segments, the longest for the fastest class, and a class may be left out.  Its time is that of the
-slowest class.
+Classes are ordered by the speed of a single trajectory, trajectories by length. A layout cuts the lengths into
+consecutive segments, the longest for the fastest class. Its time is that of its slowest class.
 
-*Is there a layout within T?*  For a class and a segment the fewest replicas that keep T follow by bisection, since more
-replicas are never slower. Going through the classes from fast to slow, the fewest devices that serve everything above a
-cut are a shortest path over (class, cut): every layout within T is one of its paths, and its devices are at least the
-path's, so a T is possible if and only if the shortest path fits.  With several pools of devices the path's length is a
-vector and its non-dominated values are kept.
-
-Devices that are left over then join the slowest classes, which are never slower for it.
-
-*The least T.*  T just below the time of the layout in hand is tried: if that is impossible, the layout is proved
-optimal.  Else it gives a better one, and the middle between its time and a T that is impossible is tried too, so that
-many small steps are never taken.  A cluster has few layouts that differ: proofs take fewer questions than a bisection
-to the same precision.
+- Is a layout within T possible? For each class and segment, bisection gives the fewest replicas. The fewest devices are
+  a shortest path over (class, cut). With several pools, non-dominated device vectors are retained.
+- The least T: ask for a layout just below the best one's time. None -> the best one is optimal. Else take it, and also
+  try the middle between it and a T that is impossible.
+- Remaining devices join the slowest classes.
 """
 
 from __future__ import annotations
@@ -31,45 +22,48 @@ import msgspec
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 
 EXACT = 1e-9
-"""Relative step below a layout's time at which a better one is looked for."""
+"""Relative step below the best time at which a better layout is searched."""
 
 
-class Cost(msgspec.Struct, frozen=True):
+class ReplicaClass(msgspec.Struct, frozen=True):
     """A class of replicas: devices of one pool, in groups of ``tp``."""
 
     pool: int
     replica: ReplicaCost
     together: int = 1
-    """Replicas that come together only: all those of a node where nodes are not divided between classes."""
+    """Replicas that exist only together: those of a node that is not divided between classes."""
 
     @property
     def tp(self) -> int:
-        """Devices of one replica."""
         return self.replica.tp
 
     def most(self, devices: int) -> int:
-        """Replicas on so many devices."""
+        """Replicas that so many devices hold."""
         return devices // (self.tp * self.together) * self.together
+
+    def segment(self, replicas: int, first: int, last: int) -> Segment:
+        """Bins ``first..last`` on so many replicas."""
+        seconds = self.replica.time(first, last, replicas)
+        return Segment(pool=self.pool, tp=self.tp, replicas=replicas, first=first, last=last, seconds=seconds)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """What one class does."""
+    """Share of one class."""
 
     pool: int
     tp: int
     replicas: int
     first: int
-    """Bins it serves, both ends included."""
+    """First and last bin that it serves."""
     last: int
     seconds: float
 
     @property
     def devices(self) -> int:
-        """Devices of all its replicas."""
         return self.tp * self.replicas
 
 
-class Layout(msgspec.Struct, frozen=True):
+class RolloutLayout(msgspec.Struct, frozen=True):
     """Segments from the longest trajectories to the shortest."""
 
     segments: tuple[Segment, ...]
@@ -84,37 +78,35 @@ class Layout(msgspec.Struct, frozen=True):
         return sum(s.devices for s in self.segments if s.pool == pool)
 
 
-class Layouts:
-    """The search over one set of classes; ``bins`` is the number of bins of the sketch."""
+class RolloutSearch:
+    """Searches one set of classes; ``bins`` is the number of bins of the sketch."""
 
-    def __init__(self, costs: Sequence[Cost], bins: int) -> None:
+    def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
         able = [c for c in costs if c.replica.limit() is None]
         self.costs = sorted(able, key=lambda c: (c.replica.latency, c.tp, c.pool))
         self._bins = bins
         self._straggler: float | None = None
 
-    def within(self, seconds: float, devices: Sequence[int]) -> Layout | None:
-        """A layout of at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None when
-        there is none."""
+    def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
+        """A layout on at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None."""
         paths: dict[int, list[_Path]] = {self._bins: [_Path((0,) * len(devices), ())]}
         for index, cost in enumerate(self.costs):
-            # Whatever the last class does not serve, nobody does.
+            # The last class must serve everything that is left.
             cuts = range(1) if index == len(self.costs) - 1 else range(self._bins)
             grown = {cut: list(found) for cut, found in paths.items()}
             for cut, found in paths.items():
                 most = cost.most(devices[cost.pool] - min(path.used[cost.pool] for path in found))
                 for first, need in cost.replica.fewest(cuts[:cut], cut - 1, seconds, most):
                     step = _Step(cost, -(-need // cost.together) * cost.together, first, cut - 1)
-                    kept = grown.setdefault(first, [])
+                    segment_paths = grown.setdefault(first, [])
                     for path in found:
-                        _add(kept, path, step, devices)
+                        _add(segment_paths, path, step, devices)
             paths = grown
         done = paths.get(0)
-        return self._fill(Layout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
+        return self._fill(RolloutLayout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
 
-    def best(self, devices: Sequence[int], low: float = 0.0) -> Layout | None:
-        """The layout of least time, known to be ``low`` at least; None when no class can serve the longest
-        trajectories."""
+    def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
+        """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
         start = min(self._single(devices), key=lambda layout: layout.seconds, default=None)
         if start is None:
             start = self.within(math.inf, devices)
@@ -134,51 +126,46 @@ class Layouts:
                 best = better
 
     def straggler(self) -> float:
-        """Seconds of the longest trajectories on as many replicas as one likes, beside as many others as one likes:
-        no layout is faster."""
+        """Seconds of the longest trajectories with unlimited replicas: no layout is faster."""
         if self._straggler is None:
             last = self._bins - 1
-            # Others beside them make the mean context of their steps shorter.
+            # Shorter trajectories in the same segment lower the mean context, hence the time.
             self._straggler = min(
                 c.replica.time(first, last, math.inf) for c in self.costs for first in range(last + 1)
             )
         return self._straggler
 
-    def _single(self, devices: Sequence[int]) -> Iterator[Layout]:
-        """Layouts of one class of replicas."""
+    def _single(self, devices: Sequence[int]) -> Iterator[RolloutLayout]:
         for cost in self.costs:
             count = cost.most(devices[cost.pool])
             if count and cost.replica.fits(self._bins - 1):
                 yield self.only(cost, count)
 
-    def only(self, cost: Cost, replicas: int) -> Layout:
+    def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
         """All trajectories on one class."""
-        last = self._bins - 1
-        return Layout((Segment(cost.pool, cost.tp, replicas, 0, last, cost.replica.time(0, last, replicas)),))
+        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1),))
 
-    def _fill(self, layout: Layout, devices: Sequence[int]) -> Layout:
-        """Give devices that are left over to the slowest class that can take one more replica, as long as there is
-        one."""
+    def _fill(self, layout: RolloutLayout, devices: Sequence[int]) -> RolloutLayout:
+        """Give remaining devices to the slowest class that can take another replica, as long as there is one."""
         segments = list(layout.segments)
         left = [have - layout.devices(pool) for pool, have in enumerate(devices)]
         costs = {(c.pool, c.tp): c for c in self.costs}
         while True:
             able = [i for i, s in enumerate(segments) if costs[s.pool, s.tp].most(left[s.pool])]
             if not able:
-                return Layout(tuple(segments))
+                return RolloutLayout(tuple(segments))
             i = max(able, key=lambda i: segments[i].seconds)
             s = segments[i]
-            # Half of what is left at a time: thousands of devices take a dozen rounds.
+            # Half of the remaining devices at a time: thousands take a dozen rounds.
             cost = costs[s.pool, s.tp]
             more = max(cost.together, cost.most(left[s.pool] // 2))
             left[s.pool] -= more * s.tp
             replicas = s.replicas + more
-            segments[i] = Segment(s.pool, s.tp, replicas, s.first, s.last, cost.replica.time(s.first, s.last, replicas))
+            segments[i] = cost.segment(replicas, s.first, s.last)
 
 
-def assign(costs: Sequence[Cost], counts: Sequence[int], bins: int) -> Layout | None:
-    """The best segments for given numbers of replicas per class (in the order of ``costs``); None when they cannot
-    serve every length."""
+def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> RolloutLayout | None:
+    """The best segments for given numbers of replicas per class; None when they cannot serve every length."""
     able = sorted(
         (i for i, c in enumerate(costs) if counts[i] and c.replica.limit() is None),
         key=lambda i: (costs[i].replica.latency, costs[i].tp),
@@ -188,37 +175,31 @@ def assign(costs: Sequence[Cost], counts: Sequence[int], bins: int) -> Layout | 
         grown = dict(paths)
         for cut, (seconds, segments) in paths.items():
             for first in range(cut):
-                own = costs[i].replica.time(first, cut - 1, counts[i])
-                slowest = max(seconds, own)
+                segment = costs[i].segment(counts[i], first, cut - 1)
+                slowest = max(seconds, segment.seconds)
                 if slowest < grown.get(first, (math.inf, ()))[0]:
-                    grown[first] = (
-                        slowest,
-                        (*segments, Segment(costs[i].pool, costs[i].tp, counts[i], first, cut - 1, own)),
-                    )
+                    grown[first] = (slowest, (*segments, segment))
         paths = grown
-    return Layout(paths[0][1]) if 0 in paths else None
+    return RolloutLayout(paths[0][1]) if 0 in paths else None
 
 
 class _Step(NamedTuple):
-    cost: Cost
+    cost: ReplicaClass
     replicas: int
     first: int
     last: int
 
     def segment(self) -> Segment:
-        seconds = self.cost.replica.time(self.first, self.last, self.replicas)
-        return Segment(self.cost.pool, self.cost.tp, self.replicas, self.first, self.last, seconds)
+        return self.cost.segment(self.replicas, self.first, self.last)
 
 
 class _Path(NamedTuple):
     used: tuple[int, ...]
-    """Devices per pool."""
     steps: tuple[_Step, ...]
 
 
 def _add(found: list[_Path], path: _Path, step: _Step, devices: Sequence[int]) -> None:
-    """Keep ``path`` with one more ``step`` if it fits and no kept one uses at most as much of every pool; drop those
-    it makes useless."""
+    """Add ``path`` with one more ``step`` unless it does not fit or is dominated; drop the paths that it dominates."""
     used = list(path.used)
     used[step.cost.pool] += step.replicas * step.cost.tp
     if used[step.cost.pool] > devices[step.cost.pool] or any(all(map(le, other.used, used)) for other in found):

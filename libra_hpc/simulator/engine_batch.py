@@ -1,10 +1,11 @@
 """The requests of one replica, and vLLM's rules for who takes part in the next step.
 
-Running requests come first, in the order of their admission, a decode taking one token of the step's budget and an
-unfinished prefill what is left; a request that gets no block preempts the running one with the largest (priority,
-arrival), itself perhaps, which loses its KV and waits again.  Then, unless something was preempted, waiting requests
-are admitted by (priority, arrival) while there are sequences, budget and blocks for their whole context, less what the
-prefix cache holds of it.
+* Running requests are served first, in order of admission: a decode takes one token of the step's budget, an
+  unfinished prefill what is left.
+* A request lacks a block -> the running one with the largest (priority, arrival), perhaps itself, is preempted: it
+  loses its KV and waits again.
+* Nothing was preempted -> waiting requests are admitted by (priority, arrival), within sequences, budget and
+  blocks for their uncached context.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from .sim_request import Counters, SimRequest
 
 
 class SimulatedBatch:
-    """``running`` in the order of admission; a request's `step` says how many tokens of it the step under way
-    computes."""
+    """Running and waiting requests; ``running`` is in order of admission, `SimRequest.step` is set by `form`."""
 
     def __init__(self, cache: BlockCache, limits: SimSettings, counters: Counters) -> None:
         self.running: list[SimRequest] = []
@@ -29,23 +29,19 @@ class SimulatedBatch:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
         return len(self._waiting)
 
     @property
     def open(self) -> bool:
-        """Whether another sequence may run."""
         return len(self.running) < self._limits.max_num_seqs
 
     def add(self, request: SimRequest) -> None:
-        """A request arrives."""
         self._serial += 1
         request.serial = self._serial
         heappush(self._waiting, (request.priority, self._serial, request))
 
     def form(self, now: float) -> bool:
-        """Choose who takes part in the next step, and give them blocks for it; returns whether anything was
-        preempted."""
+        """Choose the requests of the next step and give them blocks; returns whether anything was preempted."""
         cache, running, block = self._cache, self.running, self._block
         pure, crossing = True, []
         for request in running:
@@ -65,14 +61,14 @@ class SimulatedBatch:
         else:
             preempted, budget = self._serve_running(now)
             if preempted and running and not any(request.step for request in running):
-                # The first in line preempted itself, and none is served after it: an empty step, which takes no time.
+                # The first request preempted itself and none is served: an empty step takes no time.
                 return self.form(now)
         if self._waiting and not preempted:
             self._admit(budget)
         return preempted
 
     def _serve_running(self, now: float) -> tuple[bool, int]:
-        """Blocks and budget for running requests; returns whether any was preempted, and the budget left."""
+        """Give running requests blocks and budget; returns whether any was preempted, and the budget left."""
         cache, block, running = self._cache, self._block, self.running
         budget, place, preempted = self._limits.max_num_batched_tokens, 0, False
         for request in running:
@@ -82,7 +78,7 @@ class SimulatedBatch:
             step = min(request.tokens - request.computed, budget)
             need = -(-(request.computed + step) // block) - request.blocks
             while need > cache.available:
-                victim = max(running, key=_standing)
+                victim = max(running, key=_order)
                 where = running.index(victim)
                 del running[where]
                 if where < place:
@@ -139,21 +135,26 @@ class SimulatedBatch:
         request.own -= self._cache.publish(request.prompt, full)
 
     def release(self, request: SimRequest, now: float, keep_s: float = 0.0) -> None:
-        """A request gives its blocks back; the full ones stay cached."""
         request.high = max(request.high, request.computed)
         own = max(0, request.computed // self._block - request.prompt_blocks)
-        self._cache.release(request.trajectory, request.prompt, own, request.own - own, now, keep_s)
+        self._cache.release(
+            trajectory=request.trajectory,
+            prompt=request.prompt,
+            own=own,
+            rest=request.own - own,
+            now=now,
+            keep_s=keep_s,
+        )
         request.blocks = request.own = request.computed = request.step = 0
         request.decoding = False
 
     def put_back(self, request: SimRequest, now: float, cause: str) -> None:
-        """A running request loses its blocks and waits again."""
+        """Preempt a running request: it loses its blocks and waits again."""
         self.release(request, now)
         request.again = cause
         heappush(self._waiting, (request.priority, request.serial, request))
 
     def remove(self, request: SimRequest, now: float) -> None:
-        """A request is aborted."""
         if request in self.running:
             self.running.remove(request)
             self.release(request, now)
@@ -162,12 +163,11 @@ class SimulatedBatch:
             self._waiting.sort()
 
     def put_all_back(self, now: float, cause: str) -> int:
-        """All running requests lose their blocks and wait again; returns their number."""
         running, self.running = self.running, []
         for request in running:
             self.put_back(request, now, cause)
         return len(running)
 
 
-def _standing(request: SimRequest) -> tuple[int, int]:
+def _order(request: SimRequest) -> tuple[int, int]:
     return request.priority, request.serial

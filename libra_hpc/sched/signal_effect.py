@@ -1,0 +1,84 @@
+"""Effect of the last tool results on the remaining work, and a gate that admits it only while it lowers the loss.
+
+A `SignalEffect` belongs to the last one or two symbols (`signals`).  Its effect on the logarithm of what is left is
+
+    effect = sum of log (remaining / expected) / (n + CREDIBILITY_K),   n the decayed number of values.
+
+n / (n + k) is the credibility weight (Buhlmann).  A finer effect starts from what the coarser ones expect, so effects
+add up.  A `Gate` compares decayed losses with and without tool results; each value is predicted before it is learned.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .survival import HALF_LIFE
+
+CREDIBILITY_K: Final = 8.0
+"""Variance within over variance between symbols: tool results explain at most 0.09 on SWE and tau-bench records."""
+OPEN_BELOW: Final = 0.97
+"""Loss with tool results over loss without: below it the gate is open."""
+TRIALS: Final = 24
+"""Predictions before the gate may open."""
+GATE_DECAY: Final = 0.995
+"""Memory of 200 trials."""
+
+
+class Gate:
+    """Whether tool results lower the held-out loss."""
+
+    __slots__ = ("open", "trials", "with_signals", "without_signals")
+
+    def __init__(self) -> None:
+        self.with_signals = self.without_signals = 0.0
+        """Decayed losses."""
+        self.trials = 0
+        self.open = False
+
+    def learn(self, with_signals: float, without_signals: float) -> None:
+        """Add the losses of one held-out prediction."""
+        self.with_signals = GATE_DECAY * self.with_signals + with_signals
+        self.without_signals = GATE_DECAY * self.without_signals + without_signals
+        self.trials += 1
+        self.open = self.trials >= TRIALS and self.with_signals < OPEN_BELOW * self.without_signals
+
+    def copied(self) -> Gate:
+        """An independent copy."""
+        other = Gate()
+        other.with_signals, other.without_signals, other.trials, other.open = (
+            self.with_signals,
+            self.without_signals,
+            self.trials,
+            self.open,
+        )
+        return other
+
+
+class SignalEffect:
+    """Mean residual after one or two symbols, shrunk by its evidence."""
+
+    __slots__ = ("_sum", "_version", "count", "effect")
+
+    def __init__(self) -> None:
+        self.effect = 0.0
+        self.count = 0.0
+        """Decayed number of values."""
+        self._sum = 0.0
+        self._version = 0
+
+    def learn(self, residual: float, version: int) -> None:
+        """Add ``residual`` = log (remaining / expected without this effect)."""
+        if version > self._version:
+            decay = 0.5 ** ((version - self._version) / HALF_LIFE)
+            self._version = version
+            self.count *= decay
+            self._sum *= decay
+        self.count = count = self.count + 1.0
+        self._sum += residual
+        self.effect = self._sum / (count + CREDIBILITY_K)
+
+    def copied(self) -> SignalEffect:
+        """An independent copy."""
+        other = SignalEffect()
+        other.effect, other.count, other._sum, other._version = self.effect, self.count, self._sum, self._version
+        return other

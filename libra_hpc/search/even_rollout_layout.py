@@ -1,0 +1,94 @@
+"""The best rollout layout when the scheduler cannot sort by length: every replica gets a fair sample.
+
+Within a time T, a replica serves the share 1 / r(T) of the batch; r(T) such replicas would serve all of it. Shares add
+up, so the best class of a pool is the one with the largest share per device. Only layouts of one class per pool need
+comparing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from libra_hpc.cost_models.rollout_time import ReplicaCost
+
+from .rollout_layout import ReplicaClass, RolloutLayout, Segment
+
+CLOSE = 1e-9
+"""Relative width at which a bisection over seconds or replicas ends."""
+
+
+class EvenRolloutSearch:
+    """Searches one set of classes; the interface of `libra_hpc.search.rollout_layout.RolloutSearch`."""
+
+    def __init__(self, costs: Sequence[ReplicaClass], bins: int) -> None:
+        # A fair sample has every length, so the longest must fit everywhere.
+        self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
+        self._bins = bins
+
+    def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
+        """A layout on at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None."""
+        best = self.best(devices)
+        return best if best is not None and best.seconds <= seconds else None
+
+    def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
+        """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
+        chosen: list[tuple[ReplicaClass, int]] = []
+        for pool in range(len(devices)):
+            counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
+            chosen += counts
+        if not chosen:
+            return None
+        high = min(c.replica.time(0, self._bins - 1, n) for c, n in chosen)
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            if sum(share for _, _, share in self._picks(chosen, middle)) >= 1.0:
+                high = middle
+            else:
+                low = middle
+        picks = self._picks(chosen, high)
+        return RolloutLayout(
+            tuple(
+                Segment(pool=c.pool, tp=c.tp, replicas=n, first=0, last=self._bins - 1, seconds=high)
+                for c, n, share in picks
+                if share > 0.0
+            )
+        )
+
+    def straggler(self) -> float:
+        """Seconds of the longest trajectories with unlimited replicas: no layout is faster."""
+        return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
+
+    def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
+        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1),))
+
+    def _picks(
+        self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float
+    ) -> list[tuple[ReplicaClass, int, float]]:
+        """Per pool, the class that serves the largest share within ``seconds``."""
+        best: dict[int, tuple[ReplicaClass, int, float]] = {}
+        for cost, count in chosen:
+            share = served_share(cost.replica, count, self._bins, seconds)
+            if cost.pool not in best or share > best[cost.pool][2]:
+                best[cost.pool] = (cost, count, share)
+        return list(best.values())
+
+
+def served_share(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
+    """Share of the batch (it can exceed 1) that replicas with a fair sample serve within ``seconds``.
+
+    0.0 when the longest trajectory takes longer.
+    """
+    last = bins - 1
+    if replica.time(0, last, math.inf) > seconds:
+        return 0.0
+    low, high = 0.0, 1.0
+    while replica.time(0, last, replicas / high) <= seconds and high < 1e9:
+        low, high = high, 2 * high
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        if replica.time(0, last, replicas / middle) <= seconds:
+            low = middle
+        else:
+            high = middle
+    return low
