@@ -74,21 +74,21 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.protocol.mesh import Batch
     from libra_hpc.train import compat
     from libra_hpc.train.checkpoint import start
-    from libra_hpc.train.device import choose, local_store
+    from libra_hpc.train.device import choose_device, local_store
     from libra_hpc.train.grpo import token_logprobs
     from libra_hpc.train.mcore import get_forward_backward_func
     from libra_hpc.train.packing import Pack, decode, pack
-    from libra_hpc.train.settings import OptimizerSettings
+    from libra_hpc.train.settings import optimizer_settings
     from libra_hpc.train.train_engine import TrainEngine, init_world
 
-    device = choose("cpu", 0, config.train.threads)
+    device = choose_device("cpu", 0, config.train.threads)
     split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=60.0)
     engine = TrainEngine(
         shape=read_shape(Path(config.model.path)),
         device=device,
         dtype=torch.float32,
         split=split,
-        settings=OptimizerSettings(lr=config.optimizer.lr),
+        settings=optimizer_settings(config),
     )
     start(engine, Path(config.model.path), "")
     batches = msgspec.msgpack.decode(payload, type=list[Batch])

@@ -22,6 +22,7 @@ import torch
 
 from bench.gpu_model import random_model
 from bench.harness import median, report
+from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.lengths import TrajectoryLengths, sketch
 from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost
@@ -31,10 +32,10 @@ from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
-from libra_hpc.train.device import choose, local_store
+from libra_hpc.train.device import choose_device, local_store
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
-from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings
+from libra_hpc.train.settings import algorithm_settings, optimizer_settings
 from libra_hpc.train.train_engine import TrainEngine, init_world
 
 TRAJECTORIES = 48
@@ -81,17 +82,21 @@ def main() -> None:
     shape, device = model_shape(arguments.model), device_named(arguments.device)
     rows, raw = [], []
     with random_model(shape) as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
-        cuda = choose("cuda", 0, 4)
+        cuda = choose_device("cuda", 0, 4)
         split = init_world(cuda, tp=1, pp=1, rank=0, store=local_store(), timeout_s=600.0)
         engine = TrainEngine(
-            shape=read_shape(folder), device=cuda, dtype=torch.bfloat16, split=split, settings=OptimizerSettings()
+            shape=read_shape(folder),
+            device=cuda,
+            dtype=torch.bfloat16,
+            split=split,
+            settings=optimizer_settings(RunConfig()),
         )
         checkpoint.start(engine, folder, "")
         state_bytes = torch.cuda.memory_allocated()
         replicas = Replicas(engine, 600.0, 60.0)
         replicas.join(Join(0, 0, 1, ""))
         for micro_tokens in map(int, arguments.micro_tokens.split(",")):
-            trainer = GrpoTrainer(engine, replicas, AlgorithmSettings(), micro_tokens)
+            trainer = GrpoTrainer(engine, replicas, algorithm_settings(RunConfig()), micro_tokens)
             torch.cuda.reset_peak_memory_stats()
             got, expected = [], []
             for number in range(STEPS):

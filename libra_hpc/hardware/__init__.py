@@ -1,1 +1,1 @@
-"""Devices, model shapes and step-time tables: plain data that the planner and the simulator both read."""
+"""Devices, model shapes and step times: plain data for the planner and the simulator."""

@@ -1,5 +1,4 @@
-"""Dense model shapes we train: what a Hugging Face ``config.json`` says, and which tensor- and pipeline-parallel
-degrees divide it."""
+"""Shapes of the dense models that the trainer supports, and the parallel degrees that divide them."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ from .supported import check_trained, rope_settings
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """Architecture of one dense decoder."""
-
     family: str
     """One of `libra_hpc.hardware.supported.TRAINED`."""
     layers: int
@@ -28,21 +25,19 @@ class Architecture(msgspec.Struct, frozen=True):
     ffn: int
     vocab: int
     tied: bool
-    """Input and output embedding are one matrix."""
+    """Whether input and output embedding are one matrix."""
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    """Llama 3's frequency scaling, or None."""
     max_positions: int
 
     @property
     def qkv_bias(self) -> bool:
-        """Qwen2 alone has biases on q, k and v."""
+        """Only Qwen2 has biases on q, k and v."""
         return self.family == "qwen2"
 
     @property
     def qk_norm(self) -> bool:
-        """Qwen3 normalises every q and k head."""
         return self.family == "qwen3"
 
 
@@ -57,8 +52,7 @@ def _read_config(path: Path) -> Any:
 
 
 def read_shape(model_dir: Path) -> Architecture:
-    """Read ``model_dir/config.json``; raises `UserError` for a missing folder, another architecture, or an
-    unsupported variant of these."""
+    """Read ``model_dir/config.json``; raises `UserError` when it is missing, or for a model the trainer lacks."""
     path = model_dir / "config.json"
     if not path.is_file():
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")

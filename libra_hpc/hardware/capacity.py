@@ -1,9 +1,7 @@
-"""How many tokens of KV cache a replica holds, and how many blocks a trajectory needs.
+"""Tokens of KV cache that a replica holds, and blocks that a trajectory needs.
 
-A replica of ``tp`` devices shares the weights evenly (Megatron-style sharding splits every large matrix). Each device
-keeps ``memory * util - weights / tp - workspace`` bytes for keys and values, and every token takes
-`ModelShape.kv_bytes_per_device` of them: with more devices than KV heads the heads are replicated, so capacity no
-longer grows with the devices' number alone.
+Each of ``tp`` devices has ``memory * util - weights / tp - workspace`` bytes for keys and values; a token takes
+`ModelShape.kv_bytes_per_device`. Beyond the number of KV heads these are replicated, and capacity grows more slowly.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from .models import ModelShape
 
 
 def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> int:
-    """Tokens of KV cache of one replica of ``tp`` devices; 0 when the weights and the workspace leave no room.
+    """Tokens of KV cache of a replica of ``tp`` devices; 0 when weights and workspace leave no room.
 
-    ``memory_util`` is the share of device memory the engine may use (vLLM's ``gpu_memory_utilization``).  Raises
-    `UserError` for a share outside (0, 1] and for a ``tp`` that does not shard the model.
+    ``memory_util`` is the share of device memory for the engine (vLLM's ``gpu_memory_utilization``). Raises
+    `UserError` for a share outside (0, 1], or a ``tp`` that does not shard the model.
     """
     if not 0 < memory_util <= 1:
         raise invalid("memory_util", memory_util, "is no share of the device memory", "a number in (0, 1]")
@@ -28,7 +26,7 @@ def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float =
 
 
 def blocks_of(tokens: int, block_size: int) -> int:
-    """Blocks a replica must have to run a trajectory of ``tokens`` context tokens to its end.
+    """Blocks that a replica needs to finish a trajectory of ``tokens`` context tokens.
 
     One more than they fill: a prompt whose last block is cached computes that block again, into another.
     """

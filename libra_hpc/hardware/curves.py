@@ -1,8 +1,7 @@
 """Monotone piecewise-linear curves through measured points.
 
-Measured operator times scatter by a few per cent, so that a larger operator now and then looks faster than a smaller
-one.  A scheduler would exploit such an artefact; hence the points are made non-decreasing first (isotonic regression:
-neighbours in the wrong order are replaced by their mean).
+Measured times scatter by a few per cent: a larger operator may look faster than a smaller one, which a scheduler
+would exploit. So the points are first made non-decreasing (isotonic regression).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import pairwise
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
-    """Return the non-decreasing sequence nearest to ``values`` in least squares (pool adjacent violators)."""
+    """The non-decreasing sequence nearest to ``values`` in least squares (pool adjacent violators)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = float(value), 1
@@ -25,8 +24,9 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 class Curve:
-    """Linear between the points, on with the last slope beyond them and flat below the first; ``xs`` strictly
-    increasing, at least two."""
+    """Linear between points, constant below the first, with the last slope beyond; ``xs`` strictly increasing, at
+    least two.
+    """
 
     __slots__ = ("slopes", "xs", "ys")
 
@@ -36,6 +36,5 @@ class Curve:
         self.slopes.append(self.slopes[-1])
 
     def __call__(self, x: float) -> float:
-        """The curve's value at ``x``."""
         at = bisect_right(self.xs, x) - 1
         return self.ys[at] + (x - self.xs[at]) * self.slopes[at] if at >= 0 else self.ys[0]

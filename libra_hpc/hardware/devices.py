@@ -1,8 +1,8 @@
 """Devices as plain data: what one accelerator computes, stores and sends.
 
-The table is `devices.toml` beside this module; each figure's source stands at its head. A user adds devices with a file
-of the same form, for example one graphics compute die of an MI250X (two per card; the peak is that of the data sheet,
-halved):
+`devices.toml` has the built-in ones and their sources. A user's file of the same form adds devices, or replaces those
+of the same name; omitted fields take the defaults of `Device`. One compute die of an MI250X (two per card; half the
+data sheet's peak):
 
     ["mi250x"]
     memory_bytes = 68.7e9
@@ -11,9 +11,6 @@ halved):
     intra_bytes_s = 100e9
     inter_bytes_s = 12.5e9
     devices_per_node = 8
-
-Fields that are left out take the defaults of `Device`.  A device of the user's file replaces a built-in one of the same
-name.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ POSITIVE = ("memory_bytes", "peak_flops", "hbm_bytes_s", "intra_bytes_s", "inter
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator and its place in a node.  Units: bytes, bytes/s, FLOP/s, seconds."""
+    """One accelerator and its place in a node, in bytes, bytes/s, FLOP/s, seconds."""
 
     name: str
     memory_bytes: float
@@ -41,39 +38,40 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hbm_bytes_s: float
     """Peak bandwidth of device memory."""
     intra_bytes_s: float
-    """One direction, to the other devices of the node (half of what data sheets call NVLink bandwidth)."""
+    """To the node's other devices, one direction (half of the data sheets' NVLink bandwidth)."""
     inter_bytes_s: float
-    """One direction, per device, to other nodes."""
+    """To other nodes, per device, one direction."""
     devices_per_node: int
     aliases: tuple[str, ...] = ()
     tables: str = ""
-    """System of the operator tables whose compute and memory are this device's; empty: none."""
+    """System of the operator tables with this device's compute and memory; empty: none."""
     flops_efficiency: float = 0.7
     """Share of the peak that large matrix products reach."""
     hbm_efficiency: float = 0.8
     """Share of the memory bandwidth that streaming kernels reach."""
     kernel_s: float = 3e-6
-    """Fixed device time of one kernel, with launches captured in a graph."""
+    """Fixed device time of one kernel in a captured graph."""
     link_efficiency: float = 0.5
     """Share of the link bandwidth that an all-reduce of activations reaches."""
     allreduce_s: float = 6e-6
     """Latency of the smallest all-reduce inside a node."""
     host_s: float = 1.9e-3
-    """Work of the host per engine step (scheduling, input preparation, output).  Our engines do not schedule ahead,
-    so that weights change between two known batches, and the device waits meanwhile.  Measured with vLLM 0.32 on an
-    H200 (``tests/hardware/test_gpu_steps.py``)."""
+    """Host work per engine step: scheduling, input, output. The device waits for it, because our engines do not
+    schedule ahead: weights change between two known batches. Measured with vLLM 0.32 on an H200
+    (``tests/hardware/test_gpu_steps.py``).
+    """
     host_sequence_s: float = 26e-6
-    """The same per running sequence, sampling with log-probabilities included; measured likewise, at a vocabulary of
-    152 k."""
+    """Host work per running sequence, including sampling with log-probabilities; measured likewise, at a vocabulary
+    of 152 k.
+    """
     workspace_bytes: float = 3e9
-    """Memory per device that is neither weights nor KV cache: activations of the largest step, graphs, communication
-    buffers."""
+    """Memory that is neither weights nor KV cache: activations of the largest step, graphs, communication buffers."""
 
 
 def device(name: str, path: str | Path | None = None) -> Device:
-    """Return the device called ``name`` (or by one of its aliases, in any case), from the user file ``path`` first.
+    """The device of a name or alias, in any case; the user file ``path`` goes first.
 
-    Raises `UserError` for a name that neither table has and for a file that cannot be read as devices.
+    Raises `UserError` for an unknown name, or a file that cannot be read as devices.
     """
     known = {**devices(), **(_read(Path(path)) if path is not None else {})}
     names = {alias: entry for entry in known.values() for alias in entry.aliases} | known
@@ -85,7 +83,6 @@ def device(name: str, path: str | Path | None = None) -> Device:
 
 @cache
 def devices() -> dict[str, Device]:
-    """The built-in devices by name."""
     return _read(BUILTIN)
 
 

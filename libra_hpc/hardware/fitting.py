@@ -1,9 +1,8 @@
 """Robust non-negative least squares for a handful of coefficients, without numpy.
 
-Step times are noisy from above (another process takes the core, a collector runs), so residuals are *relative* and
-weighted by Huber's rule: full weight up to `HUBER` robust standard deviations, less beyond.  Negative coefficients
-would make a step shorter by more work; with at most six of them the exact non-negative optimum is found by trying every
-subset.
+Step times have slow outliers (another process, a garbage collector). So residuals are *relative* and weighted by
+Huber's rule. Negative coefficients would make a step faster by more work. With at most six columns, the exact
+non-negative optimum is found by trying every subset.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from itertools import combinations
 from statistics import median
 
 HUBER = 1.345
-"""Robust standard deviations of full weight: 95 % efficient for normal noise."""
+"""Robust standard deviations up to which a residual has full weight: 95 % efficient for normal noise."""
 ROUNDS = 20
-"""Reweighting rounds; the weights settle in fewer than ten."""
+"""Most reweighting rounds; weights settle in fewer than ten."""
 MAD_TO_SIGMA = 1.4826
 SINGULAR = 1e-10
-"""Pivots smaller than this, of columns scaled to unit length, mean that two columns say the same."""
+"""Smallest pivot of columns of unit length; below it two columns are equal."""
 
 
 def robust_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
-    """Return the non-negative coefficients ``c`` for which ``rows @ c`` is near ``targets`` (> 0) in relative error.
+    """Non-negative coefficients ``c`` for which ``rows @ c`` approximates ``targets`` (> 0) in relative error.
 
-    ``rows`` has one row of at most six features per target.  A column that is zero, or a combination of others, gets 0
-    or shares with them.
+    ``rows`` has at most six features per target. A column of zeros gets 0; one that combines others gets 0 or shares
+    with them.
     """
     scaled = [[value / target for value in row] for row, target in zip(rows, targets, strict=True)]
     weights = [1.0] * len(scaled)
@@ -41,8 +40,9 @@ def robust_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> lis
 
 
 def non_negative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """Return the ``c >= 0`` that minimises ``sum(w * (rows @ c - 1)**2)``: the best among the unconstrained optima
-    of all subsets of columns."""
+    """The ``c >= 0`` that minimises ``sum(w * (rows @ c - 1)**2)``: the best unconstrained optimum over subsets of
+    columns.
+    """
     width = len(rows[0])
     gram = [[0.0] * width for _ in range(width)]
     moment = [0.0] * width

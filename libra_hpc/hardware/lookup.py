@@ -1,7 +1,8 @@
-"""`lookup`: the one way to step times, whatever their source.
+"""`lookup`: step times from the best source there is; `StepTimes.source` names it.
 
-A calibration file (real engine steps) wins if one is given; else operator tables, where the device's system and the
-model have them at that degree; else the roofline.  `StepTimes.source` says in words which it was.
+1. A calibration file (real engine steps), if given.
+2. Operator tables, if the device's system and the model have them at that degree.
+3. The roofline.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .tables import TableTimes, available, load_table
 
 SOURCES = ("auto", "tables", "roofline")
 StepLookup = Callable[[Device, ModelShape, int], StepTimes]
-"""Step times of a model on one replica of so many devices."""
+"""Step times of a model on a replica of so many devices."""
 
 
 def lookup(
@@ -35,15 +36,14 @@ def lookup(
     source: str = "auto",
     devices_file: str | Path | None = None,
 ) -> StepTimes:
-    """Return the step times of ``model`` on one replica of ``tp`` devices.
+    """Step times of ``model`` on one replica of ``tp`` devices.
 
-    ``device_name`` is a name of the device table (or of ``devices_file``), ``model`` a short name or the path of a
-    Hugging Face config; either may be the object itself.  ``memory_util`` is the share of device memory for weights,
-    workspace and KV cache; the capacity is 0 when the weights do not fit.  A calibration file brings its own capacity;
-    device and model then only have to be those it was measured with.
+    ``device_name`` is in the device table (or in ``devices_file``); ``model`` is a short name or the path of a
+    Hugging Face config. Either may be the object itself. ``memory_util`` is the share of device memory for weights,
+    workspace and KV cache. A calibration file has its own capacity, and must be of that device and model.
 
     Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured,
-    ``source="tables"`` where there are none, and a file that cannot be read.
+    ``source="tables"`` without tables, and an unreadable file.
     """
     if source not in SOURCES:
         raise invalid("source", source, "unknown source of step times", SOURCES)
@@ -58,7 +58,7 @@ def lookup(
     if source != "roofline":
         path = available().get((found.tables, _known(shape)))
         if path is not None and (source == "tables" or tp in load_table(path).degrees):
-            return _tabled(path, found, shape, tp, memory_util)
+            return _tabled(path, found, shape, tp=tp, memory_util=memory_util)
         if source == "tables":
             pairs = [f"{model} on {system}" for system, model in available()]
             raise invalid("source", source, f"there are no operator tables for {shape.name} on {found.name}", pairs)
@@ -67,12 +67,12 @@ def lookup(
 
 @lru_cache(64)
 def _tabled(path: Path, found: Device, shape: ModelShape, tp: int, memory_util: float) -> TableTimes:
-    """Fitting a table's curves takes as long as a twentieth of a whole search."""
-    return TableTimes(load_table(path), found, shape, tp, memory_util)
+    """Cached: fitting a table's curves takes a twentieth of a whole search."""
+    return TableTimes(load_table(path), found, shape, tp=tp, memory_util=memory_util)
 
 
 def _known(shape: ModelShape) -> str:
-    """Short name of the built-in shape with the same dimensions; empty when there is none."""
+    """Short name of the built-in shape with these dimensions; empty: none."""
     for name, built_in in shapes().items():
         if msgspec.structs.replace(shape, name=name) == built_in:
             return name

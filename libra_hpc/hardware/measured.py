@@ -1,18 +1,16 @@
-"""Step times fitted to real engine steps: the calibration file and the model behind it.
+"""Step times fitted to real engine steps: the calibration file and its model.
 
-A calibration file is JSON: what was run (device, model), the KV capacity of each degree's replica, and the steps
-themselves.  The model of a step is
+A calibration file is JSON: device and model, KV capacity by degree, and the steps. A step takes
 
-    seconds = base + per_sequence * decodes + per_kv * kv_tokens + per_prefill * prefill + per_pair * prefill * (context
-    + prefill / 2)
+    base + per_sequence * decodes + per_kv * kv_tokens + per_prefill * prefill
+    + per_pair * prefill * (context + prefill / 2)
 
-with non-negative coefficients fitted in relative error, robustly (see `fitting`).  An engine on a CPU, or one with
-captured graphs, takes step times that jump between batch sizes: then ``base + per_sequence * decodes`` is replaced by a
-table over batch sizes (linear between them), if that lowers the cross-validated error by `MIN_GAIN`.
+seconds, with non-negative coefficients from a robust fit (`fitting`). Step times may jump between batch sizes (CPU,
+captured graphs). Then a table over batch sizes replaces the first two terms, if it lowers the cross-validated error
+by `MIN_GAIN`.
 
-Last, all coefficients are scaled so that the fitted total equals the measured total, where a single step counts at most
-`OUTLIER` times its fitted value.  A robust fit follows the typical step; a simulator sums steps, and the sum contains
-the slow ones too.
+Finally all coefficients are scaled to the measured total. A robust fit follows the typical step, but a simulator sums
+steps, and the sum contains slow ones.
 """
 
 from __future__ import annotations
@@ -32,23 +30,22 @@ from .fitting import robust_fit
 
 FORMAT = "libra-hpc calibration 1"
 MAX_POINTS = 4096
-"""Steps a fit uses, spread evenly over those measured: a fit then takes about a second."""
+"""Most steps of a fit, spread evenly: a fit takes about a second."""
 MIN_POINTS = 8
-"""Steps a degree needs: more than the five coefficients."""
+"""Fewest steps of a degree: more than the five coefficients."""
 MIN_BIN = 3
-"""Steps of one batch size that make an entry of the table: their median survives one outlier."""
+"""Fewest steps of a table entry: their median survives one outlier."""
 FOLDS = 5
 MIN_GAIN = 0.05
-"""Share by which the table must lower the cross-validated error; the simpler model wins otherwise."""
+"""Share by which the table must lower the cross-validated error; else the simpler model is used."""
 NEGLIGIBLE = 1e-3
-"""... and by this error: no table to make up for rounding."""
+"""Error by which the table must win besides, so that it does not fit rounding."""
 OUTLIER = 5.0
-"""A step that takes longer than this many times its fitted time counts as so many: one suspended process cannot bend
-the total."""
+"""A step counts at most so many times its fitted time in the total, so that one suspended process cannot bend it."""
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured step; arguments as in `StepTimes.step_s`, and its wall time in seconds."""
+    """One measured step: arguments of `StepTimes.step_s`, and wall time in seconds."""
 
     tp: int
     decodes: int
@@ -64,19 +61,19 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: str
     model: str
     kv_capacity: dict[int, int]
-    """Tokens of KV cache of one replica, by tensor-parallel degree."""
+    """Tokens of KV cache of a replica, by tensor-parallel degree."""
     points: list[StepPoint]
     format: str = FORMAT
 
     def check(self, device: str, model: str, path: str | Path) -> None:
-        """Raise `UserError` unless this was measured with ``device`` and ``model`` (in any case)."""
+        """Raise `UserError` unless device and model (in any case) are those of the file."""
         for field, asked, measured in (("device", device, self.device), ("model", model, self.model)):
             if asked.lower() != measured.lower():
                 raise invalid(field, asked, f"the calibration file {path} was measured with another", [measured])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """The fitted model of one degree, and how good it is."""
+    """The fitted model of one degree, and its errors."""
 
     base: float
     per_sequence: float
@@ -84,17 +81,16 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     per_prefill: float
     per_pair: float
     batches: tuple[tuple[int, float], ...] = ()
-    """(batch size, seconds) in place of ``base + per_sequence * decodes``; empty when the line is as good."""
+    """(batch size, seconds), replacing ``base + per_sequence * decodes``; empty: not needed."""
     points: int = 0
     median_error: float = 0.0
     """Median of \\|fitted / measured - 1\\|, cross-validated over `FOLDS` folds."""
     p90_error: float = 0.0
-    """Its 90th percentile."""
+    """90th percentile of the same."""
     total: float = 1.0
-    """Fitted total over measured total of all steps, outliers in full."""
+    """Fitted over measured total of all steps, outliers in full."""
 
     def seconds(self, points: Sequence[StepPoint]) -> list[float]:
-        """Fitted seconds of each step."""
         step_s = MeasuredTimes(self, 1, 0, "").step_s
         return [step_s(point.decodes, point.kv_tokens, point.prefill, point.context) for point in points]
 
@@ -112,7 +108,6 @@ class MeasuredTimes:
         self._table = _curve(fit.batches)
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step; see `StepTimes.step_s`."""
         base = self._base + self._sequence * decodes if self._table is None else self._table(decodes)
         if prefill:
             base += prefill * (self._prefill + self._pair * (context + 0.5 * prefill))
@@ -120,13 +115,13 @@ class MeasuredTimes:
 
 
 def save(calibration: Calibration, path: str | Path) -> None:
-    """Write a calibration file; readers see the old file or the new one, never a part."""
     write_atomic(Path(path), msgspec.json.format(msgspec.json.encode(calibration), indent=1))
 
 
 def load(path: str | Path) -> Calibration:
-    """Read a calibration file; raises `UserError` when it cannot be read, is of another format, or holds a step that
-    cannot be."""
+    """Read a calibration file; raises `UserError` for one that is unreadable, of another format, or with an
+    impossible step.
+    """
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -150,8 +145,7 @@ def load(path: str | Path) -> Calibration:
 
 
 def measured_times(calibration: Calibration, tp: int) -> MeasuredTimes:
-    """Fit the steps of degree ``tp``; raises `UserError` when it was not measured, or in fewer than `MIN_POINTS`
-    steps."""
+    """Fit the steps of degree ``tp``; raises `UserError` when there are fewer than `MIN_POINTS`."""
     points = [point for point in calibration.points if point.tp == tp]
     if tp not in calibration.kv_capacity or not points:
         raise invalid(
@@ -168,7 +162,7 @@ def measured_times(calibration: Calibration, tp: int) -> MeasuredTimes:
 
 
 def fit_steps(points: Sequence[StepPoint]) -> Fit:
-    """Fit one degree's steps; the batch table is taken if it predicts held-out steps better."""
+    """Fit one degree's steps, with the batch table if it predicts held-out steps better."""
     # Rounded up, so that the stride leaves at most MAX_POINTS.
     points = points[:: -(-len(points) // MAX_POINTS)]
     plain, binned = _held_out(points)
@@ -183,7 +177,7 @@ def fit_steps(points: Sequence[StepPoint]) -> Fit:
 
 
 def _held_out(points: Sequence[StepPoint]) -> tuple[list[float], list[float]]:
-    """Relative errors of the line and of the table on steps that their fit did not see."""
+    """Relative errors of the line and of the table on held-out steps."""
     errors: tuple[list[float], list[float]] = [], []
     for fold in range(FOLDS):
         seen, held = [point for i, point in enumerate(points) if i % FOLDS != fold], points[fold::FOLDS]
@@ -205,11 +199,11 @@ def _with_table(line: Fit, points: Sequence[StepPoint]) -> Fit:
         bins.setdefault(point.decodes, []).append(
             line.base + line.per_sequence * point.decodes + point.seconds - fitted
         )
-    # A step never gets shorter by nothing: a negative remainder is the other coefficients' error.
+    # A negative remainder is an error of the other coefficients.
     entries = [(batch, max(0.0, median(rest))) for batch, rest in sorted(bins.items()) if len(rest) >= MIN_BIN]
     if not entries:
         return line
-    # Beyond the largest batch seen the line's slope goes on.
+    # Beyond the largest batch the line's slope continues.
     largest, seconds = entries[-1]
     entries.append((2 * largest + 1, seconds + line.per_sequence * (largest + 1)))
     return msgspec.structs.replace(line, batches=tuple(entries))

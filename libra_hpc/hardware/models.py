@@ -1,7 +1,6 @@
-"""Model shapes: the few integers of a transformer that decide its memory, its FLOPs and its communication.
+"""Model shapes: the integers of a transformer that determine memory, FLOPs and communication.
 
-A shape comes from a short name (`models.toml` beside this module) or from a Hugging Face ``config.json``. Counts of
-FLOPs take a multiply-add as two.
+A shape comes from a short name (`models.toml`) or a Hugging Face ``config.json``. A multiply-add counts as two FLOPs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .supported import FAMILIES, MIXTURE, refusals
 
 BUILTIN = Path(__file__).with_name("models.toml")
 ARCHITECTURES = tuple(FAMILIES)
-"""Values of ``model_type`` in a ``config.json`` that `model_shape` understands."""
+"""Values of ``model_type`` for `model_shape`."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -34,27 +33,26 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Width of the dense gated MLP; a mixture of experts does not use it."""
+    """Width of the dense gated MLP; unused in a mixture of experts."""
     vocab: int
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normalised per head."""
     experts: int = 0
     """Routed experts per layer; 0: dense."""
     experts_per_token: int = 0
     moe_intermediate: int = 0
     """Width of one routed expert."""
     shared_intermediate: int = 0
-    """Width of the experts that every token passes; 0: none."""
+    """Width of the experts for every token; 0: none."""
     dtype_bytes: int = 2
-    """Bytes of one weight and of one element of the KV cache."""
+    """Bytes of a weight, and of an element of the KV cache."""
     untrained: str = ""
-    """Why this version can plan with the model but not train it; empty: it trains it."""
+    """Why this version can only plan with the model; empty: it can train it."""
 
     @property
     def attention_params(self) -> int:
-        """Weights of one layer's attention, its norms included."""
+        """Weights of one layer's attention and norms."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * q + 2 * kv)
         return matrices + (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm + 2 * self.hidden
@@ -66,7 +64,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def shared_params(self) -> int:
-        """Weights of one layer that every token passes: attention, router, dense MLP or shared experts."""
+        """Weights of one layer for every token: attention, router, dense MLP or shared experts."""
         if not self.experts:
             return self.attention_params + 3 * self.hidden * self.intermediate
         return self.attention_params + self.hidden * self.experts + 3 * self.hidden * self.shared_intermediate
@@ -78,23 +76,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def params(self) -> int:
-        """All weights."""
         embeddings = self.head_params * (1 if self.tied_embeddings else 2)
         return self.layers * (self.shared_params + self.experts * self.expert_params) + embeddings + self.hidden
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.params * self.dtype_bytes
 
     def kv_bytes_per_device(self, tp: int) -> int:
-        """Bytes of one token's keys and values on each of ``tp`` devices: a head is never split, so it is replicated
-        when ``tp > kv_heads``."""
+        """Bytes of one token's keys and values on each of ``tp`` devices; heads are replicated if ``tp > kv_heads``."""
         return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * self.dtype_bytes
 
     @property
     def layer_flops_per_token(self) -> int:
-        """FLOPs of one token's forward pass through all layers, attention scores and the output projection left out."""
+        """FLOPs of one token's forward pass through all layers, without attention scores and output projection."""
         return 2 * self.layers * (self.shared_params + self.experts_per_token * self.expert_params)
 
     @property
@@ -104,16 +99,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def attention_flops_per_pair(self) -> int:
-        """FLOPs of scores and weighted sum for one (query, key) pair of positions, all layers and heads."""
+        """FLOPs of scores and weighted sum for one (query, key) pair, all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
 
     def divides(self, tp: int) -> bool:
-        """Whether tensor parallelism of degree ``tp`` can shard the heads: query heads evenly, KV heads evenly or by
-        replication."""
+        """Whether ``tp`` can shard the heads: query heads evenly, KV heads evenly or by replication."""
         return tp > 0 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def check_tp(self, tp: int) -> None:
-        """Raise `UserError` unless ``tp`` shards this model."""
         if not self.divides(tp):
             valid = [str(n) for n in range(1, self.heads + 1) if self.divides(n)]
             raise invalid(
@@ -125,10 +118,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
-    """Return a shape by short name (``qwen3-14b``, in any case) or from a ``config.json`` or the folder that holds one.
+    """A shape by short name (``qwen3-14b``, in any case), or from a ``config.json`` or its folder.
 
-    Raises `UserError` for an unknown name, an unreadable file, an architecture that is not in `ARCHITECTURES`, or a
-    variant the counts would be wrong for.
+    Raises `UserError` for an unknown name, an unreadable file, or an architecture or variant that the counts do not
+    cover.
     """
     text = str(name_or_path)
     found = shapes().get(text.lower())
@@ -157,16 +150,15 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 
 @cache
 def shapes() -> dict[str, ModelShape]:
-    """The built-in shapes by short name."""
     raw = tomllib.loads(BUILTIN.read_text())
     rest = {name: {"name": name, "untrained": MIXTURE if fields.get("experts") else ""} for name, fields in raw.items()}
     return {name: msgspec.convert({**fields, **rest[name]}, ModelShape) for name, fields in raw.items()}
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
-    """Build a shape from the content of a Hugging Face ``config.json``.
+    """A shape from the content of a Hugging Face ``config.json``.
 
-    Raises `UserError` that names the key when one is missing, mistyped or asks for what the counts do not cover.
+    Raises `UserError` that names a missing, mistyped or unsupported key.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:

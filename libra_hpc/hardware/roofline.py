@@ -1,21 +1,15 @@
-"""Analytic step times: every part of a step is bound by bandwidth, by arithmetic, by a link or by latency, whichever
-takes longest.
+"""Analytic step times: the slowest of bandwidth, arithmetic, link and latency bounds each part of a step.
 
-One step computes ``tokens = decodes + prefill`` positions on ``tp`` devices:
+With ``tokens = decodes + prefill`` positions on ``tp`` devices:
 
-* Linear layers read the weights once and multiply: ``max(bytes / (tp * hbm), flops / (tp * peak))``.  A mixture of
-  experts reads the experts that the tokens touch; with k of E experts per token and even routing these are ``E * (1 -
-  (1 - k/E)**tokens)``.
-* Decode attention reads ``kv_tokens`` keys and values from each device's share of the heads (replicated beyond the KV
-  heads).
-* Prefill attention multiplies every new position with the context and the new positions before it, and reads the
-  context once.
-* Tensor parallelism all-reduces the activations twice per layer: latency plus ``2 (tp-1)/tp`` times the message over
-  the link (ring), the link between nodes once a replica spans nodes.
-* Launches: `KERNELS_PER_LAYER` kernels of fixed time each, which no degree of parallelism shortens.
+- Linear layers: ``max(bytes / (tp * hbm), flops / (tp * peak))``. Experts read only those that the tokens use: ``E *
+  (1 - (1 - k/E)**tokens)`` with k of E per token and even routing.
+- Decode attention: reads the keys and values of each device's heads (replicated beyond the KV heads).
+- Prefill attention: multiplies new positions with the context and earlier new ones, reads the context once.
+- All-reduces: two per layer, latency plus ``2 (tp-1)/tp`` times the message over the link (ring).
+- Launches: `KERNELS_PER_LAYER` kernels of fixed time, at any degree.
 
-Peaks are scaled by the device's efficiencies.  The host's own work comes on top (`Device.host_s`).  Decoding is
-therefore at best ``tp`` times as fast on ``tp`` devices, and less by latency, communication and the host.
+Peaks are scaled by the device's efficiencies; the host's work comes on top (`Device.host_s`).
 """
 
 from __future__ import annotations
@@ -25,18 +19,18 @@ from .devices import Device
 from .models import ModelShape
 
 EXPERT_EFFICIENCY = 0.6
-"""Share of a large product's arithmetic speed that the grouped small products of the experts reach (near the median
-over the operator tables)."""
+"""Arithmetic speed of the experts' grouped products, as a share of a large product's: near the operator tables' median.
+"""
 KERNELS_PER_LAYER = 8
-"""Two norms, four matrix products, attention and the activation: what a fused decoder layer launches."""
+"""Kernels of a fused decoder layer: two norms, four matrix products, attention, activation."""
 ALLREDUCES_PER_LAYER = 2
-"""One after attention, one after the MLP."""
+"""After attention and after the MLP."""
 
 
 class Roofline:
-    """`StepTimes` of ``shape`` on ``tp`` devices, from the peaks of `Device`.
+    """`StepTimes` of ``shape`` on ``tp`` devices from `Device`.
 
-    Raises `UserError` for a ``tp`` that does not shard the model and for ``memory_util`` outside (0, 1].
+    Raises `UserError` for a ``tp`` that does not shard the model, or ``memory_util`` outside (0, 1].
     """
 
     def __init__(self, device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> None:
@@ -64,7 +58,6 @@ class Roofline:
         self._reduce_token = reduces * 2 * (tp - 1) / tp * shape.hidden * shape.dtype_bytes / link
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step; see `StepTimes.step_s`."""
         tokens = decodes + prefill
         # Each decode and the end of the prompt chunk needs one row of logits.
         compute = tokens * self._token + (decodes + 1 if prefill else decodes) * self._row

@@ -1,9 +1,9 @@
-"""Which models this version can plan for, and which of them its engines can train and roll out; needs no torch.
+"""Models that this version can plan for, and those that it can train and roll out; needs no torch.
 
-* `FAMILIES`: every ``model_type`` whose shape can be computed with, and why the trainer lacks it (empty: it does not).
-* `refusals`: what a Hugging Face ``config.json`` asks for that the trainer would compute wrongly or not at all.
+- `FAMILIES`: every ``model_type`` with a shape, and why it cannot be trained (empty: it can).
+- `refusals`: keys of a Hugging Face ``config.json`` that the trainer does not support.
 
-`check`, `submit`, the planner and the trainer itself (`libra_hpc.hardware.architecture`) all ask here.
+`check`, `submit`, the planner and the trainer (`libra_hpc.hardware.architecture`) use these.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from libra_hpc.errors import UserError, invalid
 
 MIXTURE = "a mixture of experts, and this version trains dense models only"
 FAMILIES = {"llama": "", "mixtral": MIXTURE, "qwen2": "", "qwen3": "", "qwen3_moe": MIXTURE}
-"""Trained ones are pre-norm RMSNorm, rotary embedding, SwiGLU and grouped-query attention."""
+"""Trained ones have pre-norm RMSNorm, rotary embedding, SwiGLU and grouped-query attention."""
 TRAINED = tuple(name for name, why in FAMILIES.items() if not why)
-"""``model_type`` of the architectures the engines train and roll out."""
+"""``model_type`` of the models that can be trained."""
 ROPE_TYPES = ("default", "llama3")
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""What the frequency scaling of Llama 3 is computed from (`libra_hpc.train.rotary`)."""
+"""Parameters of Llama 3's frequency scaling (`libra_hpc.train.rotary`)."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """One key of a ``config.json`` that keeps a model from being trained."""
+    """One key of a ``config.json`` that prevents training."""
 
     key: str
     value: Any
@@ -35,17 +35,15 @@ class Refusal(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Why, for whoever does not name a file."""
         return self.why if self.key == "model_type" else f"{self.key} = {self.value!r}: {self.why}"
 
     def error(self, field: str) -> UserError:
-        """The sentence for whoever named the model by ``field``."""
         valid: Iterable[str] | str = self.valid
         return invalid(f"{field}: {self.key}", self.value, self.why, valid)
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Everything that keeps the model of a ``config.json`` from being trained by this version; nothing: it can be."""
+    """All keys that prevent training by this version; none: the model can be trained."""
     kind = config.get("model_type")
     if kind not in TRAINED:
         yield Refusal(
@@ -76,11 +74,10 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Keys that change what a layer computes."""
     act = config.get("hidden_act") or "silu"
     if act != "silu":
         yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
-    # Llama's config has no switch beside the window; Qwen's writes a window and leaves the switch off.
+    # Llama's config has a window only; Qwen's has a window and a switch, usually off.
     window = config.get(
         "use_sliding_window", config.get("model_type") == "llama" and config.get("sliding_window") is not None
     )
@@ -107,7 +104,7 @@ def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Rotary embeddings other than the plain one and Llama 3's, in either spelling."""
+    """Unsupported rotary embeddings, in either spelling."""
     for section in ("rope_scaling", "rope_parameters"):
         settings = config.get(section)
         if not settings:

@@ -1,26 +1,14 @@
 """Step times composed of measured operator times.
 
-A table holds, for one system and model and each tensor-parallel degree, the time of each part of a step on a grid:
+A table has, per system, model and tensor-parallel degree, the times of a step's parts on a grid; a step is their sum
+(`Parts`). ``python -m libra_hpc.hardware.tabulate`` makes the files in ``tables/``.
 
-* ``layers``: all matrix products, norms, activations and experts, by the tokens in the step (decodes and prompt tokens
-  pass the same operators);
-* ``reduce``: the all-reduces of tensor parallelism, by the tokens in the step;
-* ``head``: the output projection, by rows of logits;
-* ``decode_attention``: by sequences and by context of each;
-* ``prefill_attention``: by new tokens of one sequence and its cached context.
-
-A step is their sum.  ``python -m libra_hpc.hardware.tabulate`` makes the files under ``tables/`` and writes into each
-where its numbers come from.
-
-Between grid points everything is linear.  Decode attention is first fitted by ``a(batch) + b(batch) * kv_tokens`` at
-each grid batch, in relative error of the step and over the contexts that the replica can hold: the measurements are
-linear in context to a few per cent, and a step that is linear in ``kv_tokens`` lets a simulator take many steps of one
-batch at once.  All curves are made non-decreasing.
-
-A device whose links differ from those of the measured system (A800, H800) gets the same compute; of its all-reduces the
-latency (the time of the smallest message) stays and the rest grows with the ratio of link bandwidths.
-
-The figures are device time; the host's own work of a step comes on top (`Device.host_s`).
+- Between grid points all is linear, and non-decreasing.
+- Decode attention is fitted by ``a(batch) + b(batch) * kv_tokens``, over contexts that the replica can hold.
+  Measurements are linear to a few per cent; a simulator can then take many steps at once.
+- A device with other links (A800, H800) has the same compute. The latency of its all-reduces stays; the rest is
+  scaled by the ratio of link bandwidths.
+- Times are device time; the host's work comes on top (`Device.host_s`).
 """
 
 from __future__ import annotations
@@ -42,14 +30,12 @@ from .models import ModelShape
 FOLDER = Path(__file__).with_name("tables")
 MICRO = 1e-6
 FIT_POINTS = 4
-"""Contexts that enter the fit of decode attention at least, even if the replica could not hold them."""
+"""Fewest contexts in the fit of decode attention, even if the replica cannot hold them."""
 CACHE = 1 << 16
-"""Token counts and prompt chunks whose interpolation is remembered."""
+"""Most cached interpolations of token counts and prompt chunks."""
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """Where a table's numbers come from."""
-
     tool: str
     version: str
     system: str
@@ -59,12 +45,16 @@ class Provenance(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """Operator times of one tensor-parallel degree, microseconds per step."""
+    """Operator times of one tensor-parallel degree, microseconds per step.
+
+    ``layers``: all products, norms, activations and experts. ``reduce``: all-reduces of tensor parallelism. ``head``:
+    output projection. The grids are those of `OperatorTable`.
+    """
 
     experts: str
-    """How a mixture of experts was sharded: ``tensor`` | ``expert``; empty for a dense model."""
+    """Sharding of a mixture of experts: ``tensor`` | ``expert``; empty: dense."""
     estimated: tuple[str, ...]
-    """Operators that the tool did not take from measurements alone."""
+    """Operators not taken from measurements alone."""
     layers: tuple[float, ...]
     reduce: tuple[float, ...]
     head: tuple[float, ...]
@@ -73,28 +63,28 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 class OperatorTable(msgspec.Struct, frozen=True):
-    """One file: a system and a model, its grid, and the times of each degree."""
+    """One file: a system and model, its grids, and the times of each degree."""
 
     provenance: Provenance
     model: str
     intra_bytes_s: float
     """Link bandwidth of the measured system, one direction."""
     tokens: tuple[int, ...]
-    """Grid of ``layers`` and ``reduce``."""
+    """Grid of ``layers`` and ``reduce``: tokens in the step, decodes and prompt tokens alike."""
     batches: tuple[int, ...]
-    """Grid of ``head`` and rows of ``decode_attention``."""
+    """Grid of ``head`` (rows of logits) and rows of ``decode_attention`` (sequences)."""
     contexts: tuple[int, ...]
     """Columns of ``decode_attention``: tokens of each sequence."""
     news: tuple[int, ...]
-    """Rows of ``prefill_attention``."""
+    """Rows of ``prefill_attention``: new tokens of one sequence."""
     cached: tuple[int, ...]
-    """Columns of ``prefill_attention``."""
+    """Columns of ``prefill_attention``: its cached context."""
     degrees: dict[int, Parts]
 
 
 @cache
 def available() -> dict[tuple[str, str], Path]:
-    """The files there are, by (system, model)."""
+    """Table files by (system, model)."""
     return {
         (system, model): path
         for path in sorted(FOLDER.glob("*.json"))
@@ -104,7 +94,6 @@ def available() -> dict[tuple[str, str], Path]:
 
 @cache
 def load_table(path: Path) -> OperatorTable:
-    """Read one file; raises `UserError` when it is not an operator table."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorTable)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -114,10 +103,10 @@ def load_table(path: Path) -> OperatorTable:
 
 
 class TableTimes:
-    """`StepTimes` of ``shape`` on ``tp`` devices, from an operator table.
+    """`StepTimes` of ``shape`` on ``tp`` devices from an operator table.
 
-    Raises `UserError` for a degree the table lacks, a ``tp`` that does not shard the model, and ``memory_util`` outside
-    (0, 1].
+    Raises `UserError` for a degree that the table lacks, a ``tp`` that does not shard the model, or ``memory_util``
+    outside (0, 1].
     """
 
     def __init__(
@@ -162,13 +151,13 @@ class TableTimes:
             bases.append(base)
             slopes.append(slope)
         self._attention_base = Curve(table.batches, isotonic(bases))
-        # The slope per token of *each* sequence grows with the batch; interpolating that one keeps steps monotone in
-        # the batch.
+        # The slope per token of *each* sequence grows with the batch: its interpolation is monotone.
         self._attention_slope = Curve(table.batches, isotonic(slopes))
 
     def _decode_terms_of(self, decodes: int) -> tuple[float, float, float]:
-        """Base seconds of a pure decode step, seconds per KV token, and what of the base is the decodes' own: their
-        attention and the host's work."""
+        """Base seconds of a decode step, seconds per KV token, and the decodes' own share of the base (attention,
+        host).
+        """
         if not decodes:
             return self._host, 0.0, self._host
         own = self._attention_base(decodes) + self._host + decodes * self._host_sequence
@@ -178,7 +167,6 @@ class TableTimes:
         return Curve(self._cached, [curve(prefill) for curve in self._prefill_curves])
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step; see `StepTimes.step_s`."""
         base, slope, own = self._decode_terms(decodes)
         if prefill:
             row = self._prefill_row(prefill)
@@ -189,7 +177,7 @@ class TableTimes:
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Return ``(a, b)``, both non-negative, that minimise ``sum((weights * (a + b * xs - ys))**2)``."""
+    """Non-negative ``(a, b)`` that minimise ``sum((weights * (a + b * xs - ys))**2)``."""
     squares = [weight * weight for weight in weights]
     total = sum(squares)
     x = sum(w * x for w, x in zip(squares, xs, strict=True)) / total
@@ -205,7 +193,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float])
 
 
 def _prefill_columns(parts: Parts) -> list[list[float]]:
-    """Seconds of prefill attention, one list over ``news`` per cached context, non-decreasing in both."""
+    """Seconds of prefill attention over ``news``, one list per cached context, non-decreasing in both."""
     rows: list[list[float]] = []
     for raw in parts.prefill_attention:
         row = [MICRO * us for us in isotonic(raw)]

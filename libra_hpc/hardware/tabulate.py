@@ -1,12 +1,9 @@
-"""Make the operator tables under ``tables/``: ``python -m libra_hpc.hardware.tabulate --system a100 --model
-qwen3-14b``.
+"""Make the operator tables under ``tables/``: ``python -m libra_hpc.hardware.tabulate --system a100 --model qwen3-14b``
 
-Needs the extra ``libra-hpc[tables]`` (``aiconfigurator-core``: measured operator times of NVIDIA systems; no GPU is
-needed).  The tool composes a model from its operators; this module asks it for the operators of single steps, sorts
-them into the parts that `OperatorTable` names, and writes one JSON file per system and model.
+Needs the extra ``libra-hpc[tables]``, no GPU: ``aiconfigurator-core`` has measured operator times of NVIDIA systems.
+This module asks it for the operators of single steps and sorts them into the parts of `OperatorTable`.
 
-Experts are sharded as the dense layers are (tensor parallel) where the tool has measurements of that, by whole experts
-otherwise; the file says which.
+Experts are sharded by tensor parallelism where the tool has measured that, else by whole experts.
 """
 
 from __future__ import annotations
@@ -35,10 +32,9 @@ SYSTEMS = {
     "h100": ("h100_sxm", "0.24.0", 450e9),
     "h200": ("h200_sxm", "0.24.0", 450e9),
 }
-"""Our name -> the tool's name of the system, the vLLM version its measurements were taken with, and its link
-bandwidth in bytes/s, one direction."""
+"""Our name -> the tool's system, the vLLM version of its measurements, link bandwidth in bytes/s (one direction)."""
 DEGREES = (1, 2, 4, 8)
-# Ratios of 1.5 or less where steps spend their time: linear interpolation of a quadratic is then within 4 %.
+# Ratios of at most 1.5 at common sizes: linear interpolation of a quadratic is then within 4 %.
 TOKENS = (
     1,
     2,
@@ -71,14 +67,13 @@ CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 NEWS = (1, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 CACHED = (0, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
 REDUCES = ("embedding_ar", "ar_1", "ar_2", "moe_pre_dispatch", "moe_post_dispatch")
-"""Operators that communicate between the devices of a replica."""
+"""Operators that communicate between a replica's devices."""
 HEAD, ATTENTION = "logits_gemm", "attention"
 MEASURED = "silicon"
 HF_KINDS = {(False, False): "llama", (False, True): "qwen3", (True, True): "qwen3_moe", (True, False): "mixtral"}
 
 
 def hf_config(shape: ModelShape) -> dict[str, object]:
-    """Return the Hugging Face config the tool reads, for one of the architectures of `models.ARCHITECTURES`."""
     kind = "qwen2" if shape.qkv_bias else HF_KINDS[bool(shape.experts), shape.qk_norm]
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
     config: dict[str, object] = {
@@ -109,14 +104,19 @@ def hf_config(shape: ModelShape) -> dict[str, object]:
 def tabulate(system: str, shape: ModelShape, degrees: Iterable[int] = DEGREES) -> OperatorTable:
     """Tabulate one model on one system; degrees that do not shard the model are left out.
 
-    Raises `UserError` for an unknown system and when the tool is not installed.
+    Raises `UserError` for an unknown system, or when the tool is not installed.
     """
     if system not in SYSTEMS:
         raise invalid("system", system, "the tool has no such system", sorted(SYSTEMS))
     tool_system, backend_version, link = SYSTEMS[system]
     try:
         made = Provenance(
-            TOOL, version(TOOL), tool_system, BACKEND, backend_version, datetime.now(UTC).date().isoformat()
+            tool=TOOL,
+            version=version(TOOL),
+            system=tool_system,
+            backend=BACKEND,
+            backend_version=backend_version,
+            date=datetime.now(UTC).date().isoformat(),
         )
     except PackageNotFoundError as error:
         raise UserError(
@@ -124,12 +124,23 @@ def tabulate(system: str, shape: ModelShape, degrees: Iterable[int] = DEGREES) -
         ) from error
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config(shape)))
-        parts = {tp: _parts(folder, tool_system, backend_version, shape, tp) for tp in degrees if shape.divides(tp)}
-    return OperatorTable(made, shape.name, link, TOKENS, BATCHES, CONTEXTS, NEWS, CACHED, parts)
+        chosen = [tp for tp in degrees if shape.divides(tp)]
+        parts = {tp: _parts(folder, tool_system, backend_version, shape=shape, tp=tp) for tp in chosen}
+    return OperatorTable(
+        provenance=made,
+        model=shape.name,
+        intra_bytes_s=link,
+        tokens=TOKENS,
+        batches=BATCHES,
+        contexts=CONTEXTS,
+        news=NEWS,
+        cached=CACHED,
+        degrees=parts,
+    )
 
 
 def _parts(folder: str, system: str, backend_version: str, shape: ModelShape, tp: int) -> Parts:
-    engine, experts = _engine(folder, system, backend_version, shape, tp)
+    engine, experts = _engine(folder, system, backend_version, shape=shape, tp=tp)
     estimated: set[str] = set()
 
     def operators(raw: Iterable[tuple[str, float, float, str]]) -> dict[str, float]:
@@ -186,14 +197,12 @@ def _compact(microseconds: Iterable[float]) -> tuple[float, ...]:
 
 
 def write(table: OperatorTable, path: Path) -> None:
-    """Write one table, a line per row of numbers, so that two versions can be compared."""
+    """Write one table, a line per row of numbers, so that versions can be compared."""
     text = json.dumps(msgspec.to_builtins(table, str_keys=True), separators=(",", ":"))
     path.write_text(text.replace("],", "],\n").replace("},", "},\n") + "\n")
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Command line: tabulate every given model on every given system; exits with 2 and one sentence on a mistake of
-    the user's."""
     parser = argparse.ArgumentParser(
         prog="python -m libra_hpc.hardware.tabulate", description="Tabulate operator times for the step-time tables."
     )

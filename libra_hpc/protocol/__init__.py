@@ -1,2 +1,1 @@
-"""Message schemas of everything that crosses a process boundary, one module per boundary, and of the trace that a
-run leaves.  Plain msgspec structs."""
+"""Message schemas, one module per process boundary, and the schema of a run's trajectories."""

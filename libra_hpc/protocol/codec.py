@@ -1,9 +1,10 @@
 """Frames: how messages and arrays become bytes on a socket.
 
-A frame on a stream socket is a 4-byte little-endian length followed by one msgpack value, decoded against a closed
-union of structs: bytes from a peer can only become one of the listed messages, never code.  Arrays travel as raw
-little-endian bytes inside a message (int32 token ids, float32 log-probabilities, uint8 masks): a 32k-token context then
-encodes in microseconds instead of milliseconds.
+A frame is a 4-byte little-endian length and one msgpack value, decoded against a closed union of structs. Bytes of a
+peer can become one of the listed messages, never code.
+
+Arrays travel as little-endian bytes inside a message: int32 token ids, float32 log-probabilities, uint8 masks. A
+context of 32k tokens then encodes in microseconds, not milliseconds.
 """
 
 from __future__ import annotations
@@ -29,31 +30,26 @@ class FrameError(ValueError):
 
 
 def pack_i32(values: Sequence[int]) -> bytes:
-    """Encode integers as little-endian int32 bytes."""
     return _little_endian(array("i", values)).tobytes()
 
 
 def unpack_i32(data: bytes) -> list[int]:
-    """Decode little-endian int32 bytes."""
     items = array("i")
     items.frombytes(data)
     return _little_endian(items).tolist()
 
 
 def pack_f32(values: Sequence[float]) -> bytes:
-    """Encode floats as little-endian float32 bytes."""
     return _little_endian(array("f", values)).tobytes()
 
 
 def unpack_f32(data: bytes) -> list[float]:
-    """Decode little-endian float32 bytes."""
     items = array("f")
     items.frombytes(data)
     return _little_endian(items).tolist()
 
 
 def _little_endian(items: array[A]) -> array[A]:
-    """Between the order of the machine and that of frames, either way."""
     if sys.byteorder == "big":
         items.byteswap()
     return items
@@ -67,11 +63,9 @@ class Codec(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: T) -> bytes:
-        """Encode one message without the length prefix."""
         return self._encoder.encode(message)
 
     def frame(self, message: T) -> bytes:
-        """Encode one message with the length prefix of a stream frame."""
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME:
             raise FrameError(f"a message of {len(body)} bytes exceeds the frame limit of {MAX_FRAME}")
@@ -93,7 +87,6 @@ class FrameBuffer:
         self._data = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Add received bytes and return every complete frame body."""
         self._data += chunk
         out: list[bytes] = []
         start = 0
@@ -110,8 +103,7 @@ class FrameBuffer:
 
 
 class EngineSocket(Generic[T]):
-    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls between two engine
-    steps."""
+    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls."""
 
     def __init__(self, path: str, inbound: Codec[Any], outbound: Codec[T]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -121,7 +113,6 @@ class EngineSocket(Generic[T]):
         self._pending: list[bytes] = []
 
     def fileno(self) -> int:
-        """The socket's descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, message: T) -> None:
@@ -130,15 +121,14 @@ class EngineSocket(Generic[T]):
         self._socket.sendall(self._outbound.frame(message))
 
     def send_many(self, messages: Sequence[T]) -> None:
-        """Send messages in one system call."""
         if messages:
             self._socket.setblocking(True)
             self._socket.sendall(b"".join(self._outbound.frame(m) for m in messages))
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """Return the next message, or None when ``timeout`` seconds passed (None: wait for ever).
+        """Return the next message, or None after ``timeout`` seconds (None: no limit).
 
-        Raises `EOFError` when the agent closed the socket: the engine's cue to exit, so that no orphan survives its
+        Raises `EOFError` when the agent closed the socket: the engine then exits, so that no orphan survives its
         agent.
         """
         while not self._pending:

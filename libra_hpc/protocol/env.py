@@ -1,5 +1,4 @@
-"""Rollout leader <-> environment host process (which runs the task's code and its sandboxed tools, never in the
-leader's own process)."""
+"""Rollout leader <-> environment host, the process that runs the task's code and its sandboxed tools."""
 
 from __future__ import annotations
 
@@ -11,24 +10,26 @@ from .codec import Codec
 
 
 class Signal(msgspec.Struct, frozen=True, array_like=True):
-    """What a tool call says about the work that remains: structure only, never content."""
+    """What a tool call reports about the remaining work: structure only, never content."""
 
     tool: str
     outcome: str
-    """``ok`` | ``error`` | ``timeout`` | a task's own short class such as ``miss``"""
+    """``ok`` | ``error`` | ``timeout`` | a class of the task's own such as ``miss``"""
     payload_tokens: int
-    """What the answer adds to the context."""
+    """Tokens that the answer adds to the context."""
     seconds: float
     exit_code: int | None = None
-    """Of a process the tool ran; None when it ran none."""
+    """Of a process of the tool."""
     passed: int | None = None
-    """Tests that passed, when the tool ran tests."""
+    """Passed tests, when the tool ran tests."""
     failed: int | None = None
 
 
 class OpenEpisode(msgspec.Struct, tag=True, frozen=True):
-    """Start sample ``sample`` of prompt number ``index`` of the data order; ``progress`` in [0, 1] is the run's, for
-    a drifting mix."""
+    """Start sample ``sample`` of prompt ``index`` of the data order.
+
+    ``progress`` in [0, 1] is the run's, for a task that drifts.
+    """
 
     episode: str
     index: int
@@ -44,7 +45,7 @@ class StepEpisode(msgspec.Struct, tag=True, frozen=True):
 
 
 class CloseEpisode(msgspec.Struct, tag=True, frozen=True):
-    """Forget an episode (aborted or re-submitted elsewhere)."""
+    """Drop an episode: it was aborted, or goes on elsewhere."""
 
     episode: str
 
@@ -54,7 +55,7 @@ class EpisodeOpened(msgspec.Struct, tag=True, frozen=True):
 
     episode: str
     prompt_id: str
-    """Same prompt = same id, over the whole run."""
+    """The same for all samples of a prompt, over the whole run."""
     tokens: bytes
     max_tokens: int
     """Most tokens of one turn."""
@@ -71,18 +72,19 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
     done: bool
     reward: float
     info: dict[str, float]
-    """Numbers for monitors (solved, turns over budget, ...), when done."""
+    """The task's own numbers (solved, turns over budget, ...), when done."""
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
-    """The task's code failed; the trajectory is dropped and reported, the host lives on."""
+    """The task's code failed: the attempt is dropped and reported, the host goes on."""
 
     episode: str
     error: str
     """Begins with the exception's type."""
     kind: str = "raised"
-    """``raised`` (its code raised) | ``timeout`` (a step beyond its limit) | ``reward`` (a reward or a number of
-    ``info`` that is not finite) | ``answer`` (another part of an answer that is not what the protocol asks for)"""
+    """``raised`` (the code raised) | ``timeout`` (a step exceeded its limit) | ``reward`` (a reward or a number of
+    ``info`` is not finite) | ``answer`` (another part of the answer violates the protocol)
+    """
 
 
 class HostReady(msgspec.Struct, tag=True, frozen=True):
@@ -90,14 +92,16 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
     task: str
     step_limit_s: float = 0.0
-    """Most seconds until an answer to `StepEpisode`; 0: unknown.  Infinite: the host itself ends overdue steps,
-    whose tool calls have limits of their own and may wait long for a free process; `HostAlive` says that it can."""
+    """Most seconds until an answer to `StepEpisode`; 0: unknown.
+
+    Infinite: the host itself ends overdue steps, and `HostAlive` shows that it works while tool calls wait.
+    """
     busy_s: float = 0.0
-    """Longest time the task declares for a step or a tool: for so long its code may hold up `HostAlive`."""
+    """Longest declared time of a step or tool: so long the task's code may delay `HostAlive`."""
 
 
 class HostAlive(msgspec.Struct, tag=True, frozen=True):
-    """Sent once a second by the host's event loop: while it is missing, code of the task holds up every episode."""
+    """Sent once a second by the host's event loop; missing while the task's code blocks it."""
 
 
 ToHost = Union[OpenEpisode, StepEpisode, CloseEpisode]

@@ -1,8 +1,7 @@
-"""What an operator orders of a running job, from the command line to rank 0: one JSON file in the run directory
-(`RunDir.order`).
+"""An operator's order to a running job: one JSON file in the run directory (`RunDir.order`), read by rank 0.
 
-The file system is shared and the file lies open, so it is decoded against this one schema and checked again by its
-reader.
+Others may write to a shared file system, so the file is decoded against this schema and its reader checks the
+content.
 """
 
 from __future__ import annotations
@@ -13,34 +12,32 @@ from typing import Annotated
 import msgspec
 
 LONGEST = 65536
-"""Bytes of an order: lists have an entry for each node."""
+"""Bytes of an order; its lists have an entry for each node."""
 
 Value = int | bool | str | list[int]
 
 
 class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lay the ranks out anew."""
+    """Repartition the run: change the rank layout at the next step boundary."""
 
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
-    """Stands in the event that answers it."""
+    """Repeated in the event that answers the order."""
     attempt: Annotated[int, msgspec.Meta(ge=1)]
-    """The attempt that the operator saw running."""
+    """Attempt that was running when the order was written."""
     t: float
     """Epoch seconds."""
     values: Annotated[dict[str, Value], msgspec.Meta(min_length=1, max_length=64)]
-    """By dotted key of the run file."""
+    """New values by dotted key of the run file."""
 
 
 _decoder = msgspec.json.Decoder(LayoutOrder)
 
 
 def new_order(attempt: int, t: float, values: dict[str, Value]) -> LayoutOrder:
-    """An order that no other is taken for."""
     return LayoutOrder(secrets.token_hex(6), attempt, t, values)
 
 
 def encode_order(order: LayoutOrder) -> bytes:
-    """JSON bytes."""
     return msgspec.json.encode(order) + b"\n"
 
 

@@ -1,8 +1,8 @@
-"""Agent <-> agent: the closed union of everything that crosses nodes.
+"""Agent <-> agent: the closed union of all messages between nodes.
 
-Names of the parties: the *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the
-*rollout leader* the lowest rank of component ``rollout``.  Every node's agent is a party too.  A message may be
-followed by one blob (raw bytes, see `libra_hpc.runtime.mesh`).
+The *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the
+lowest rank of component ``rollout``. Every node has an *agent*. One blob (raw bytes, see `libra_hpc.runtime.mesh`)
+may follow a message.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .metrics import BatchStats, StepMetrics
 from .rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from .trainer import FromWorker, Sample, ToWorker
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: alive for the first time."""
+    """Agent -> coordinator: first sign of life."""
 
     rank: int
     host: str
@@ -26,8 +27,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: the state the attempt starts from, decided once so that no two nodes see different
-    files."""
+    """Coordinator -> agent: the state from which the attempt starts, decided once for all nodes."""
 
     step: int
     checkpoint: str
@@ -35,7 +35,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     low: int
     extra: tuple[int, ...]
     pid: int = 0
-    """Of rank 0's agent, by which its end is told from that of an earlier start."""
+    """Process id of rank 0's agent: distinguishes its end from that of an earlier start."""
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -52,29 +52,27 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: start the node's engine of this kind (``train`` | ``rollout``), or wake it from standby;
-    answered by `EngineIsReady`."""
+    """Coordinator -> agent: start or wake the engine of kind ``train`` | ``rollout``; answered by `EngineIsReady`."""
 
     kind: str
 
 
 class StandbyEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: put the node's engine of this kind into warm standby."""
+    """Coordinator -> agent: put that engine into warm standby."""
 
     kind: str
 
 
 class EngineIsReady(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: the node's engine of this kind answers (rollout: and has the newest weights)."""
+    """Agent -> coordinator: that engine is ready; a rollout engine has the newest weights."""
 
     rank: int
     kind: str
     seconds: float
-    """Since the order."""
 
 
 class EngineDied(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: a process of the node's engine of this kind ended unasked."""
+    """Agent -> coordinator: a process of that engine ended without an order."""
 
     rank: int
     kind: str
@@ -82,27 +80,26 @@ class EngineDied(msgspec.Struct, tag=True, frozen=True):
 
 
 class Roles(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: the state of every pool node; ranks in ``receivers`` get new weights."""
+    """Coordinator -> all: the state of every node; ranks in ``receivers`` get new weights."""
 
     states: dict[int, str]
     receivers: tuple[int, ...]
     recorded: int = 0
-    """Highest step whose line is in `metrics.jsonl`."""
+    """Highest step that is in `metrics.jsonl`."""
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent of a node that was declared lost and is heard again: end all engines and say `Hello` once
-    more."""
+    """Coordinator -> agent that was declared lost and is heard again: end all engines and send `Hello` again."""
 
 
 class RankBack(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: a lost rank is taken back; it holds nothing of before."""
+    """Coordinator -> all: a lost rank joins again, without any earlier state."""
 
     rank: int
 
 
 class RankLost(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: the heartbeat of a rank is missing; forget it."""
+    """Coordinator -> all: the heartbeat of a rank is missing; drop its state."""
 
     rank: int
 
@@ -116,7 +113,7 @@ class Log(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopAgent(msgspec.Struct, tag="MeshStop", frozen=True):
-    """Coordinator -> all: end engines and leave."""
+    """Coordinator -> all: end engines and exit."""
 
     reason: str
 
@@ -127,29 +124,30 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     rank: int
     reason: str
     restart: bool = False
-    """All ranks may go on from the newest checkpoint, if a restart is left."""
+    """All ranks may restart from the newest checkpoint, if a restart is left."""
 
 
-# --- training
-# --------------------------------------------------------------------------------------------------
+# --- training ---
 
 
 class ToReplica(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> train node: for every process of the replica."""
+    """Train leader -> train node: a message for every process of the replica."""
 
     message: ToWorker
 
 
 class FromReplica(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train leader: the replica's answer (local rank 0's, once all have answered)."""
+    """Train node -> train leader: local rank 0's answer, once all processes have answered."""
 
     rank: int
     message: FromWorker
 
 
 class FormGeneration(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: at the next step boundary, these ranks train together; a newer order replaces one
-    not yet carried out."""
+    """Coordinator -> train leader: these ranks train together from the next step boundary on.
+
+    It replaces an order that was not carried out yet.
+    """
 
     generation: int
     ranks: tuple[int, ...]
@@ -166,7 +164,7 @@ class MemberJoined(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopTraining(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: checkpoint at the next step boundary and finish."""
+    """Coordinator -> train leader: save at the next step boundary and finish."""
 
     reason: str
 
@@ -178,16 +176,15 @@ class TrainingFinished(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator: one committed step; ``metrics`` are the columns of `metrics.jsonl`."""
+    """Train leader -> coordinator: one committed step."""
 
     step: int
-    metrics: dict[str, float]
+    metrics: StepMetrics
     t: float = 0.0
     """Epoch seconds of the commit."""
 
 
-# --- experience
-# --------------------------------------------------------------------------------------------------
+# --- experience ---
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -198,29 +195,28 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, tag=True, frozen=True):
-    """Rollout leader -> train leader: the global batch of one step; exactly one batch is ever sent per step."""
+    """Rollout leader -> train leader: the global batch of one step, sent once."""
 
     step: int
     groups: tuple[Group, ...]
-    stats: dict[str, float]
+    stats: BatchStats
     given_up: tuple[int, ...] = ()
-    """Prompts whose samples all failed: they count as trained with this batch, so that no start samples them again."""
+    """Prompts whose samples all failed: they count as trained with this batch."""
 
 
 class Committed(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> rollout leader: ``step`` is trained; the leader may forget these groups."""
+    """Train leader -> rollout leader: ``step`` is trained; drop these groups."""
 
     step: int
     indices: tuple[int, ...]
-    """Of the batch's groups and of those it gave up."""
+    """Prompts of the batch, including those it gave up."""
 
 
-# --- rollout
-# --------------------------------------------------------------------------------------------------
+# --- rollout ---
 
 
 class EngineUp(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: an engine accepts turns under ``ready.version``."""
+    """Rollout node -> rollout leader: an engine accepts turns."""
 
     rank: int
     engine: str
@@ -228,7 +224,7 @@ class EngineUp(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineDown(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: the engine ended or sleeps; whatever it still held is to be re-submitted."""
+    """Rollout node -> rollout leader: the engine ended or sleeps; submit its turns again."""
 
     rank: int
     engine: str
@@ -251,7 +247,7 @@ class Turns(msgspec.Struct, tag=True, frozen=True):
     """Rollout leader -> rollout node."""
 
     items: tuple[tuple[str, Generate | Abort], ...]
-    """(engine, request, or the end of one)"""
+    """(engine, request or abort)"""
 
 
 class TurnsDone(msgspec.Struct, tag=True, frozen=True):
@@ -268,7 +264,7 @@ class EngineLoad(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineVersion(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: the engine samples from ``version`` from now on."""
+    """Rollout node -> rollout leader: the engine now samples from ``version``."""
 
     rank: int
     engine: str
@@ -276,21 +272,20 @@ class EngineVersion(msgspec.Struct, tag=True, frozen=True):
 
 
 Length = tuple[int, int, int, float, int, int]
-"""Of a finished trajectory: generated tokens, final context, turns, seconds in tools, index of its prompt, prompt
-tokens."""
+"""A finished trajectory: generated tokens, final context, turns, seconds in tools, prompt index, prompt tokens."""
 
 
 class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
-    """One admitted group that is not finished; ``index`` is its prompt's, in data order."""
+    """One admitted group that is not finished; ``index`` is its prompt's place in the data order."""
 
     index: int
     prompt_tokens: int
     waiting: int
-    """Trajectories that no engine has seen yet."""
+    """Trajectories that no engine has received yet."""
     running: int
-    """Others that have not finished."""
+    """Other unfinished trajectories."""
     generated: int
-    """Tokens of ``running`` so far, turns under way estimated."""
+    """Tokens of ``running`` so far; turns in flight are estimated."""
 
 
 class RolloutReport(msgspec.Struct, tag=True, frozen=True):
@@ -304,27 +299,24 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     outstanding_groups: int
     resubmitted: int
     gate_blocked: float
-    """Share of the time since the last report in which the staleness gate admitted nothing."""
+    """Share of time since the last report in which the staleness gate admitted nothing."""
     generated_tokens: int
     prefilled_tokens: int
     busy_s: float
-    """Engine busy seconds, all engines, since start."""
+    """Busy seconds of all engines since the start."""
     decode_s: float
-    """Seconds per decoded token of one sequence, mean over engines; 0.0 while unknown."""
+    """Seconds per decoded token of one sequence, mean over engines; 0.0: unknown."""
     buckets: tuple[tuple[int, int, int, int, float], ...]
     """(tp, engines, in flight, trajectories, KV use)"""
     lengths: tuple[Length, ...]
-    """Of trajectories finished since the last report."""
     open_groups: tuple[OpenGroup, ...] = ()
-    """By index."""
     failures: tuple[tuple[str, int, str], ...] = ()
-    """(kind, failed attempts since start, last error), the most frequent first."""
+    """(kind, failed attempts since the start, last error), most frequent first."""
     paused: str = ""
-    """Why no prompt is admitted at present, as a sentence (failures, no host, no engine); empty while prompts are."""
+    """Why no prompt is admitted now, as a sentence; else empty."""
 
 
-# --- weights
-# --------------------------------------------------------------------------------------------------
+# --- weights ---
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):
@@ -336,28 +328,24 @@ class Publish(msgspec.Struct, tag=True, frozen=True):
 
 
 class WeightsWanted(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> train leader -> exporting train node: send ``rank`` the newest weights, if newer than
-    ``have``."""
+    """Rollout node -> train leader -> exporting train node: send ``rank`` weights newer than ``have``, if any."""
 
     rank: int
     have: int
 
 
 class WeightsCurrent(msgspec.Struct, tag=True, frozen=True):
-    """Exporting train node -> rollout node: you have the newest version there is."""
+    """Exporting train node -> rollout node: ``version`` is the newest there is."""
 
     version: int
 
 
 class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
-    """One piece of a weight file; the bytes follow as the message's blob.
+    """One piece of a weight file; its bytes follow as the message's blob.
 
-    ``relay`` lists the ranks behind the receiver: it forwards each chunk to the heads of the two halves of that list (a
-    binomial tree), so the sender's link carries two copies however many rollout nodes there are, and a dead node costs
-    only its own subtree until that asks.
-
-    Without bytes it announces a version: the publisher sends one to every receiver, which asks when no chunk of it
-    arrives.
+    The receiver forwards it to the heads of the two halves of ``relay``: a binomial tree, in which a dead node
+    affects only its subtree. A chunk without bytes announces a version; a receiver without chunks asks for it
+    (`WeightsWanted`).
     """
 
     version: int

@@ -1,5 +1,4 @@
-"""What the planner sees and what it answers.  Plain structs; times are seconds of one clock (``at``, ``since``),
-durations seconds, lengths tokens."""
+"""Input and output of the planner: times (``at``, ``since``) and durations in seconds, lengths in tokens."""
 
 from __future__ import annotations
 
@@ -11,106 +10,90 @@ Action = Literal["hold", "to_train", "to_rollout", "repartition"]
 
 
 class NodeFact(msgspec.Struct, frozen=True):
-    """One node of the pool."""
-
     rank: int
     component: str
-    """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes ever move."""
+    """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes move."""
     role: str
-    """A `libra_hpc.runtime.states.NodeState` value: ``starting`` | ``train`` | ``to_rollout`` | ``rollout`` |
-    ``to_train`` | ``lost``."""
+    """Value of `libra_hpc.runtime.states.NodeState`."""
     since: float
-    """When it took this role."""
 
 
 class TrainStepFact(msgspec.Struct, frozen=True):
-    """One committed training step of one global batch."""
-
     at: float
-    """When it was committed."""
     tokens: int
-    """All tokens of the global batch that were trained on (forward and backward), summed over replicas."""
+    """Tokens that went through the model, summed over replicas."""
     loss_tokens: int
-    """Those the policy generated."""
+    """Generated tokens among them."""
     replicas: int
     seconds: float
-    """The stage's own work: compute, reduce and optimizer of the slowest replica, without waiting for data."""
+    """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data."""
 
 
 class RolloutWindowFact(msgspec.Struct, frozen=True):
-    """What the rollout nodes did in one window of time with an unchanged set of nodes."""
+    """Work of the rollout nodes in a window of time with an unchanged set of nodes."""
 
     at: float
-    """End of the window."""
     seconds: float
     nodes: int
-    """Rollout nodes that accepted turns all through the window."""
+    """Those that accepted turns during the whole window."""
     generated_tokens: int
     """Summed over nodes."""
     prefilled_tokens: int
-    """Computed, not taken from the prefix cache."""
+    """Prompt tokens that were computed, not taken from the prefix cache."""
     busy: float
     """Share of ``seconds * nodes`` in which an engine had work, 0..1."""
     decode_s: float = 0.0
-    """Seconds per decoded token of one sequence; 0.0 when not measured."""
+    """Seconds per decoded token of one sequence; 0.0: not measured."""
 
 
 class TrajectoryFact(msgspec.Struct, frozen=True):
-    """One finished trajectory."""
-
     index: int
-    """Ordinal of finishing over the run, from 0: tells the planner which ones it has seen."""
+    """Ordinal of finishing over the run, from 0."""
     at: float
     generated: int
     context: int
-    """Tokens of the whole context at the end."""
+    """Tokens of the final context."""
     turns: int
     tool_s: float = -1.0
-    """Seconds in tools, all turns together; -1.0 when not measured."""
+    """Seconds in tools over all turns; -1.0: not measured."""
     group: int = -1
-    """Place of its group in the order of admission; -1 when not known."""
+    """Place of its group in the order of admission; -1: unknown."""
     prompt: int = 0
-    """Tokens of its first prompt; 0 when not known."""
+    """Tokens of its prompt; 0: unknown."""
 
 
 class GroupFact(msgspec.Struct, frozen=True):
-    """One admitted group that is not finished."""
-
     index: int
-    """Place in the order of admission, as `TrajectoryFact.group`."""
+    """As `TrajectoryFact.group`."""
     prompt: int
-    """Tokens of the prompt."""
     waiting: int
-    """Trajectories that no engine has seen yet."""
+    """Trajectories that no engine has received yet."""
     running: int
-    """Others that have not finished."""
+    """Other unfinished trajectories."""
     generated: int
-    """Tokens of ``running`` so far; of the turns under way estimated, by their time and the engines' speed."""
+    """Tokens of ``running`` so far; turns in flight are estimated."""
 
 
 class SwitchFact(msgspec.Struct, frozen=True):
-    """One completed move of a node."""
-
     at: float
     direction: Literal["to_train", "to_rollout"]
     seconds: float
-    """From the order until the node worked in its new role: node time that produced nothing."""
+    """From the order until the node worked in its new role: lost node time."""
 
 
 class QueueFact(msgspec.Struct, frozen=True):
-    """How the two stages wait for each other, over the last looks."""
+    """How the two stages wait for each other, over the last evaluations."""
 
     ready_groups: int
     outstanding_groups: int
     trainer_wait: float
     """Share of the trainers' time spent waiting for a batch, 0..1."""
     gate_blocked: float
-    """Share of time in which the staleness gate kept rollout from starting another group, 0..1."""
+    """Share of time in which the staleness gate admitted no group, 0..1."""
 
 
 class PlanSnapshot(msgspec.Struct, frozen=True):
-    """Everything one decision is made from.  Lists are in order of time and may be sliding windows; the planner
-    skips what is too old to count."""
+    """Input of one decision; lists are in order of time, possibly sliding windows."""
 
     nodes: tuple[NodeFact, ...]
     steps: tuple[TrainStepFact, ...]
@@ -119,56 +102,54 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     switches: tuple[SwitchFact, ...]
     queue: QueueFact
     prompts_per_step: int
-    """Groups of one global batch, B."""
+    """B: groups of one global batch."""
     group_size: int
     """Trajectories of one group, n."""
     eta: int
-    """Staleness bound; with 0 the stages take turns, with more they overlap."""
+    """Staleness bound: with 0 the stages alternate, with more they overlap."""
     steps_left: int
-    """Steps until the run ends: a move must pay before that."""
+    """Steps until the run ends: the horizon in which a move must pay."""
     groups: tuple[GroupFact, ...] = ()
-    """Admitted and not finished, by index; empty when not known."""
+    """Admitted unfinished groups, by index; empty: unknown."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A split that was considered; seconds are those of one global batch unless said otherwise."""
+    """A split that was evaluated; seconds are per global batch unless a field differs."""
 
     train: int
-    """Nodes that train."""
     rollout: int
     train_s: float
     rollout_s: float
     batch_s: float
     gain_s: float
-    """Seconds it saves over the horizon, at the unfavourable end of the measurement error; negative when it loses."""
+    """Seconds saved over the horizon at the unfavourable end of the measurement error; may be negative."""
     needed_s: float
-    """Seconds it would have to save: switch cost times margin."""
+    """Seconds that it must save: switch cost times margin."""
     layout: str = ""
-    """Training and rollout layout, when the core would be repartitioned."""
+    """Training and rollout layout, when the split needs a repartition."""
     blocked: str = ""
-    """Why it is out of the question now, else empty."""
+    """Why it is impossible now, else empty."""
 
 
 class PlanDecision(msgspec.Struct, frozen=True):
-    """What to do now and why."""
+    """What to do now, and why."""
 
     action: Action
     """``repartition``: another layout of core nodes, at the next step boundary."""
     node: int
     """Rank that moves first; -1 for ``hold`` and ``repartition``."""
     reason: str
-    """A sentence with the numbers that decided."""
+    """A sentence with the decisive numbers."""
     numbers: dict[str, float]
-    """The inputs: seconds unless the name says otherwise."""
+    """Inputs of the decision; seconds unless the name differs."""
     nodes: tuple[int, ...] = ()
-    """All ranks that should move, ``node`` first.  Who moves one at a time may do so: the next looks ask for the
-    rest."""
+    """All ranks that should move, ``node`` first; later decisions ask for those not moved yet."""
     candidates: tuple[Candidate, ...] = ()
     """The best five, best first."""
     triggers: tuple[str, ...] = ()
-    """Why the plan was looked at: ``drift``, ``period``, ``queues``, ``imbalance``."""
+    """Why the plan was evaluated: ``drift``, ``period``, ``queues``, ``imbalance``."""
     layout: str = ""
-    """With ``repartition``: the training layout and the rollout TP classes to change to."""
+    """With ``repartition``: the new training layout and rollout TP classes."""
     changes: dict[str, Any] = {}
-    """With ``repartition``: dotted keys of the run file and their values, which say the same; empty where nodes
-    cannot change places."""
+    """With ``repartition``: the same by dotted keys of the run file; empty where nodes cannot change their component.
+    """

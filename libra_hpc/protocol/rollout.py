@@ -1,7 +1,7 @@
 """Agent <-> vLLM engine process.
 
-Arrays: ``prompt`` and ``tokens`` are little-endian int32 bytes, ``logprobs`` float32 bytes (natural log, of the sampled
-token, *after* temperature and masks, i.e. of the distribution actually sampled from).
+``prompt`` and ``tokens`` are little-endian int32 bytes, ``logprobs`` float32 bytes: natural logarithms of the
+distribution that was sampled from, *after* temperature and masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .codec import Codec
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """One turn: continue ``prompt`` until a stop id (kept in the output), or ``max_tokens``."""
+    """One turn: continue ``prompt`` to a stop id (part of the output) or to ``max_tokens``."""
 
     rid: str
     prompt: bytes
@@ -24,8 +24,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     """vLLM priority: lower is served first."""
     keep_s: float = 0.0
-    """Seconds after its end for which the request's KV cache is kept although nothing runs on it, as far as nothing
-    else needs the room."""
+    """Seconds after its end for which the KV cache is retained, unless another request needs the room."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -35,21 +34,20 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Swap in the HF-named safetensors at ``path`` between two engine steps; running requests are recomputed under
-    the new weights."""
+    """Load the HF-named safetensors at ``path`` between two engine steps; running requests are recomputed."""
 
     path: str
     version: int
     crc32: int
-    """zlib.crc32 of the whole file; a mismatch is answered by `EngineError` and leaves the old weights in place."""
+    """zlib.crc32 of the whole file; on a mismatch the engine answers `EngineError` and keeps the old weights."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
-    """Become a warm standby: free device memory that can be rebuilt; requests are refused until `Wake`."""
+    """Enter warm standby: free device memory that can be rebuilt; requests are refused until `Wake`."""
 
 
 class Wake(msgspec.Struct, tag=True, frozen=True):
-    """Leave standby; weights are stale until the next `UpdateWeights`."""
+    """Leave standby; the weights are stale until the next `UpdateWeights`."""
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
@@ -65,7 +63,7 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
     finish: str
     """``stop`` | ``length`` | ``abort`` | ``error``"""
     versions: tuple[tuple[int, int], ...]
-    """(weight version, number of tokens sampled under it), in order; counts add up to the number of tokens."""
+    """(weight version, tokens sampled under it), in order; the counts sum to the number of tokens."""
     cached_tokens: int
     queue_s: float
     run_s: float
@@ -73,8 +71,10 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
-    """Sent at most every 0.5 s while busy, once when the engine falls idle, and once a second while it is.  Counters
-    are totals since start."""
+    """Load and totals since the start.
+
+    Sent at most every 0.5 s while busy, once when the engine becomes idle, then once a second.
+    """
 
     version: int
     running: int
@@ -88,7 +88,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     steps: int
     busy_s: float
     kv_pinned: float = 0.0
-    """Share of the KV cache that is only kept for later turns (`Generate.keep_s`); it gives way to any request."""
+    """Share of the KV cache that is retained for later turns (`Generate.keep_s`); any request may take it."""
     update_s: float = 0.0
     """Of ``busy_s``: in weight updates."""
     asleep: bool = False
@@ -110,8 +110,9 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """KV capacity of the replica in tokens."""
     start_s: float
     warm_up: tuple[EngineStats, ...] = ()
-    """Reports from before it was announced (`libra_hpc.rollout.engine.warm_up`), oldest first; the counters start
-    anew after them."""
+    """Reports of the warm-up profile (`libra_hpc.rollout.engine.warm_up`), oldest first; afterwards the counters
+    restart.
+    """
 
 
 class WeightsApplied(msgspec.Struct, tag=True, frozen=True):

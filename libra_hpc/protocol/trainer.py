@@ -1,7 +1,7 @@
-"""Agent <-> Megatron worker process (one process per device; the ``tp * pp`` processes of one node form one replica).
+"""Agent <-> Megatron worker process: one process per device, ``tp * pp`` processes per node form one replica.
 
-The agent sends every message to all processes of the replica and takes the answer of local rank 0 once every process
-has answered.
+The agent sends every message to all processes of the replica. It takes the answer of local rank 0 once all have
+answered.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .codec import Codec
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One finished trajectory as the trainer sees it; ``n`` tokens.
+    """One finished trajectory of ``n`` tokens, as the trainer gets it.
 
-    ``loss_mask`` marks the tokens the policy generated; ``logprobs`` are the behaviour log-probabilities, 0.0 where the
-    mask is 0.
+    ``loss_mask`` marks the tokens that the policy generated. ``logprobs`` are behaviour log-probabilities, 0.0
+    elsewhere.
     """
 
     uid: str
@@ -33,24 +33,23 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 class Join(msgspec.Struct, tag=True, frozen=True):
     """Form the data-parallel group of a membership generation: collective over its members.
 
-    The member with the highest step is the truth; others take its weights and optimizer state over the group.
+    All take weights and optimizer state of the member with the highest step.
     """
 
     generation: int
     rank: int
     size: int
     rendezvous: str
-    """A file on the shared file system (torch FileStore), fresh for every generation."""
+    """File on the shared file system (torch FileStore), fresh for every generation."""
     attempt: int = 0
-    """Number of this order among those of one generation: an answer to an earlier one says nothing about it."""
+    """Number of this order within the generation: answers to earlier ones are ignored."""
 
 
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
-    """Gradients of this replica's share, summed over the generation, divided by ``total_tokens``, one optimizer step
-    per minibatch.
+    """Train on one global batch: one optimizer step per minibatch, gradients summed over the generation.
 
-    Every member gets the same ``step``, ``generation`` and ``total_tokens`` (loss tokens of each *global* minibatch)
-    and its own samples.
+    Every member gets its own samples, and the same ``step``, ``generation`` and ``total_tokens``: loss tokens of each
+    *global* minibatch, by which its gradient is divided.
     """
 
     step: int
@@ -60,11 +59,10 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
 
 
 class Export(msgspec.Struct, tag=True, frozen=True):
-    """Write the present weights to ``path`` as one HF-named safetensors file (atomic rename, by local rank 0) for
-    the rollout engines."""
+    """Write the weights to ``path`` as one HF-named safetensors file (atomic rename) for the rollout engines."""
 
     path: str
-    """Chosen by the node's agent, in its shared memory; empty on the way there."""
+    """Set by the node's agent (shared memory); empty before."""
     version: int
 
 
@@ -73,12 +71,6 @@ class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
 
     folder: str
     step: int
-
-
-class LoadCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Replace weights and optimizer state by those in ``folder`` (a checkpoint, or a shm snapshot)."""
-
-    folder: str
 
 
 class Standby(msgspec.Struct, tag=True, frozen=True):
@@ -90,7 +82,7 @@ class StopWorker(msgspec.Struct, tag=True, frozen=True):
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
-    """Model and optimizer are built; ``step`` is that of the state it starts from."""
+    """Model and optimizer are built, at ``step``."""
 
     step: int
     parameters: int
@@ -98,7 +90,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """The generation's group exists and this member's state equals the truth's."""
+    """The generation's group exists, and this member has its state."""
 
     generation: int
     step: int
@@ -118,19 +110,19 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     ratio_mean: float
     """Mean of pi_theta / pi_behaviour over loss tokens."""
     ratio_truncated: float
-    """Share of loss tokens whose importance weight was truncated."""
+    """Share of loss tokens with a truncated importance weight."""
     logprob_gap: float
     """Mean |log pi_theta_old - log pi_behaviour| over loss tokens of the first minibatch."""
     entropy: float
     tokens: int
-    """All tokens this replica processed (forward and backward)."""
+    """All tokens of this replica that went through the model."""
     loss_tokens: int
     compute_s: float
     reduce_s: float
-    """Waiting in and running the all-reduce over replicas."""
+    """Wait in and execution of the all-reduce over replicas."""
     optimizer_s: float
     skipped: int = 0
-    """Minibatches whose gradient or sums were not finite: their updates were left out, in every replica alike."""
+    """Minibatches whose gradient or sums were not finite: every replica left their updates out."""
 
 
 class Exported(msgspec.Struct, tag=True, frozen=True):
@@ -143,7 +135,7 @@ class Exported(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
-    """The step was not committed (a peer died); weights and optimizer state are those of ``step - 1``."""
+    """The step was not committed (a peer died); the state is that of ``step - 1``."""
 
     step: int
     generation: int
@@ -159,7 +151,7 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveFailed(msgspec.Struct, tag=True, frozen=True):
-    """The checkpoint could not be written (no room, for example); nothing of it is left, and the process goes on."""
+    """The checkpoint could not be written (no room, for example); nothing of it remains."""
 
     folder: str
     step: int
@@ -167,58 +159,41 @@ class SaveFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ExportFailed(msgspec.Struct, tag=True, frozen=True):
-    """The weight file could not be written; nothing of it is left, and the process goes on."""
+    """The weight file could not be written; nothing of it remains."""
 
     version: int
     reason: str
 
 
 class Warned(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot could not be written; nothing of it is left, and training goes on without."""
+    """A snapshot could not be written; nothing of it remains."""
 
     what: str
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Once a second, from a thread of its own: what the process is doing."""
+    """The process's present phase, sent once a second by a thread of its own."""
 
     phase: str
     """``idle``, ``compute``, ``waiting for peers``, ``snapshot`` or ``checkpoint``"""
     seconds: float
-    """Since the phase began."""
-
-
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """State replaced; now at ``step``."""
-
-    step: int
+    """Since the start of the phase."""
 
 
 class WorkerError(msgspec.Struct, tag=True, frozen=True):
-    """A request could not be carried out; ``fatal`` means the process is about to exit."""
+    """A request failed; ``fatal``: the process is about to exit."""
 
     what: str
     fatal: bool
     generation: int = -1
-    """Of the join that failed; -1: the request was none."""
+    """Of the join that failed; -1: another request."""
     attempt: int = 0
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, LoadCheckpoint, Standby, StopWorker]
+ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, Standby, StopWorker]
 FromWorker = Union[
-    WorkerReady,
-    Joined,
-    StepDone,
-    Exported,
-    StepFailed,
-    Saved,
-    SaveFailed,
-    ExportFailed,
-    Warned,
-    Alive,
-    Loaded,
-    WorkerError,
+    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, WorkerError
 ]
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)

@@ -5,56 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_hpc.protocol.mesh import Group
+from libra_hpc.protocol.metrics import COLUMNS, BatchStats
 
 from .advantage import advantages
 from .trajectory import Trajectory
 
-RESERVED = (
-    # of a batch, here and in the rollout leader
-    "reward",
-    "reward_std",
-    "trajectories",
-    "staleness_mean",
-    "staleness_max",
-    "gen_tokens",
-    "gen_tokens_p50",
-    "gen_tokens_p95",
-    "turns_p50",
-    "turns_p95",
-    "context_p50",
-    "failed",
-    "retried",
-    "rollout_s",
-    # of the train leader
-    "generation",
-    "replicas",
-    "wait_s",
-    "tokens",
-    "step_s",
-    "version",
-    "loss",
-    "grad_norm",
-    "entropy",
-    "ratio_mean",
-    "ratio_truncated",
-    "logprob_gap",
-    "skipped",
-    "loss_tokens",
-    "trained_tokens",
-    "train_s",
-    "train_wall_s",
-    "reduce_s",
-    "export_s",
-    "train_tokens_per_s",
-    # of the coordinator
-    "t",
-    "step",
-    "rollout_nodes",
-    "rollout_tokens_per_s",
-    "expected_s",
-)
-"""Columns of `metrics.jsonl`. A task's own number of such a name gets the prefix `TASK_PREFIX`."""
 TASK_PREFIX = "task_"
+"""Before a number of the task that has the name of a column of `metrics.jsonl`."""
 
 
 class GroupState:
@@ -89,35 +46,34 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def batch_stats(groups: Sequence[GroupState], trainer_version: int) -> dict[str, float]:
-    """Columns of `metrics.jsonl` for one batch; a number of the task that a trajectory lacks counts as 0.0.
-
-    Staleness: weight versions between the first sampled token and the training step.
-    """
+def batch_stats(
+    groups: Sequence[GroupState], trainer_version: int, busy_per_token_s: float = 0.0, engines: int = 1
+) -> BatchStats:
+    """Statistics of a batch, every group of which has a finished trajectory."""
     trajectories = [t for group in groups for t in group.done]
-    if not trajectories:
-        return {}
     rewards = [t.reward for t in trajectories]
     mean = sum(rewards) / len(rewards)
     staleness = [trainer_version - t.first_version for t in trajectories]
-    generated = [float(t.attained) for t in trajectories]
-    turns = [float(len(t.turns)) for t in trajectories]
-    stats = {
-        "reward": mean,
-        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        "trajectories": float(len(trajectories)),
-        "staleness_mean": sum(staleness) / len(staleness),
-        "staleness_max": float(max(staleness)),
-        "gen_tokens": sum(generated),
-        "gen_tokens_p50": quantile(generated, 0.5),
-        "gen_tokens_p95": quantile(generated, 0.95),
-        "turns_p50": quantile(turns, 0.5),
-        "turns_p95": quantile(turns, 0.95),
-        "context_p50": quantile([float(len(t.context)) for t in trajectories], 0.5),
-        "failed": float(sum(group.failed for group in groups)),
-        "retried": float(sum(group.retried for group in groups)),
-    }
+    generated = [t.attained for t in trajectories]
+    turns = [len(t.turns) for t in trajectories]
+    extra: dict[str, float] = {}
     for key in sorted({key for t in trajectories for key in t.info}):
-        name = f"{TASK_PREFIX}{key}" if key in RESERVED else key
-        stats[name] = sum(t.info.get(key, 0.0) for t in trajectories) / len(trajectories)
-    return stats
+        name = f"{TASK_PREFIX}{key}" if key in COLUMNS else key
+        extra[name] = sum(t.info.get(key, 0.0) for t in trajectories) / len(trajectories)
+    return BatchStats(
+        reward=mean,
+        reward_std=(sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        trajectories=len(trajectories),
+        staleness_mean=sum(staleness) / len(staleness),
+        staleness_max=max(staleness),
+        gen_tokens=sum(generated),
+        gen_tokens_p50=quantile(generated, 0.5),
+        gen_tokens_p95=quantile(generated, 0.95),
+        turns_p50=quantile(turns, 0.5),
+        turns_p95=quantile(turns, 0.95),
+        context_p50=quantile([len(t.context) for t in trajectories], 0.5),
+        failed=sum(group.failed for group in groups),
+        retried=sum(group.retried for group in groups),
+        rollout_s=sum(generated) * busy_per_token_s / max(1, engines),
+        extra=extra,
+    )

@@ -233,8 +233,7 @@ class RolloutLeader:
         engines = self._turns.engines
         while self._order is not None and (due := self._order.next_batch()):
             step, groups = due
-            stats = batch_stats(groups, step - 1)
-            stats["rollout_s"] = stats.get("gen_tokens", 0.0) * engines.busy_per_token() / max(1, len(engines.engines))
+            stats = batch_stats(groups, step - 1, engines.busy_per_token(), len(engines.engines))
             composed = tuple(group.to_group() for group in groups)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
 

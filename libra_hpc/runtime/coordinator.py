@@ -76,7 +76,7 @@ class Coordinator:
         )
         self._started_at = now
         self._step = context.start.step
-        self._gen_tokens = 0.0
+        self._gen_tokens = 0
         self._finished = asyncio.Event()
         self._ending = Ending(self._config.run.steps, Recovery(self._config.slurm.restarts))
         self._stepped_at = now
@@ -262,13 +262,13 @@ class Coordinator:
         if not self._stopping:
             self._ending.message = ""
         self._stepped_at = now = time.time()
-        self._gen_tokens = report.metrics.get("gen_tokens", 0.0)
-        estimate = self._planning.estimate(int(report.metrics.get("replicas", self._nodes.trainers)))
+        self._gen_tokens = report.metrics.batch.gen_tokens
+        estimate = self._planning.estimate(report.metrics.replicas)
         expected = None if estimate is None else estimate.batch_s
         self._observations.on_step(report, expected, now)
         speed = self._observations.rollout_speed(self._gen_tokens)[0]
-        rollout = {"rollout_nodes": len(self._nodes.receivers), "rollout_tokens_per_s": speed}
-        self._records.step({"t": now, "step": report.step, **report.metrics, **rollout, "expected_s": expected})
+        own = {"rollout_nodes": len(self._nodes.receivers), "rollout_tokens_per_s": speed, "expected_s": expected}
+        self._records.step({"t": now, "step": report.step, **report.metrics.columns(), **own})
 
     async def _close(self) -> None:
         for poll in self._polls:

@@ -48,19 +48,19 @@ class Observations:
         """(seconds from commit to commit that the planner expected, measured ones)"""
 
     def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
-        metrics = report.metrics
-        self.rewards.append(metrics.get("reward", 0.0))
-        self.staleness.append((metrics.get("staleness_mean", 0.0), metrics.get("staleness_max", 0.0)))
-        self.trained += int(metrics.get("trajectories", 0))
-        self.walls.append((metrics.get("step_s", 0.0), metrics.get("wait_s", 0.0)))
-        self.expected.append((expected_s, metrics.get("step_s", 0.0)))
-        if metrics.get("train_s", 0.0) > 0.0:
+        metrics, batch, train = report.metrics, report.metrics.batch, report.metrics.train
+        self.rewards.append(batch.reward)
+        self.staleness.append((batch.staleness_mean, batch.staleness_max))
+        self.trained += batch.trajectories
+        self.walls.append((metrics.step_s, metrics.wait_s))
+        self.expected.append((expected_s, metrics.step_s))
+        if train is not None and train.train_s > 0.0:
             fact = TrainStepFact(
                 at=now,
-                tokens=int(metrics["trained_tokens"]),
-                loss_tokens=int(metrics["loss_tokens"]),
-                replicas=int(metrics["replicas"]),
-                seconds=metrics["train_s"],
+                tokens=train.trained_tokens,
+                loss_tokens=train.loss_tokens,
+                replicas=metrics.replicas,
+                seconds=train.train_s,
             )
             self.steps.append(fact)
 

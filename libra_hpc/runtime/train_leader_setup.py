@@ -31,7 +31,7 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
     run.checkpoints.mkdir(exist_ok=True)
 
     async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
-        records = tuple(folders.StepRecord(report.step, report.t, dict(report.metrics)) for report in reports)
+        records = tuple(folders.StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
         position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
         # A shared file system may take a minute for any of this, and the agent's loop has heartbeats to send.
         await asyncio.to_thread(complete_checkpoint, run.checkpoint(step), position)

@@ -40,7 +40,7 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.link import BUSY
-from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
+from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
 from libra_hpc.weights.relay import Publisher
 
 from .agent_context import AgentContext
@@ -192,7 +192,7 @@ class TrainNode:
 
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
-        train, algorithm = config.train, config.algorithm
+        train = config.train
         snapshots = context.shared_memory / "snapshots"
         snapshots.mkdir(exist_ok=True)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
@@ -214,13 +214,8 @@ class TrainNode:
                 tp=train.tp,
                 pp=train.pp,
                 local_rank=local_rank,
-                optimizer=OptimizerSettings(**config.optimizer.model_dump()),
-                algorithm=AlgorithmSettings(
-                    clip=algorithm.clip,
-                    is_truncation=algorithm.is_truncation,
-                    kl_coef=algorithm.kl_coef,
-                    temperature=config.rollout.temperature,
-                ),
+                optimizer=optimizer_settings(config),
+                algorithm=algorithm_settings(config),
                 micro_tokens=train.micro_tokens,
                 recompute=train.recompute,
                 snapshot_dir=str(snapshots) if train.snapshot_every else "",

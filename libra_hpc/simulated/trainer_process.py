@@ -25,8 +25,6 @@ from libra_hpc.protocol.trainer import (
     FromWorker,
     Join,
     Joined,
-    LoadCheckpoint,
-    Loaded,
     Sample,
     SaveCheckpoint,
     Saved,
@@ -99,8 +97,6 @@ class Trainer:
                 return [self._export(Path(path), version, begin)]
             case SaveCheckpoint(folder=folder, step=step):
                 return [self._save(Path(folder), step, begin)]
-            case LoadCheckpoint(folder=folder):
-                return [self._load(Path(folder))]
             case Standby():
                 self._generation = -1
         return []
@@ -189,13 +185,6 @@ class Trainer:
             except OSError as error:
                 return SaveFailed(str(folder), step, str(error))
         return Saved(str(folder), step, time.monotonic() - begin)
-
-    def _load(self, folder: Path) -> FromWorker:
-        try:
-            self._state = folders.read_state(folders.resolve(folder))
-        except (OSError, ValueError) as error:
-            return WorkerError(str(error), fatal=False)
-        return Loaded(self._state.step)
 
 
 def _tokens(sample: Sample) -> int:

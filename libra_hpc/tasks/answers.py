@@ -1,4 +1,4 @@
-"""What a task's code returns, checked and framed: every message is one the leader can read, every number is finite."""
+"""Check and frame what a task's code returns: every message decodes at the leader, every number is finite."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped, FromHost, from
 from .base import Episode, Turn
 
 LARGEST = 3.4028234663852886e38
-"""Of float32, in which rewards are trained: a larger one is infinite there."""
+"""Largest float32, the type in which rewards are trained."""
 LARGEST_ID = 2**31 - 1
 
 
 class BadReward(ValueError):
-    """A reward, or a number of ``info``, that is not finite; the message is one sentence."""
+    """A reward, or a number of ``info``, that is not finite."""
 
 
 class BadAnswer(ValueError):
-    """Another part of an answer that is not what `libra_hpc.tasks.base` asks for; the message is one sentence."""
+    """Another part of an answer that violates `libra_hpc.tasks.base`."""
 
 
 def opened(name: str, episode: Episode) -> bytes:
-    """The frame of `EpisodeOpened`; raises `BadAnswer`."""
     prompt = _ids("prompt", episode.prompt)
     stop_ids = episode.stop_ids
     _ids("stop_ids", stop_ids)
@@ -34,26 +33,35 @@ def opened(name: str, episode: Episode) -> bytes:
         raise BadAnswer("prompt is empty, and a turn needs at least one token before it")
     if not isinstance(episode.max_tokens, int) or episode.max_tokens < 1:
         raise BadAnswer(f"max_tokens is {shown(episode.max_tokens)}, not an integer >= 1")
-    return _frame(EpisodeOpened(name, episode.prompt_id, prompt, episode.max_tokens, tuple(stop_ids)))
+    message = EpisodeOpened(
+        episode=name,
+        prompt_id=episode.prompt_id,
+        tokens=prompt,
+        max_tokens=episode.max_tokens,
+        stop_ids=tuple(stop_ids),
+    )
+    return _frame(message)
 
 
 def stepped(name: str, turn: Turn) -> bytes:
-    """The frame of `EpisodeStepped`; raises `BadReward` or `BadAnswer`."""
     if not isinstance(turn, Turn):
         raise BadAnswer(f"step returned {shown(turn)}, not a Turn")
     seconds = getattr(turn.signal, "seconds", 0.0)
     if isinstance(seconds, float) and not math.isfinite(seconds):
         raise BadAnswer(f"signal.seconds is {seconds}, not a finite number")
     if not turn.done:
-        return _frame(EpisodeStepped(name, _ids("tokens", turn.tokens), turn.signal, False, 0.0, {}))
+        tokens = _ids("tokens", turn.tokens)
+        message = EpisodeStepped(episode=name, tokens=tokens, signal=turn.signal, done=False, reward=0.0, info={})
+        return _frame(message)
     if not isinstance(turn.info, Mapping):
         raise BadAnswer(f"info is {shown(turn.info)}, not a dict of numbers")
     info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
-    return _frame(EpisodeStepped(name, b"", turn.signal, True, _number("reward", turn.reward), info))
+    reward = _number("reward", turn.reward)
+    return _frame(EpisodeStepped(episode=name, tokens=b"", signal=turn.signal, done=True, reward=reward, info=info))
 
 
 def shown(value: object) -> str:
-    """A value in an error message: short, and never an error itself."""
+    """A value as short text for an error message; never raises."""
     try:
         return reprlib.repr(value)
     except Exception:
@@ -86,7 +94,7 @@ def _ids(what: str, values: Any) -> bytes:
 
 
 def _frame(message: FromHost) -> bytes:
-    """Frame a message, and read it as the leader will: a wrong type inside it fails here, not there."""
+    """Frame a message and decode it as the leader will: a wrong type inside it fails here."""
     try:
         frame = from_host.frame(message)
         from_host.decode(memoryview(frame)[LENGTH.size :])

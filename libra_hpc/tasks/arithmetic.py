@@ -1,18 +1,13 @@
 """``arithmetic``: integer arithmetic from PyPI `reasoning-gym`, with a calculator and a Python tool, in text.
 
-```
-Calculate 12 * ( 7 - 3 ).\\n | <calc>12 * (7 - 3)</calc> | <result>48</result>\\n | <answer>48</answer>      (done)
-```
+    Calculate 12 * ( 7 - 3 ).\\n | <calc>12 * (7 - 3)</calc> | <result>48</result>\\n | <answer>48</answer>   (done)
 
-A turn of the policy ends at ``</calc>``, ``</python>`` or ``</answer>``; only its first complete tag counts.
-``<python>`` code answers what it prints. A failed tool, and a turn without a complete tag, is answered by
-``<result>error: ...</result>``.  The episode ends at an answer or, wrong, after ``max_turns``.  The reward is that of
-the data set's own scorer.
-
-The problems are reasoning-gym's ``basic_arithmetic`` with parentheses and + - *: the settings in which its answers
-agree with the usual precedence (without parentheses, or with /, version 0.1.25 gives wrong answers).  Works with any
-byte-complete tokenizer; closing tags that are single tokens become stop ids, else turns end at the end-of-sequence id
-or at ``max_tokens``.
+- A turn ends at ``</calc>``, ``</python>`` or ``</answer>``; its first complete tag counts.
+- ``<python>`` answers what the code prints; a failed tool or a turn without a tag ``<result>error: ...</result>``.
+- An answer, or the end of ``max_turns`` (wrong), ends the episode; the data set's scorer gives the reward.
+- Problems have parentheses and + - *: without parentheses or with /, reasoning-gym 0.1.25 has wrong answers.
+- Any byte-complete tokenizer works. Closing tags that are single tokens become stop ids; else a turn ends at the
+  end-of-sequence id or ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -31,21 +26,19 @@ from .base import Episode, Signal, Task, TaskTokenizer, ToolResult, Tools, Turn
 from .tool_outcome import signal_of
 
 TAGS = ("<calc>", "</calc>", "<python>", "</python>", "<result>", "</result>", "<answer>", "</answer>")
-"""Tags that a tokenizer made for this task has as single tokens."""
+"""Single tokens of a tokenizer made for this task."""
 
 INSTRUCTIONS = (
     "Solve the problem. You may compute with <calc>expression</calc> or <python>code that prints</python> and read the"
     " <result>; give the final integer as <answer>integer</answer>.\n"
 )
-"""Put before the problem with ``instructions = true``, for models that were not warmed up on this task."""
+"""Prefix of the problem with ``instructions = true``, for models without a warm start on this task."""
 
 DATASET_SIZE = 2**31
-"""reasoning-gym seeds problem i of a data set with ``seed + i``: our seeds lie this far apart, so that they share no
-problem."""
+"""Distance of data set seeds: reasoning-gym seeds problem i with ``seed + i``, so data sets share no problem."""
 
 EXPRESSION_CHARS, LARGEST = 256, 10**30
-"""Bounds of the calculator: length of an expression, and size of any intermediate value (a tower of ``**`` would
-otherwise not end)."""
+"""Limits of the calculator: characters of an expression, and size of any value (towers of ``**``)."""
 
 _ACTION = re.compile(r"<(calc|python|answer)>(.*?)</\1>", re.DOTALL)
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -60,8 +53,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 
 
 def calculate(expression: str) -> str:
-    """The tool ``calc``: value of an expression of numbers, + - * / // % and parentheses.  Raises `ValueError` for
-    anything else."""
+    """The tool ``calc``: evaluate numbers, + - * / // % and parentheses; raises `ValueError` for anything else."""
     if len(expression) > EXPRESSION_CHARS:
         raise ValueError(f"longer than {EXPRESSION_CHARS} characters")
     try:
@@ -115,8 +107,6 @@ def problems(seed: int, min_terms: int, max_terms: int, min_digits: int, max_dig
 
 
 class ArithmeticEpisode(Episode):
-    """One problem."""
-
     def __init__(self, task: Arithmetic, entry: dict[str, Any], prompt_id: str) -> None:
         self.prompt_id = prompt_id
         self.prompt = task.tokenizer.encode(f"{task.preamble}{entry['question']}\n")
@@ -125,7 +115,6 @@ class ArithmeticEpisode(Episode):
         self._turns = self._calls = self._failed = 0
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """One turn of the policy: text up to a closing tag."""
         self._turns += 1
         found = _ACTION.search(self._task.tokenizer.decode(tokens))
         if found is not None and found[1] == "answer":
@@ -156,8 +145,7 @@ class ArithmeticEpisode(Episode):
 
 
 def _shown(result: ToolResult) -> str:
-    """A tool's answer as the policy reads it: at most 200 characters, of an error the end (where a traceback says
-    what happened)."""
+    """A tool's answer for the policy: at most 200 characters; of an error the last ones."""
     text = str(result.value).strip()
     if result.outcome == "ok":
         return text[:200]
@@ -186,7 +174,9 @@ class Arithmetic(Task):
         for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens)):
             if value < 1:
                 raise invalid(f"task.options.{name}", value, "out of range", "an integer >= 1")
-        self._problems = problems(seed, min_terms, max_terms, min_digits, max_digits)
+        self._problems = problems(
+            seed, min_terms=min_terms, max_terms=max_terms, min_digits=min_digits, max_digits=max_digits
+        )
         self.preamble = INSTRUCTIONS if instructions else ""
         self.max_turns, self.max_tokens = max_turns, max_tokens
         ends = [tokenizer.id_of(tag) for tag in ("</calc>", "</python>", "</answer>")]
@@ -199,23 +189,23 @@ class Arithmetic(Task):
 
 
 GIVE_UP, SLIP, PYTHON_SHARE = 0.25, 0.2, 0.25
-"""Flawed demonstrations: probability of answering at random without a call, and of a wrong last digit; and how often
-``python`` is used for ``calc``."""
+"""Flawed demonstrations: probability of a random answer without a call, of a wrong last digit, of ``python`` for
+``calc``.
+"""
 
 DEMONSTRATION_SEED = 1 << 20
-"""Demonstrations come from data sets that no run's seed names."""
+"""Offset of demonstration seeds, beyond the seeds of runs."""
 
 
 @cache
 def _demonstration_problems(seed: int) -> Any:
-    return problems(DEMONSTRATION_SEED + seed, 2, 4, 1, 2)
+    return problems(DEMONSTRATION_SEED + seed, min_terms=2, max_terms=4, min_digits=1, max_digits=2)
 
 
 def demonstration_batch(
     tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """The ``step``-th batch of warm-start demonstrations: (token ids, mask with 1 on the policy's tokens), a
-    function of the arguments."""
+    """Batch ``step`` of the warm start: (token ids, mask with 1 on the policy's tokens) of each demonstration."""
     rng = random.Random(f"arithmetic-demonstrations-{seed}-{step}")
     data = _demonstration_problems(seed)
     batch = []

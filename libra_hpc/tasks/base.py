@@ -1,14 +1,11 @@
-"""The task interface: a user adds an environment as ONE class.
+"""The task interface: a user adds an environment as ONE class (`examples/my_task.py`).
 
-A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`, and `Episode.step` answers
-each turn of the policy.  What crosses the boundary is token ids: the ids the environment returns are appended to the
-context as they are, so a trajectory is never re-tokenised. Tools are module-level functions named in `Task.tools`; they
-run in sandboxed processes and are called through `Tools`, where every failure is a value (`ToolResult`) and never an
-exception.  `examples/my_task.py` is a complete task.
-
-An episode that answers the same turns with the same tokens outlives the loss of its process and of the whole job: it is
-opened again and its turns are played once more (`libra_hpc.rollout.replay`).  So draw random numbers from a generator
-seeded by the arguments of `Task.open`.  One that answers otherwise is sampled anew.
+- A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`.
+- `Episode.step` answers each turn with token ids, which are appended to the context without re-tokenisation.
+- Tools are module-level functions in `Task.tools`, run in sandboxed processes. Every failure is a value
+  (`ToolResult`).
+- An episode that repeats its answers token for token survives the loss of its process and job: its turns are replayed
+  (`libra_hpc.rollout.replay`). So seed random numbers by the arguments of `Task.open`. Others are sampled again.
 """
 
 from __future__ import annotations
@@ -33,25 +30,24 @@ class ToolResult(msgspec.Struct, frozen=True):
     outcome: str
     """``ok`` | ``error`` (the tool raised, died, or answered more than it may) | ``timeout``"""
     value: Any
-    """What the tool returned (plain msgpack values) when ``ok``, else text that says what happened."""
+    """What the tool returned (plain msgpack values) when ``ok``, else a text about the failure."""
     seconds: float
-    """From the call to the answer, the wait for a free tool process included."""
+    """From the call to the answer, including the wait for a free tool process."""
     exit_code: int | None = None
-    """Of the model-written program, -n when signal n ended it; None for a declared tool, and for a program that was
-    cut off."""
+    """Of the model-written program, -n after signal n; None for a declared tool or a program that was cut off."""
 
 
 class Tools(Protocol):
-    """The sandbox as an episode sees it."""
+    """The sandbox, for an episode."""
 
     async def call(self, name: str, *args: Any) -> ToolResult:
         """Run the declared tool ``name`` on plain msgpack values (None, bool, int, float, str, bytes, list, dict).
 
-        Raises `KeyError` for a name the task does not declare: a mistake in the task, not in the model's output.
+        Raises `KeyError` for an undeclared name, a mistake in the task.
         """
 
     async def python(self, code: str) -> ToolResult:
-        """Run model-written Python; the value is what it printed."""
+        """Run model-written Python; the value is its output."""
 
 
 @dataclass(frozen=True)
@@ -59,49 +55,45 @@ class Turn:
     """The environment's answer to one turn of the policy."""
 
     tokens: list[int] = field(default_factory=list)
-    """What is appended to the context; ignored when done."""
+    """Appended to the context; ignored when done."""
     signal: Signal | None = None
-    """What the tool call says about the work that remains (`outcome.signal_of` makes one); None when no tool was
-    called."""
+    """What the tool call reports about the remaining work (`tool_outcome.signal_of` makes one); None without a call."""
     done: bool = False
     reward: float = 0.0
     """Read only when done."""
     info: dict[str, float] = field(default_factory=dict)
-    """Numbers for monitors, read only when done."""
+    """Numbers for `metrics.jsonl`, read only when done."""
 
 
 class Episode(ABC):
-    """One trajectory's environment.  `step` calls of one episode never overlap; those of different episodes do, on
-    one thread."""
+    """One trajectory's environment; `step` calls of one episode never overlap, those of several share one thread."""
 
     prompt_id: str
-    """Equal for all samples of a prompt, different between prompts, over the whole run."""
+    """Unique per prompt, equal for its samples, over the whole run."""
     prompt: list[int]
     max_tokens: int
-    """Most tokens the policy may generate in one turn."""
+    """Most generated tokens of one turn."""
     stop_ids: tuple[int, ...]
-    """Token ids that end a turn (they stay in the turn)."""
+    """Token ids that end a turn; they are part of it."""
 
     @abstractmethod
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer one turn.  ``tokens`` ends with a stop id unless ``max_tokens`` cut it.
+        """Answer one turn; ``tokens`` ends with a stop id unless ``max_tokens`` cut it.
 
-        An exception drops this trajectory and is reported, and so does a step beyond its limit, a reward that is not
-        finite, or token ids that are not; the host and its other episodes live on.  Long computations belong in a tool:
-        code in ``step`` holds up every other episode of the host.
+        An exception, a step beyond its limit, a reward that is not finite or invalid token ids drop this trajectory.
+        Put long computations into a tool: here they block all other episodes.
         """
 
 
 class Task(ABC):
-    """An environment.  The run file's ``[task.options]`` are keyword arguments of the constructor: give yours names
-    and defaults after ``seed``."""
+    """An environment; ``[task.options]`` of the run file are keyword arguments of its constructor, after ``seed``."""
 
     tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
-    """Tools by name: module-level functions of plain msgpack values.  What a call starts is ended with the call."""
+    """Tools by name: module-level functions of plain msgpack values. Processes that a call starts end with the call."""
     tool_limits: ClassVar[Mapping[str, float]] = {}
-    """Seconds a call of a tool may take, for tools that need longer than ``task.tool_timeout_s``."""
+    """Seconds per call of tools that need longer than ``task.tool_timeout_s``."""
     step_limit_s: ClassVar[float] = 0.0
-    """Seconds a step may take outside its tool calls, if longer than ``deadlines.first_s``; then it is cancelled."""
+    """Seconds per step outside tool calls, if longer than ``deadlines.first_s``; then the step is cancelled."""
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -111,11 +103,11 @@ class Task(ABC):
     def open(self, index: int, sample: int, progress: float) -> Episode:
         """Start sample ``sample`` of prompt ``index`` (>= 0, any size) of the data order.
 
-        Must be a function of (seed, options, arguments) alone, and the prompt must not depend on ``sample``.
-        ``progress`` in [0, 1] is the run's; the caller passes siblings the same value.
+        The result must depend on (seed, options, arguments) alone, the prompt not on ``sample``. ``progress`` in [0,
+        1] is the run's; all samples of a prompt get the same value.
         """
 
     @property
     def max_context(self) -> int:
-        """Longest context an episode can reach in tokens; 0 when unknown."""
+        """Longest possible context in tokens; 0: unknown."""
         return 0

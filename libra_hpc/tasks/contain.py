@@ -1,28 +1,16 @@
-"""Containment of one process by the kernel: limits, namespaces and a system-call filter, from Python's standard library
-alone.
+"""Confine one process by the kernel: limits, namespaces, a system-call filter; standard library only.
 
-What holds for whom:
+Declared tools are bounded, not distrusted: they are the task author's code. Model-written code is distrusted.
 
-| measure                          | declared tools           | model-written code                    | as root too |
-|----------------------------------|--------------------------|---------------------------------------|-------------|
-| wall clock (SIGKILL to the group)| yes                      | yes                                   | yes         |
-| RLIMIT_AS, RLIMIT_CORE = 0       | yes                      | yes                                   | yes         |
-| RLIMIT_FSIZE                     | the memory limit         | 0 bytes                               | yes         |
-| RLIMIT_CPU                       | no (the wall clock does) | time limit + 1 s                      | yes         |
-| RLIMIT_NPROC = 0                 | no                       | yes                   | root is dropped first |
-| empty environment, own session, no inherited descriptors, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG | yes | yes | yes |
-| uid and gid `NOBODY`             | no                       | when started as root                  | -           |
-| what a call started ends with it | yes: subreaper, children are killed before the answer | it starts none | yes |
-| empty network namespace          | no                       | where the kernel permits              | yes         |
-| system calls `COMPUTE` only      | no                       | yes: no file, process, signal, socket | yes |
+- Both: time limit (SIGKILL to the group), RLIMIT_AS, no core files, empty environment, own session, no inherited
+  descriptors, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG; children end with the call (subreaper).
+- Declared tools: files up to the memory limit.
+- Model-written code: no files, no processes, CPU time limit + 1 s; user `NOBODY` when started as root; an empty
+  network namespace where permitted.
+- Model-written code makes only the system calls of `COMPUTE`; where that filter cannot be installed, it is not run.
 
-No cgroup is used: a job step rarely owns a cgroup it may divide.  Subreapers need no rights and hold sessions and
-double forks, too.  A tool that forks faster than it can be killed ends its process after 2 s, and the host ends the
-rest.
-
-Declared tools are the task author's own code: they are bounded, not distrusted (a search tool needs the network).
-Model-written code is distrusted: the system-call filter alone already denies it files, processes, signals and sockets,
-and where the kernel cannot install the filter nothing is run.
+There is no cgroup: a job step rarely may divide one. A tool that forks faster than it is killed ends its process
+after 2 s, and the host kills the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +25,7 @@ import struct
 from libra_hpc.errors import OperationError
 
 NOBODY = 65534
-"""uid and gid with no rights of its own on every Linux (the kernel's overflow id)."""
+"""uid and gid without rights on every Linux (the kernel's overflow id)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -68,8 +56,8 @@ COMPUTE: dict[str, tuple[int, tuple[int, ...]]] = {
         ),
     ),
 }
-"""System calls model-written code may make: computing on memory it has and on descriptors it has.  fcntl is absent
-because F_SETOWN sends signals."""
+"""System calls of model-written code: work on memory and on open descriptors. fcntl is absent: F_SETOWN sends signals.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -84,24 +72,24 @@ def _prctl(option: int, argument: int, pointer: int = 0) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Get SIGKILL when the thread that started this process ends; exit at once when ``parent`` has ended already."""
+    """Get SIGKILL when the starting thread ends; exit at once when ``parent`` has already ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def hide_memory() -> None:
-    """Forbid other processes of the same user to read or trace this one (/proc/<pid>/mem, environ, ptrace)."""
+    """Forbid processes of the same user to read or trace this one (/proc/<pid>/mem, environ, ptrace)."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def no_new_privileges() -> None:
-    """Make set-uid programs and file capabilities powerless for this process and its children."""
+    """Disable set-uid programs and file capabilities for this process and its children."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def limit(memory_bytes: int, file_bytes: int) -> None:
-    """Bound the address space and the size of any file written; no core files."""
+    """Limit the address space and the size of written files; no core files."""
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -111,7 +99,7 @@ def limit(memory_bytes: int, file_bytes: int) -> None:
 
 
 def drop_root() -> bool:
-    """Become `NOBODY` when root; True when that happened.  Clears the parent-death signal: call `die_with` after it."""
+    """Become `NOBODY` if root, and return whether that happened; clears the parent-death signal (`die_with`)."""
     if os.geteuid() != 0:
         return False
     os.setgroups([])
@@ -121,15 +109,14 @@ def drop_root() -> bool:
 
 
 def leave_network() -> bool:
-    """Move into an empty network namespace; False where the kernel does not permit it."""
+    """Enter an empty network namespace; False where the kernel does not permit it."""
     return bool(_libc.unshare(_CLONE_NEWNET) == 0 or _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0)
 
 
 def compute_only(cpu_s: int) -> None:
-    """Last step before model-written code: no processes, ``cpu_s`` seconds of CPU, and only the system calls of
-    `COMPUTE`; every other one fails with EPERM.
+    """Last step before model-written code: no processes, ``cpu_s`` seconds of CPU, only `COMPUTE`, else EPERM.
 
-    The filter is a classic BPF program over ``struct seccomp_data {int nr; u32 arch; ...}``.  Raises `OperationError`
+    The filter is a classic BPF program over ``struct seccomp_data {int nr; u32 arch; ...}``. Raises `OperationError`
     when it cannot be installed.
     """
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))

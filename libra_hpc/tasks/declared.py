@@ -1,4 +1,4 @@
-"""What a task declares: where another process finds a tool, and how long a call or a step may take."""
+"""What a task declares: the place of its tools, and the limits of its calls and steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from .toolproc import ToolRef
 
 
 def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
-    """Describe declared tools so that another process can import them.
-
-    Raises `UserError` for one that cannot be imported: a lambda, a nested function.
+    """Describe declared tools so that another process can import them; raises `UserError` for lambdas and nested
+    functions.
     """
     refs = []
     for name, function in tools.items():
@@ -32,7 +31,7 @@ def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
 
 
 def tool_limits(task: Task, default_s: float) -> dict[str, float]:
-    """Seconds a call of each tool may take: ``default_s``, or what the task declares if longer.  Raises `UserError`."""
+    """Seconds per call of each tool: ``default_s``, or the task's own limit if longer; raises `UserError`."""
     for name, limit_s in task.tool_limits.items():
         if name not in task.tools:
             raise invalid("tool_limits", name, "the task declares no such tool", task.tools)
@@ -41,13 +40,13 @@ def tool_limits(task: Task, default_s: float) -> dict[str, float]:
 
 
 def step_limit(task: Task, default_s: float) -> float:
-    """Seconds a step may take, chosen in the same way; 0: no limit.  Raises `UserError`."""
+    """Seconds per step, in the same way; 0: no limit."""
     _check("step_limit_s", task.step_limit_s)
     return max(default_s, task.step_limit_s)
 
 
 def busy_limit(task: Task) -> float:
-    """Longest time the task itself declares for a step or a call of a tool; 0: none.  Raises `UserError`."""
+    """Longest time that the task declares for a step or tool call; 0: none."""
     _check("step_limit_s", task.step_limit_s)
     return max(task.step_limit_s, *tool_limits(task, 0.0).values(), 0.0)
 

@@ -1,14 +1,15 @@
 """The environment host process: ``python -m libra_hpc.tasks.host --socket PATH --config PATH``.
 
-It connects to the Unix-domain socket of whoever started it, constructs the task, sends `HostReady`, and serves
-`libra_hpc.protocol.env` for any number of concurrent episodes on one asyncio loop; the answers of one loop iteration
-leave in one write.  An exception in the task's code becomes `EpisodeFailed`, and so does an overdue step (`step.py`) or
-an answer that is none (`answers.py`). The host exits when the socket closes.  Its tool processes never outlive it: it
-kills them on the way out, and the kernel does when it is killed itself. What they have started is killed with them;
-when this process is killed, it goes to whoever started this process, a subreaper (`libra_hpc.process.reaper`).
+It connects to its starter's Unix-domain socket, constructs the task, sends `HostReady`, and serves
+`libra_hpc.protocol.env` for all episodes on one asyncio loop.
 
-Exit codes: 0 the socket closed, 1 the tools cannot start or the peer broke the protocol, 2 a user's mistake (one
-sentence on stderr).
+- The task's code raises, overruns a step (`step.py`) or returns an invalid answer (`answers.py`) -> `EpisodeFailed`.
+- The socket closes -> the host exits, and kills its tool processes and what they started.
+- The host is killed -> the kernel kills its tool processes; what those started falls to the starter, a subreaper
+  (`libra_hpc.process.reaper`).
+
+Exit codes: 0 socket closed, 1 tools cannot start or the peer broke the protocol, 2 a user's mistake (one sentence on
+stderr).
 """
 
 from __future__ import annotations
@@ -55,20 +56,19 @@ from .tokenizer import TaskTokenizer
 C = TypeVar("C")
 
 ERROR_CHARS = 500
-"""Longest error text sent in `EpisodeFailed`; the traceback goes to stderr."""
+"""Most characters of `EpisodeFailed.error`; the traceback goes to stderr."""
 
 CANCEL_S = 0.5
-"""From the end of the host to the end of steps that were cancelled and go on."""
+"""Seconds for cancelled steps to end, at the end of the host."""
 
 ALIVE_S = 1.0
-"""Interval of `HostAlive`."""
+"""Seconds between two `HostAlive`."""
 
 KINDS = {StepTimeout: "timeout", answers.BadReward: "reward", answers.BadAnswer: "answer"}
-"""See `EpisodeFailed.kind`."""
 
 
 class Host(asyncio.Protocol):
-    """One connection, one task, many episodes.  ``closed`` gets the exit code."""
+    """One connection, one task, many episodes; ``closed`` gets the exit code."""
 
     def __init__(self, name: str, task: Task, tools: Tools, step_limit_s: float = 0.0) -> None:
         self._name, self._task, self._tools, self._step_limit_s = name, task, tools, step_limit_s
@@ -77,20 +77,18 @@ class Host(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
-        self._signed = self._loop.time()
-        """When the last sign of life was given."""
+        self._alive_at = self._loop.time()
+        """Time of the last `HostAlive`."""
         self.closed: asyncio.Future[int] = self._loop.create_future()
         self._transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The peer is there: report ready."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
         self._send(from_host.frame(HostReady(self._name, math.inf, busy_limit(self._task))))
         self._alive()
 
     def data_received(self, data: bytes) -> None:
-        """Handle every complete frame."""
         for body in self._frames.feed(data):
             try:
                 self._handle(to_host.decode(body))
@@ -100,7 +98,6 @@ class Host(asyncio.Protocol):
                 return
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer is gone: nothing left to do."""
         self._close(0)
 
     def _close(self, code: int) -> None:
@@ -121,21 +118,21 @@ class Host(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
-        if self._loop.time() - self._signed > ALIVE_S:
-            self._sign()  # many slow openings or steps in one round of the loop: each is progress
+        if self._loop.time() - self._alive_at > ALIVE_S:
+            self._send_alive()  # each of many slow openings or steps in one loop iteration is progress
 
     def _flush(self) -> None:
         data, self._out = b"".join(self._out), []
         self._transport.write(data)
 
-    def _sign(self) -> None:
-        self._signed = self._loop.time()
+    def _send_alive(self) -> None:
+        self._alive_at = self._loop.time()
         self._out.append(from_host.frame(HostAlive()))
         self._flush()
 
     def _alive(self) -> None:
         if not self.closed.done():
-            self._sign()
+            self._send_alive()
             self._loop.call_later(ALIVE_S, self._alive)
 
     def _fail(self, episode: str, error: str, kind: str = "raised") -> None:
@@ -181,7 +178,9 @@ class Host(asyncio.Protocol):
             self._fail(name, "no such episode is open")
         else:
             episode, over = self._episodes[name], partial(self._stepped, name)
-            self._steps[name] = Step(episode, unpack_i32(message.tokens), self._tools, self._step_limit_s, over)
+            self._steps[name] = Step(
+                episode, unpack_i32(message.tokens), self._tools, limit_s=self._step_limit_s, over=over
+            )
 
     def _stepped(self, name: str, outcome: Turn | BaseException) -> None:
         del self._steps[name]
@@ -200,14 +199,13 @@ class Host(asyncio.Protocol):
 
 
 async def serve(path: str, config: HostConfig) -> int:
-    """Connect, serve until the socket closes, and return the exit code.  Raises `UserError` and `OperationError`
-    before the first frame."""
+    """Connect, serve until the socket closes, return the exit code; raises `UserError` and `OperationError` before."""
     task = build_task(config.task, config.options, config.seed, TaskTokenizer(config.model))
-    # Beside the socket: the starter removes that folder even when this process is killed.
-    # What the task has started so far is the task's own; nothing that a tool leaves behind outlives this process.
+    # Children up to here are the task's own; what a tool leaves behind is killed with this process.
     become_subreaper()
     limits = tool_limits(task, config.tool_timeout_s)
-    tools = Sandbox(task.tools, config, Path(path).parent, children(), limits)
+    # The folder of the socket: the starter removes it even when this process is killed.
+    tools = Sandbox(task.tools, config, folder=Path(path).parent, spared=children(), limits=limits)
     try:
         await tools.start()
         host = Host(config.task, task, tools, step_limit(task, config.step_limit_s))
@@ -218,7 +216,7 @@ async def serve(path: str, config: HostConfig) -> int:
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
-    """`asyncio.run`, except that a step which refuses its cancellation does not keep the process."""
+    """`asyncio.run`, but a step that refuses its cancellation does not delay the exit."""
     loop = asyncio.new_event_loop()
     try:
         code = loop.run_until_complete(serving)
@@ -226,18 +224,14 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
         for task in left:
             task.cancel()
         if left and loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_S))[1]:
-            leave(code)  # a regular exit closes coroutines, and one that catches everything then loops for ever
+            leave(code)  # a regular exit closes coroutines; one that catches everything would loop for ever
         return code
     finally:
         loop.close()
 
 
 def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, Any, int]]) -> int:
-    """Entry point of a host process: parse the command line and run ``serve(socket, config)``, the config being a
-    ``kind``.
-
-    Exit codes: 0 the socket closed, 1 the peer broke the protocol, 2 a user's mistake (one sentence on stderr).
-    """
+    """Entry point of a host process: run ``serve(socket, config)`` with a ``kind`` as config; returns the exit code."""
     dump_on_request()
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
     parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")

@@ -1,26 +1,14 @@
 """``keychain``: follow a chain of keyed look-ups with flaky, dead and missing keys, one token per word.
 
-```
-<bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (the next key is k39, its alternative k4)
-get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
-```
+    <bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (next key k39, alternative k4)
+    get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
 
-* A chain has 1 hop, and one more with probability ``p_more`` up to ``max_hops``: trajectory lengths are long-tailed.
-* A key is *flaky* with probability ``flaky`` (its first call only), else *dead* with probability ``dead`` (never the
-  first key; a dead key is never flaky: its alternative would then be too far back for a small policy to copy).  An
-  alternative works only when its main key is dead, else ``miss``, which is also the answer for unknown keys; old keys
-  may be asked again.  A malformed call is answered ``err``.
-* ``need`` = hops + flaky + dead + 1 turns finish the episode; the budget is ``2 * need + 4`` turns, after which it
-  ends, wrong.
-* Reward: 1 for the right value, else ``0.3 * hops resolved / hops``; minus ``min(0.2, 0.02 * waste)``, where waste
-  counts well-formed calls that are not the next right call, malformed calls, and running over the budget.  The perfect
-  policy gets 1.0.
-* ``notes`` lines ``note k7 k39`` before the question are noise: they lengthen the context, not the episode.
-* Drift: from ``progress`` >= ``drift_at`` on, the mix is that of the options overridden by ``after``, before it by
-  ``before``.
-
-Longest context: ``4 + 4 notes + 8 (2 (2 max_hops + 1) + 4)`` tokens (436 at the default 12 hops): see
-`KeyChain.max_context`.
+- A chain has 1 hop, and one more with probability ``p_more`` up to ``max_hops``: lengths are long-tailed.
+- A key is *flaky* at its first call, or *dead*: never the first key, and never also flaky, because its alternative
+  would be too far back for a small policy to copy.
+- An alternative works only when its main key is dead. Any other key is answered ``miss``, a malformed call ``err``.
+- ``notes`` lines ``note k7 k39`` before the question lengthen the context, not the episode.
+- From ``progress`` >= ``drift_at`` on, ``after`` overrides the options, before it ``before``.
 """
 
 from __future__ import annotations
@@ -36,32 +24,31 @@ from .base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
 from .tool_outcome import signal_of
 
 KEYS, VALUES = 64, 32
-"""Size of the two alphabets; a chain of 12 hops uses 24 keys."""
+"""Sizes of the two alphabets; 12 hops use 24 keys."""
 
 WORDS = ("<pad>", "<bos>", "<unk>", "\n", "find", "get", "ans", "=", "|", "flaky", "dead", "miss", "err", "val", "note")
-"""All other words of the vocabulary, in id order."""
+"""All other words, in id order."""
 
 TURN_TOKENS = 4
-"""``get k0 \\n`` and one to spare."""
+"""``get k0 \\n`` and one spare token."""
 
 WASTE_COST, WASTE_CAP, PROGRESS_REWARD = 0.02, 0.2, 0.3
-"""Reward taken per wasted turn, at most in all, and given for the hops that a failed episode resolved: small against
-1.0, so that solving dominates.  Without credit for progress a policy that lacks the skill to go on after ``dead``
-learns to give up there, and never sees what going on would have brought."""
+"""Reward lost per wasted turn, its maximum, and the reward for the resolved hops of a failed episode.
+
+Small against 1.0, so that solving dominates. Without reward for progress, a policy that cannot go on after ``dead``
+learns to give up there.
+"""
 
 Hop = tuple[int, int, bool, bool]
 """(main key, alternative key, flaky, dead)"""
 
 
 def vocabulary() -> list[str]:
-    """Every token, in id order."""
     return [*WORDS, *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES))]
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Distribution of episodes."""
-
     p_more: float = 0.72
     max_hops: int = 12
     flaky: float = 0.25
@@ -69,7 +56,6 @@ class Mix:
     notes: int = 0
 
     def check(self, where: str) -> None:
-        """Raise `UserError` for a value out of range."""
         for name in ("p_more", "flaky", "dead"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -81,14 +67,15 @@ class Mix:
 
     @property
     def max_context(self) -> int:
-        """Longest context in tokens: all of the largest budget spent on calls answered with a pair of keys (3 + 5
-        tokens)."""
+        """Longest context in tokens: the largest budget, all spent on calls answered with a pair of keys (3 + 5
+        tokens).
+        """
         return 4 + 4 * self.notes + 8 * (2 * (2 * self.max_hops + 1) + 4)
 
 
 @dataclass(frozen=True)
 class HiddenChain:
-    """One prompt's hidden chain; keys and values are numbers."""
+    """One prompt's chain; keys and values are numbers."""
 
     hops: tuple[Hop, ...]
     value: int
@@ -96,12 +83,10 @@ class HiddenChain:
 
     @property
     def need(self) -> int:
-        """Turns of the perfect policy."""
         return len(self.hops) + sum(flaky + dead for _, _, flaky, dead in self.hops) + 1
 
 
 def draw(rng: random.Random, mix: Mix) -> HiddenChain:
-    """Draw a chain."""
     length = 1
     while length < mix.max_hops and rng.random() < mix.p_more:
         length += 1
@@ -115,8 +100,10 @@ def draw(rng: random.Random, mix: Mix) -> HiddenChain:
 
 
 def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -> list[Any]:
-    """The tool ``get``: answer a key that was asked ``earlier`` times before.  Returns [outcome] or ["=", key,
-    alternative] or ["val", value]."""
+    """The tool ``get``: answer a key that was asked ``earlier`` times before.
+
+    Returns [outcome], ["=", key, alternative] or ["val", value].
+    """
     for i, (main, alternative, flaky, dead) in enumerate(hops):
         if key == main and dead:
             return ["dead"]
@@ -128,7 +115,7 @@ def look_up(hops: Sequence[Sequence[Any]], value: int, key: int, earlier: int) -
 
 
 class Guide:
-    """Follows an episode and knows its next right call."""
+    """Tracks an episode and its next right call."""
 
     def __init__(self, world: HiddenChain) -> None:
         self._hops = world.hops
@@ -137,18 +124,16 @@ class Guide:
 
     @property
     def resolved(self) -> int:
-        """Hops behind us."""
         return self._at
 
     @property
     def key(self) -> int | None:
-        """Key to ask next; None when the value is known and should be answered."""
+        """Key to ask next; None when the value is found."""
         if self._at == len(self._hops):
             return None
         return self._hops[self._at][1 if self._dead else 0]
 
-    def saw(self, key: int, outcome: str) -> None:
-        """Take note of an answer."""
+    def record(self, key: int, outcome: str) -> None:
         hop = next((i for i, (main, alternative, _, _) in enumerate(self._hops) if key in (main, alternative)), -1)
         if outcome in ("=", "val") and hop >= self._at:
             self._at, self._dead = hop + 1, False
@@ -157,8 +142,6 @@ class Guide:
 
 
 class Words:
-    """The task's words as token ids of one tokenizer."""
-
     def __init__(self, tokenizer: TaskTokenizer) -> None:
         self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (
             tokenizer.need(word) for word in WORDS
@@ -170,12 +153,10 @@ class Words:
         self.value_of = {token: i for i, token in enumerate(self.values)}
 
     def prompt(self, world: HiddenChain) -> list[int]:
-        """Token ids of the question."""
         lines = [token for a, b in world.notes for token in (self.note, self.keys[a], self.keys[b], self.newline)]
         return [self.bos, *lines, self.find, self.keys[world.hops[0][0]], self.newline]
 
     def answer(self, found: Sequence[Any]) -> list[int]:
-        """Token ids of a `look_up` answer."""
         if found[0] == "=":
             return [self.word["="], self.keys[found[1]], self.word["|"], self.keys[found[2]], self.newline]
         if found[0] == "val":
@@ -184,7 +165,12 @@ class Words:
 
 
 class KeyChainEpisode(Episode):
-    """One walk along a chain."""
+    """One episode, finished by ``need`` = hops + flaky + dead + 1 right turns; after ``2 * need + 4`` turns it ends,
+    wrong.
+
+    Reward: 1 for the right value, else ``PROGRESS_REWARD`` times the share of resolved hops. Minus ``WASTE_COST`` per
+    wasted call (malformed, or not the next right one) and for exceeding the budget, at most ``WASTE_CAP``.
+    """
 
     def __init__(self, words: Words, world: HiddenChain, prompt_id: str, after_drift: bool) -> None:
         self.prompt_id, self.prompt, self.max_tokens, self.stop_ids = (
@@ -199,7 +185,6 @@ class KeyChainEpisode(Episode):
         self._turns = self._waste = 0
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """One line of the policy: ``get KEY``, ``ans VALUE``, or something malformed."""
         words = self._words
         self._turns += 1
         if len(tokens) == 3 and tokens[0] == words.ans and tokens[1] in words.value_of and tokens[2] == words.newline:
@@ -215,14 +200,16 @@ class KeyChainEpisode(Episode):
         return answer
 
     async def _get(self, key: int, tools: Tools) -> Turn:
+
         right = key == self._guide.key
-        result = await tools.call("get", self._world.hops, self._world.value, key, self._asked.get(key, 0))
-        if result.outcome != "ok":  # the sandbox's failure, not the policy's: it costs a turn and nothing else
+        question = self._world.hops, self._world.value, key, self._asked.get(key, 0)
+        result = await tools.call("get", *question)
+        if result.outcome != "ok":  # the sandbox failed, not the policy: only the turn is lost
             return Turn(self._words.answer(["err"]), signal_of("get", result, 2))
         self._asked[key] = self._asked.get(key, 0) + 1
         self._waste += not right
         outcome = str(result.value[0])
-        self._guide.saw(key, outcome)
+        self._guide.record(key, outcome)
         answer = self._words.answer(result.value)
         return Turn(answer, Signal("get", "ok" if outcome == "=" else outcome, len(answer), result.seconds))
 
@@ -239,7 +226,7 @@ class KeyChainEpisode(Episode):
 
 
 class KeyChain(Task):
-    """See the module docstring.  ``before`` and ``after`` override the mix on their side of ``drift_at``."""
+    """See the module docstring."""
 
     tools = {"get": look_up}
 
@@ -260,25 +247,23 @@ class KeyChain(Task):
         super().__init__(tokenizer, seed=seed)
         if not isinstance(drift_at, (int, float)) or not 0 <= drift_at <= 1:
             raise invalid("task.options.drift_at", drift_at, "out of range", "a number from 0 to 1")
-        base = Mix(p_more, max_hops, flaky, dead, notes)
+        base = Mix(p_more=p_more, max_hops=max_hops, flaky=flaky, dead=dead, notes=notes)
         base.check("task.options.")
         self._drift_at = drift_at
         self.mixes = (
             _override(base, "before", {} if before is None else before),
             _override(base, "after", {} if after is None else after),
         )
-        """The mix before and after the drift."""
+        """Before and after the drift."""
         self._words = Words(tokenizer)
 
     def open(self, index: int, sample: int, progress: float) -> KeyChainEpisode:
-        """See `Task.open`."""
         after = progress >= self._drift_at and self.mixes[0] != self.mixes[1]
         prompt_id = f"keychain-{self.seed}-{int(after)}-{index}"
         return KeyChainEpisode(self._words, draw(random.Random(prompt_id), self.mixes[after]), prompt_id, after)
 
     @property
     def max_context(self) -> int:
-        """See `Task.max_context`."""
         return max(mix.max_context for mix in self.mixes)
 
 

@@ -1,34 +1,34 @@
-"""Demonstrations of `keychain` for the supervised warm start: perfect ones build the copying skill, flawed ones the bad
-habits that RL then unlearns.
+"""Demonstrations of `keychain` for the supervised warm start.
 
-A warm-started policy should neither fail (no reward to learn from) nor excel (nothing left to learn).  Flawed
-demonstrations give up with a random value, or retry the wrong key after ``flaky``, ``dead`` and ``miss``; sampled at
-temperature 1 the policy then earns about half of the reward.
+Perfect ones train copying. Flawed ones give up with a random value or retry the wrong key, habits that RL unlearns. A
+warm-started policy should neither fail (no reward) nor excel (nothing to learn): it earns about half of the reward.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from .keychain import VALUES, Guide, HiddenChain, Mix, Words, draw, look_up
 
 HARD = Mix(p_more=0.8, dead=0.5)
-"""Longer and more often dead than the default mix: more examples of what is hard."""
+"""Longer and more often dead than the default mix."""
 
 LONG_SHARE, LONG_NOTES = 8, 128
-"""Every eighth batch has 1 to 128 note lines in its prompts, so that the policy can read past them."""
+"""Every eighth batch has 1 to 128 note lines per prompt: the policy learns to skip them."""
 
 GIVE_UP = {"=": 0.12, "flaky": 0.45, "dead": 0.4}
 GIVE_UP_ELSE, WRONG_RETRY = 0.12, 0.3
-"""Probability of answering at random after an outcome, and of retrying the wrong key after ``flaky``, ``dead`` or
-``miss``."""
+"""Probability of a random answer after any other outcome, and of retrying the wrong key after ``flaky``, ``dead``,
+``miss``.
+"""
 
 MAX_CALLS = 3 * HARD.max_hops
-"""A flawed demonstration ends after this many calls."""
+"""Most calls of a flawed demonstration."""
 
 
 def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bool) -> tuple[list[int], list[int]]:
-    """Token ids of one episode and the mask (1 on the policy's tokens), both of length n."""
+    """Token ids of one episode, and the mask (1 on the policy's tokens)."""
     tokens = words.prompt(world)
     mask = [0] * len(tokens)
     guide, asked, last, key, pair = Guide(world), dict[int, int](), "", -1, (world.hops[0][0], -1)
@@ -53,7 +53,7 @@ def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bo
         found = look_up(world.hops, world.value, key, asked.get(key, 0))
         asked[key] = asked.get(key, 0) + 1
         last = str(found[0])
-        guide.saw(key, last)
+        guide.record(key, last)
         if last == "=":
             pair = (found[1], found[2])
         add(words.answer(found), 0)
@@ -63,11 +63,11 @@ def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bo
 def demonstration_batch(
     words: Words, seed: int, step: int, size: int, flawed: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """The ``step``-th batch of ``size`` demonstrations, a function of the arguments."""
+    """Batch ``step`` of ``size`` demonstrations, a function of the arguments."""
     rng = random.Random(f"keychain-demonstrations-{seed}-{step}")
     long = step % LONG_SHARE == LONG_SHARE - 1
     batch = []
     for _ in range(size):
-        mix = Mix(HARD.p_more, HARD.max_hops, HARD.flaky, HARD.dead, rng.randint(1, LONG_NOTES) if long else 0)
+        mix = replace(HARD, notes=rng.randint(1, LONG_NOTES) if long else 0)
         batch.append(demonstrate(rng, words, draw(rng, mix), flawed))
     return batch

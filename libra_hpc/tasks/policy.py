@@ -1,10 +1,7 @@
-"""Tiny policies: a Hugging Face folder with a tokenizer and a Qwen2 model small enough to learn a built-in task in a
-minute on one CPU core.
+"""Tiny policies: tokenizer and Qwen2 model that learn a built-in task in a minute on one CPU core.
 
-Sizes (tested): 2 layers, hidden 64, 2 heads, feed-forward 256, untied; many small steps beat few large ones, so the
-warm start uses batches of 12. The warm start is supervised, on fresh demonstrations each step: the first 60 % perfect
-(they build the copying skill), the rest flawed (they leave something for RL to fix).  It runs through the library's own
-Megatron trainer and is bounded by steps, so a seed always gives the same policy.
+Size: 2 layers, hidden 64, 2 heads, feed-forward 256, untied. The warm start is supervised, on new demonstrations in
+each step, by the library's Megatron trainer; it is bounded by steps, so a seed always gives the same policy.
 """
 
 from __future__ import annotations
@@ -23,14 +20,13 @@ from libra_hpc.errors import invalid
 from .tokenizer import TaskTokenizer
 
 BATCH = 12
-"""Demonstrations of one step."""
+"""Demonstrations per step: many small steps beat few large ones."""
 
 PERFECT_SHARE = 0.6
-"""Share of the steps that use perfect demonstrations."""
+"""Share of steps with perfect demonstrations, which train copying; the rest are flawed and leave work for RL."""
 
 LR, WARMUP_STEPS = 3e-3, 50
-"""AdamW of the warm start: peak rate, and steps of its rise; it is constant to half of the steps, then falls
-linearly to 0."""
+"""Peak rate and warm-up steps of AdamW; the rate is constant to half of the steps, then falls linearly to 0."""
 
 Batch = list[tuple[list[int], list[int]]]
 """Demonstrations: (token ids, mask with 1 on the policy's tokens)."""
@@ -38,14 +34,11 @@ Batch = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the tiny policy of one task is made."""
-
     tokenizer: Callable[[], Tokenizer]
     special: dict[str, str]
     """Special tokens of ``tokenizer_config.json``; ``eos_token`` ends a turn."""
     model_vocab: int
-    """Rows of the embedding: the vocabulary rounded up to a multiple of 64, which every tensor-parallel degree
-    divides."""
+    """Rows of the embedding: a multiple of 64, which every tensor-parallel degree divides."""
     max_positions: int
     batch: Callable[[TaskTokenizer, int, int, int, bool], Batch]
     """(tokenizer, seed, step, size, flawed) -> demonstrations"""
@@ -64,7 +57,7 @@ def _keychain_batch(tokenizer: TaskTokenizer, seed: int, step: int, size: int, f
     from .keychain import Words
     from .keychain_demos import demonstration_batch
 
-    return demonstration_batch(Words(tokenizer), seed, step, size, flawed)
+    return demonstration_batch(Words(tokenizer), seed=seed, step=step, size=size, flawed=flawed)
 
 
 def _arithmetic_tokenizer() -> Tokenizer:
@@ -81,27 +74,29 @@ def _arithmetic_tokenizer() -> Tokenizer:
 def _arithmetic_batch(tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool) -> Batch:
     from .arithmetic import demonstration_batch
 
-    return demonstration_batch(tokenizer, seed, step, size, flawed)
+    return demonstration_batch(tokenizer, seed=seed, step=step, size=size, flawed=flawed)
 
 
 RECIPES = {
     "keychain": Recipe(
-        _keychain_tokenizer,
-        {"pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>", "eos_token": "\n"},
-        128,
-        4096,
-        _keychain_batch,
+        tokenizer=_keychain_tokenizer,
+        special={"pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>", "eos_token": "\n"},
+        model_vocab=128,
+        max_positions=4096,
+        batch=_keychain_batch,
     ),
     "arithmetic": Recipe(
-        _arithmetic_tokenizer, {"pad_token": "<pad>", "eos_token": "</answer>"}, 320, 4096, _arithmetic_batch
+        tokenizer=_arithmetic_tokenizer,
+        special={"pad_token": "<pad>", "eos_token": "</answer>"},
+        model_vocab=320,
+        max_positions=4096,
+        batch=_arithmetic_batch,
     ),
 }
-"""Tasks a tiny policy can be made for."""
 
 
 def write_tokenizer(out: str | Path, task: str = "keychain") -> Tokenizer:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a task's tiny policy; raises `UserError` for a task
-    without a recipe."""
+    """Write the tokenizer files of a task's tiny policy; raises `UserError` for a task without a recipe."""
     recipe = _recipe(task)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +112,7 @@ def write_tokenizer(out: str | Path, task: str = "keychain") -> Tokenizer:
 
 
 def write_folder(out: str | Path, task: str = "keychain", seed: int = 0) -> int:
-    """Write the Hugging Face folder of an untrained tiny policy (fp32 safetensors) and return its number of parameters.
+    """Write the Hugging Face folder of an untrained tiny policy (fp32); returns its number of parameters.
 
     Raises `UserError` for a task without a recipe.
     """
@@ -148,18 +143,16 @@ def write_folder(out: str | Path, task: str = "keychain", seed: int = 0) -> int:
 
 
 def batches(folder: str | Path, task: str, seed: int, steps: int) -> Iterator[Batch]:
-    """The demonstrations of a warm start of ``steps`` steps."""
     recipe, tokenizer = _recipe(task), TaskTokenizer(folder)
     for step in range(steps):
         yield recipe.batch(tokenizer, seed, step, BATCH, step >= PERFECT_SHARE * steps)
 
 
 def make_tiny_policy(out: str, task: str = "keychain", seed: int = 0, steps: int = 2000) -> dict[str, Any]:
-    """Make a tiny policy for a built-in task in folder ``out`` and warm it up by ``steps`` supervised steps (0: random
-    weights).
+    """Make a tiny policy for a built-in task in ``out``, with ``steps`` supervised steps (0: random weights).
 
-    Returns parameters, steps, seconds and final_loss (mean of the last 100 steps, nats per token; NaN for 0
-    steps).  Raises `UserError` for a task without a recipe or bad numbers.
+    Returns parameters, steps, seconds and final_loss (mean of the last 100 steps, nats per token; NaN for 0 steps).
+    Raises `UserError` for a task without a recipe or bad numbers.
     """
     if steps < 0:
         raise invalid("steps", steps, "negative", "an integer >= 0")
@@ -170,9 +163,9 @@ def make_tiny_policy(out: str, task: str = "keychain", seed: int = 0, steps: int
         from libra_hpc.train.sft import warm_start
 
         folder = Path(out)
-        loss = warm_start(folder, folder, batches(folder, task, seed, steps), steps, LR, min(WARMUP_STEPS, steps // 4))[
-            "last_loss"
-        ]
+        demonstrations = batches(folder, task, seed, steps)
+        result = warm_start(folder, folder, demonstrations, steps, lr=LR, warmup=min(WARMUP_STEPS, steps // 4))
+        loss = result["last_loss"]
     return {"parameters": parameters, "steps": steps, "seconds": time.perf_counter() - started, "final_loss": loss}
 
 

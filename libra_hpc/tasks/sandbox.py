@@ -1,10 +1,9 @@
-"""The sandbox seen from the environment host: pools of tool processes, one call at a time each, driven by one asyncio
-loop.
+"""The sandbox of an environment host: pools of tool processes, one call each at a time, on one asyncio loop.
 
-A call waits for a free process of its pool, then has its limit of wall-clock time.  A process that overstays, dies or
-answers nonsense is killed with everything it has started and replaced, and the call ends as a `ToolResult`.  Declared
-tools and model-written code have separate pools, so slow code never holds up a look-up.  What confines the processes is
-in `libra_hpc.tasks.contain`.
+- A call waits for a free process of its pool, then has its time limit.
+- A process overruns, dies or answers nonsense -> it and all it started are killed, and the call ends as a
+  `ToolResult`.
+- Declared tools and model-written code have separate pools, so that slow code delays no tool.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ from .settings import HostConfig
 from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0
-"""Most seconds from spawning a tool process to its `Ready`: starting Python and importing the tools from a busy
-shared file system."""
+"""Most seconds from the start of a tool process to `Ready`: Python and the tools' imports, from a busy file system."""
 
 CODE_GRACE_S = 2.0
-"""Model-written code is timed by its tool process; the host steps in this much later, when that process itself
-hangs."""
+"""Seconds beyond the limit of model-written code, which its tool process enforces, until the host kills that process.
+"""
 
 REAP_S = 0.02
-"""Interval at which killed processes are reaped."""
+"""Seconds between two attempts to reap killed processes."""
 
 STRANGER_ROUNDS = 100
-"""Most rounds of `REAP_S` at the end of a sandbox until what its tools left behind is gone."""
+"""Most attempts at the end of a sandbox to kill what its tools left behind."""
 
 NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code offline"
 
@@ -55,12 +53,12 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra
 
 
 def _draw() -> int:
-    """The id of a call (see `Call.call`), never 0."""
+    """Random id of a call (see `Call.call`), never 0."""
     return secrets.randbits(62) + 1
 
 
 class _Job:
-    """A call on its way: its id, the frame, its limit, and the future of its answer."""
+    """A call in flight: id, frame, limit, and the future of its answer."""
 
     __slots__ = ("call", "frame", "future", "limit_s")
 
@@ -69,7 +67,7 @@ class _Job:
 
 
 class _Process:
-    """One tool process: spawned, ready, then busy with one job or idle."""
+    """One tool process: starting, then idle or busy with one job."""
 
     def __init__(self, pool: _Pool, folder: str) -> None:
         self.pool, self.folder = pool, folder
@@ -97,7 +95,6 @@ class _Process:
         self._send(to_tool.frame(pool.setup(folder)))
 
     def start(self, job: _Job) -> None:
-        """Give an idle process a job."""
         self.job = job
         self._timer = self._loop.call_later(job.limit_s, self._overdue)
         self._send(job.frame)
@@ -131,10 +128,10 @@ class _Process:
             return
         frames = self._buffer.feed(chunk)
         if all(self._take(frame) for frame in frames) and frames:
-            self.pool.free(self)  # after all of them: what follows an answer would meet the next call
+            self.pool.free(self)  # after all frames: one after an answer must not reach the next call
 
     def _take(self, frame: bytes) -> bool:
-        """Handle one frame; False when it ended this process."""
+        """Handle one frame; False when the process was ended."""
         try:
             message = from_tool.decode(frame)
         except (FrameError, RecursionError) as error:
@@ -176,7 +173,7 @@ class _Process:
         self.pool.lost(self, "" if self.ready else str(done.value))
 
     def kill(self) -> None:
-        """End the process and its group; `reaped` tells when it is gone."""
+        """End the process and its group; see `reaped`."""
         self._timer.cancel()
         self._loop.remove_reader(self._link.fileno())
         self._loop.remove_writer(self._link.fileno())
@@ -186,7 +183,7 @@ class _Process:
                 os.killpg(self.child.pid, signal.SIGKILL)
 
     def reaped(self) -> bool:
-        """Collect the ended process and its folder; False while the kernel is still at it."""
+        """Collect the ended process and its folder; False while it has not ended."""
         if self.child.poll() is None:
             return False
         rmtree(self.folder, ignore_errors=True)
@@ -194,7 +191,7 @@ class _Process:
 
 
 class _Pool:
-    """Up to ``size`` processes of one purpose, and the calls that wait for them."""
+    """Up to ``tool_processes`` processes of one purpose, and the waiting calls."""
 
     def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...]) -> None:
         self.owner, self.refs = owner, refs
@@ -205,21 +202,23 @@ class _Pool:
         self.started: asyncio.Future[None] | None = None
 
     def setup(self, folder: str) -> Setup:
-        """First frame of a new process."""
         config = self.owner.config
         return Setup(
-            self.refs, os.getpid(), folder, config.tool_timeout_s, config.tool_memory_mb << 20, config.tool_output_bytes
+            tools=self.refs,
+            parent=os.getpid(),
+            folder=folder,
+            timeout_s=config.tool_timeout_s,
+            memory_bytes=config.tool_memory_mb << 20,
+            output_bytes=config.tool_output_bytes,
         )
 
     def grow(self) -> None:
-        """Spawn up to the configured number of processes."""
         if self.started is None:
             self.started = asyncio.get_running_loop().create_future()
         while len(self.processes) < self.owner.config.tool_processes:
             self.processes.append(_Process(self, self.owner.new_folder()))
 
     def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
-        """Queue a call."""
         job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if self.started is None:
@@ -234,19 +233,17 @@ class _Pool:
                 self._idle.popleft().start(job)
 
     def free(self, process: _Process) -> None:
-        """A process is ready for the next call."""
         if self.started is not None and not self.started.done():
             self.started.set_result(None)
         self._idle.append(process)
         self._dispatch()
 
     def lost(self, process: _Process, start_error: str) -> None:
-        """A process ended; replace it, unless it could not even start: then every waiting call fails (the next one
-        tries again)."""
+        """A process ended: replace it. It could not start: fail all waiting calls; the next call tries again."""
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
-        self.owner.bury(process)
+        self.owner.reap(process)
         if not start_error:
             self.grow()
             return
@@ -262,11 +259,11 @@ class _Pool:
 
 
 class Sandbox:
-    """`Tools` for every episode of a host.  Create it on a running loop; `close` it before the loop ends.
+    """`Tools` of all episodes of a host; create it on a running loop, `close` it before the loop ends.
 
-    ``limits``: seconds of a call by the tool's name, where it is not ``tool_timeout_s``.
-    ``spared``: given by a subreaper, the children that are not the sandbox's.  Then what a killed tool process leaves
-    behind, which becomes this process's child, is killed as well (`libra_hpc.process.reaper.end_strangers`).
+    ``limits``: seconds per call by tool name, where they differ from ``tool_timeout_s``. ``spared``: children that
+    are not the sandbox's, when this process is a subreaper. Then orphans of killed tool processes are killed too
+    (`libra_hpc.process.reaper.end_strangers`).
     """
 
     def __init__(
@@ -286,21 +283,19 @@ class Sandbox:
         self._made = 0
 
     async def start(self) -> None:
-        """Spawn the declared tools' processes and wait for one; raises `OperationError` when none can start."""
+        """Start the declared tools' processes and wait for one; raises `OperationError` when none can start."""
         if self._limits:
             self._tools.grow()
             assert self._tools.started is not None
             await self._tools.started
 
     async def call(self, name: str, *args: Any) -> ToolResult:
-        """See `libra_hpc.tasks.base.Tools.call`."""
         if name not in self._limits:
             raise KeyError(f"the task declares no tool {name!r}")
         call = _draw()
         return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)), self._limits[name])
 
     async def python(self, code: str) -> ToolResult:
-        """See `libra_hpc.tasks.base.Tools.python`."""
         call = _draw()
         limit_s = self.config.tool_timeout_s + CODE_GRACE_S
         return await self._result(self._code, call, to_tool.frame(RunCode(call, code)), limit_s)
@@ -312,23 +307,22 @@ class Sandbox:
 
     @property
     def network_off(self) -> bool:
-        """Whether model-written code sits in an empty network namespace (known once it ran; the system-call filter
-        denies sockets in any case)."""
+        """Whether model-written code has an empty network namespace, once it ran; the filter denies sockets in any
+        case.
+        """
         return self._code.network_off
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the tool processes."""
         return [p.child.pid for pool in (self._tools, self._code) for p in pool.processes]
 
     def new_folder(self) -> str:
-        """A private working folder for one process."""
         self._made += 1
         path = Path(self._folder) / str(self._made)
         path.mkdir(mode=0o700)
         return str(path)
 
-    def bury(self, process: _Process) -> None:
+    def reap(self, process: _Process) -> None:
         """Reap a killed process without blocking the loop."""
         self._dying.append(process)
         self._reap()
@@ -344,7 +338,7 @@ class Sandbox:
         return end_strangers({*self._spared, *self.pids, *(process.child.pid for process in self._dying)})
 
     def close(self) -> None:
-        """Kill every tool process and what it has started, wait for their end, and remove their folders."""
+        """Kill every tool process and what it started, wait for their end, remove their folders."""
         processes = [p for pool in (self._tools, self._code) for p in pool.processes]
         for process in processes:
             process.kill()

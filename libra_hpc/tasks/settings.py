@@ -1,7 +1,7 @@
-"""Settings of an environment host process: a JSON file that only its owner can read, decoded into `HostConfig`.
+"""Settings of an environment host process: a JSON file, decoded into `HostConfig`.
 
-A file, because command lines are readable to every user of the machine, and a task's options may hold a key of a judge.
-Plain data: importable on a login node and by an agent.
+Only its owner can read it: command lines are public on the machine, and a task's options may hold a key. Plain data,
+importable without the task.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 
 
-class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One environment host; the ``tool_*`` fields are those of the run file's ``[task]`` table."""
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One environment host; ``tool_*`` are those of the run file's ``[task]`` table, where the defaults stand."""
 
     task: str
-    """A built-in task, or ``path/to/file.py:ClassName``."""
     model: str
     """Hugging Face folder whose ``tokenizer.json`` the task uses."""
-    options: dict[str, Any] = {}
-    """Passed to the task's constructor."""
-    seed: int = 0
-    """Seed of the data order, unless ``options`` has its own ``seed``."""
-    tool_timeout_s: float = 10.0
-    """Wall-clock limit of one tool call, not counting the wait for a free tool process."""
-    tool_memory_mb: int = 512
+    options: dict[str, Any]
+    seed: int
+    """Of the data order, unless ``options`` has a ``seed``."""
+    tool_timeout_s: float
+    """Time limit of one tool call, without the wait for a free tool process."""
+    tool_memory_mb: int
     """Address-space limit of a tool process (MiB)."""
-    tool_output_bytes: int = 65536
-    """A tool's textual output beyond this is cut off."""
-    step_limit_s: float = 0.0
+    tool_output_bytes: int
+    """Longest textual output of a tool; the rest is cut off."""
+    step_limit_s: float
     """Most seconds of a step outside its tool calls, unless the task declares more; 0: no limit."""
-    tool_processes: int = 1
-    """Sandboxed tool processes, and as many again for model-written code once a task uses it."""
+    tool_processes: int
+    """Sandboxed tool processes; as many again for model-written code, when a task uses it."""
 
 
 def host_config(config: RunConfig) -> HostConfig:
-    """The environment host of a run."""
+    """Settings of a run's hosts: the one place that reads the run's configuration for them."""
     task = config.task
     return HostConfig(
         task=task.name,
@@ -56,17 +54,16 @@ def host_config(config: RunConfig) -> HostConfig:
 
 
 def host_settings(config: RunConfig) -> bytes:
-    """Content of a host's settings file."""
     return msgspec.json.encode(host_config(config))
 
 
 def host_command(settings: Path) -> list[str]:
-    """Command line of an environment host, without its ``--socket``; ``settings`` holds `host_settings`."""
+    """Command line of an environment host, without ``--socket``."""
     return [sys.executable, "-m", "libra_hpc.tasks.host", "--config", str(settings)]
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read (0600), whatever the umask; an earlier file is replaced."""
+    """Write or replace a file that only its owner can read (0600), whatever the umask."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,9 +1,9 @@
 """One step of an episode under a deadline.
 
-- What the step awaits itself counts: a judge on the network, a sleep, a lock.
-- Its tool calls do not: each has a limit of its own, and may wait for a free tool process before that.
-- The event loop stood still -> the step gets that time once more: nothing it waits for could be read.
-- Past the limit -> the step is over at once, whatever it does with its cancellation.
+- What the step itself awaits counts: a judge on the network, a sleep, a lock.
+- Tool calls do not count: each has its own limit, and may wait for a free process before.
+- The event loop was blocked -> the step gets that time again: nothing it waits for could be read.
+- Beyond the limit -> the step ends at once, even when it ignores its cancellation.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from .base import Episode, ToolResult, Tools, Turn
 
 STALL_S = 1.0
-"""A timer that fires this much late was held up by the loop."""
+"""Seconds by which a timer is late when the loop was blocked."""
 
 
 Over = Callable[[Turn | BaseException], None]
 
 
 class StepTimeout(Exception):
-    """A step took longer than it may."""
+    """A step exceeded its limit."""
 
 
 class Step:
-    """Runs ``episode.step`` and calls ``over`` once, with its `Turn` or with what ended it; not after `cancel`."""
+    """Runs ``episode.step`` and calls ``over`` once, with its `Turn` or the exception; not after `cancel`."""
 
     def __init__(self, episode: Episode, tokens: list[int], tools: Tools, limit_s: float, over: Over) -> None:
         self._loop = asyncio.get_running_loop()
@@ -42,14 +42,13 @@ class Step:
         self._resume()
 
     def cancel(self) -> None:
-        """Nobody wants its answer any more."""
         self._over = None
         self._pause()
         self._task.cancel()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """A tool call, whose time is not the step's."""
+        """Context of a tool call, whose time does not count."""
         self._calls += 1
         self._pause()
         try:
@@ -63,7 +62,7 @@ class Step:
         try:
             outcome = await episode.step(tokens, tools)
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            outcome = error  # a cancellation of its own, too: without an answer the trajectory would wait for ever
+            outcome = error  # also the task's own cancellation: the trajectory needs an answer
         self._end(outcome)
 
     def _end(self, outcome: Turn | BaseException) -> None:
@@ -97,7 +96,7 @@ class Step:
 
 
 def suspended_at(coroutine: Any) -> list[str]:
-    """Where a coroutine waits, the outermost call first."""
+    """Where a coroutine waits, outermost call first."""
     found = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -107,7 +106,7 @@ def suspended_at(coroutine: Any) -> list[str]:
 
 
 class _StepTools:
-    """`Tools` that stop the clock of a step."""
+    """`Tools` whose calls stop a step's clock."""
 
     def __init__(self, step: Step, tools: Tools) -> None:
         self._step, self._tools = step, tools

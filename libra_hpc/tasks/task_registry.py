@@ -1,5 +1,4 @@
-"""Names of tasks: a built-in name, or ``path/to/file.py:ClassName``, becomes a `Task` class; every mistake is one
-sentence."""
+"""From a task's name (built-in, or ``path/to/file.py:ClassName``) to its class; every mistake is one sentence."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ BUILTIN = {
     "arithmetic": ("libra_hpc.tasks.arithmetic", "Arithmetic"),
     "keychain": ("libra_hpc.tasks.keychain", "KeyChain"),
 }
-"""Tasks that come with the library: name -> (module, class)."""
+"""Built-in tasks: name -> (module, class)."""
 
 FILE_MODULE = "libra_hpc_task_file_"
-"""Prefix of the module name a user's file is loaded under."""
+"""Prefix of the module name of a user's file."""
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """Import a user's Python file once, under a name derived from its absolute path."""
+    """Import a user's Python file once, as a module named by its absolute path."""
     file = Path(path).resolve()
     name = f"{FILE_MODULE}{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
@@ -49,8 +48,7 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def task_class(name: str) -> type[Task]:
-    """Find the class of task ``name``; raises `UserError` for an unknown name, a missing or broken file, or a class
-    that is no task."""
+    """Find a task's class; raises `UserError` for an unknown name, a bad file, or a class that is no task."""
     from .base import Task
 
     if ":" not in name:
@@ -84,7 +82,7 @@ def task_class(name: str) -> type[Task]:
 
 
 def check_options(found: type[Task], options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an option the task's constructor does not name."""
+    """Raise `UserError` for an option that the constructor lacks."""
     parameters = inspect.signature(found).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
@@ -95,8 +93,7 @@ def check_options(found: type[Task], options: Mapping[str, Any]) -> None:
 
 
 def build_task(name: str, options: Mapping[str, Any], seed: int, tokenizer: TaskTokenizer) -> Task:
-    """Construct task ``name``; ``options`` may set a ``seed`` of their own.  Raises `UserError` for unknown names,
-    options or option values."""
+    """Construct a task; ``options`` may have a ``seed``. Raises `UserError` for bad names or options."""
     found = task_class(name)
     check_options(found, options)
     try:

@@ -1,4 +1,4 @@
-"""The policy's tokenizer as tasks see it: the ``tokenizer.json`` of the model folder, without torch or transformers."""
+"""The policy's tokenizer for tasks: ``tokenizer.json`` of the model folder, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from libra_hpc.errors import invalid
 
 
 class TaskTokenizer:
-    """Text <-> token ids of the model in ``folder``; no special tokens are added or dropped.
+    """Text <-> token ids; no special tokens are added or dropped.
 
-    Raises `UserError` when the folder has no readable ``tokenizer.json``.
+    Raises `UserError` when ``folder`` has no readable ``tokenizer.json``.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -33,7 +33,7 @@ class TaskTokenizer:
                 "a Hugging Face folder with a fast tokenizer",
             ) from error
         self.eos_id = self._special(Path(folder) / "tokenizer_config.json", "eos_token")
-        """End-of-sequence id, or None when the folder names none."""
+        """End-of-sequence id; None when the folder has none."""
 
     def _special(self, config: Path, name: str) -> int | None:
         if not config.is_file():
@@ -50,7 +50,6 @@ class TaskTokenizer:
         return self.id_of(token) if isinstance(token, str) else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -58,7 +57,7 @@ class TaskTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def id_of(self, token: str) -> int | None:
-        """Id of one whole token, or None when the vocabulary lacks it."""
+        """Id of one whole token; None when the vocabulary lacks it."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
@@ -76,5 +75,4 @@ class TaskTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of tokens, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))

@@ -1,20 +1,17 @@
-"""How a tool call went, from the structure of its answer and never from its words.
+"""Outcome of a tool call, from the structure of its answer, never from its words.
 
-Schedulers learn from outcomes, so "0 errors" must not count as an error, nor ``{"exit_code": 1, "output": "..."}`` as
-fine.  A task declares the outcome where it knows better (``miss``, ``dead``); `classify` is the default for all others.
-The first of these that a mapping has decides:
+"0 errors" is no error, ``{"exit_code": 1, "output": "..."}`` is one. A task may set its own outcome (``miss``,
+``dead``); `classify` is the default. The first rule that applies to a mapping decides:
 
-1. a timeout: a status or error code of `TIMEOUT_WORDS`, ``timed_out: true``, a `TimeoutError`, exit code 124 (that of
-   timeout(1));
-2. an exit code (`EXIT_CODES`): 0 is ok, anything else an error;
-3. an error as a value (`ERRORS`: not None, not false, not empty), or a flag (``is_error``, ``success``, ``ok``);
-4. a status word (`STATUSES`), if it is one of the known words of success and failure;
-5. test counts: any failed test is an error;
-6. an error field that is there and holds nothing: ok;
-7. what is inside (`INSIDE`), to `MAX_DEPTH` = 4 mappings deep; text that is a JSON object counts as one.
+1. timeout: a status or error in `TIMEOUT_WORDS`, ``timed_out: true``, a `TimeoutError`, exit code 124 (timeout(1))
+2. an exit code (`EXIT_CODES`): 0 is ok, others are errors
+3. an error value (`ERRORS`: not None, false or empty), or a flag (`FLAGS`)
+4. a status (`STATUSES`) that is a word of success or failure
+5. test counts: any failed test is an error
+6. an empty error field: ok
+7. the values of `INSIDE`, up to `MAX_DEPTH` mappings deep; a JSON object in text counts as a mapping
 
-Everything else is ok: a tool that answered did its work.  Of text only a test runner's closing line is read, and of it
-only the counts (`count_tests`).
+Everything else is ok. In other text only a test runner's closing line counts (`count_tests`).
 """
 
 from __future__ import annotations
@@ -53,13 +50,13 @@ OK_WORDS = frozenset(
     {"ok", "success", "successful", "succeeded", "passed", "pass", "done", "completed", "complete", "finished"}
 )
 FLAGS = {"is_error": False, "isError": False, "success": True, "ok": True}
-"""Boolean fields and their value when all is well."""
+"""Boolean fields and their value in case of success."""
 TIMEOUT_EXIT = 124
 MAX_DEPTH = 4
 SUMMARY_CHARS = 2_000
-"""End of a text that is searched for a test runner's closing line."""
+"""Characters at the end of a text that are searched for a test runner's closing line."""
 JSON_CHARS = 1 << 20
-"""Longest text that is read as a JSON object."""
+"""Longest text that is parsed as a JSON object."""
 
 _PYTEST = re.compile(r"(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+)( in [\d.]+ ?s(?: \([\d:]+\))?)?(?: =+)?")
 _PYTEST_WORDS = {
@@ -81,14 +78,12 @@ _UNITTEST_FAILED = re.compile(r"(?:failures|errors)=(\d+)")
 
 
 class Outcome(NamedTuple):
-    """What `classify` found."""
-
     outcome: str
     """``ok`` | ``error`` | ``timeout``"""
     exit_code: int | None = None
     passed: int | None = None
     failed: int | None = None
-    """Tests; those that could not run count as failed."""
+    """Number of tests, including those that could not run."""
 
 
 def classify(result: Any) -> Outcome:
@@ -97,7 +92,7 @@ def classify(result: Any) -> Outcome:
         return _classify(result, 0) or Outcome("ok")
     inner = _classify(result.value, 0) or Outcome(result.outcome)
     if result.outcome != "ok" or result.exit_code is not None:
-        # The call failed, or its process ended with a known code: what it printed has no say in that.
+        # The call failed, or its process has an exit code: its output decides nothing.
         return inner._replace(outcome=result.outcome, exit_code=result.exit_code)
     return inner
 
@@ -105,19 +100,27 @@ def classify(result: Any) -> Outcome:
 def signal_of(tool: str, result: Any, payload_tokens: int, seconds: float | None = None) -> Signal:
     """The signal of a call of ``tool`` whose answer adds ``payload_tokens`` to the context.
 
-    ``seconds`` are those of the `ToolResult` when not given, 0.0 for any other value.
+    ``seconds`` default to those of a `ToolResult`, else to 0.0.
     """
     found = classify(result)
     if seconds is None:
         seconds = result.seconds if isinstance(result, ToolResult) else 0.0
-    return Signal(tool, found.outcome, payload_tokens, seconds, found.exit_code, found.passed, found.failed)
+    return Signal(
+        tool=tool,
+        outcome=found.outcome,
+        payload_tokens=payload_tokens,
+        seconds=seconds,
+        exit_code=found.exit_code,
+        passed=found.passed,
+        failed=found.failed,
+    )
 
 
 def count_tests(text: str) -> tuple[int, int] | None:
-    """(passed, failed) of the last closing line of a test runner at the end of a text; None without one.
+    """(passed, failed) of a test runner's last closing line at the end of a text; None without one.
 
-    It is a whole line: pytest's ``=== 3 failed, 12 passed in 0.5s ===`` (rules and time may be absent when tests passed
-    or failed), or unittest's ``Ran 12 tests in 0.1s`` with the ``OK`` or ``FAILED (failures=1, errors=2)`` below it.
+    It is a whole line: pytest's ``=== 3 failed, 12 passed in 0.5s ===`` (rules and time are optional), or unittest's
+    ``Ran 12 tests in 0.1s`` with ``OK`` or ``FAILED (failures=1, errors=2)`` below.
     """
     lines = [line.strip() for line in text[-SUMMARY_CHARS:].splitlines()]
     for i in range(len(lines) - 1, -1, -1):
@@ -130,14 +133,14 @@ def count_tests(text: str) -> tuple[int, int] | None:
                 return good, sum(counts.get(word, 0) for word in ("failed", "error", "errors"))
         unittest = _UNITTEST.fullmatch(lines[i])
         if unittest:
-            verdict = next((line for line in lines[i + 1 :] if line), "")
-            failed = sum(map(int, _UNITTEST_FAILED.findall(verdict)))
+            closing = next((line for line in lines[i + 1 :] if line), "")
+            failed = sum(map(int, _UNITTEST_FAILED.findall(closing)))
             return max(0, int(unittest[1]) - failed), failed
     return None
 
 
 def _classify(value: Any, depth: int) -> Outcome | None:
-    """The outcome of one value; None when nothing in it says how the call went."""
+    """The outcome of one value; None when it has none."""
     if isinstance(value, BaseException):
         return Outcome("timeout" if isinstance(value, TimeoutError) else "error")
     if isinstance(value, str):
@@ -146,13 +149,13 @@ def _classify(value: Any, depth: int) -> Outcome | None:
         return None
     exit_code = next((code for code in (_whole(value.get(name)) for name in EXIT_CODES) if code is not None), None)
     counts = _counts(value)
-    said = _said(value, exit_code, counts)
-    if said is None or counts is None:
+    outcome = _own_outcome(value, exit_code, counts)
+    if outcome is None or counts is None:
         inside = next(filter(None, (_classify(value.get(name), depth + 1) for name in INSIDE)), None)
         if inside is not None:
-            said, exit_code = said or inside.outcome, inside.exit_code if exit_code is None else exit_code
+            outcome, exit_code = outcome or inside.outcome, inside.exit_code if exit_code is None else exit_code
             counts = counts or _pair(inside.passed, inside.failed)
-    return None if said is None else Outcome(said, exit_code, *(counts or (None, None)))
+    return None if outcome is None else Outcome(outcome, exit_code, *(counts or (None, None)))
 
 
 def _classify_text(text: str, depth: int) -> Outcome | None:
@@ -165,8 +168,8 @@ def _classify_text(text: str, depth: int) -> Outcome | None:
     return None if counts is None else Outcome("error" if counts[1] else "ok", None, *counts)
 
 
-def _said(value: Mapping[Any, Any], exit_code: int | None, counts: tuple[int, int] | None) -> str | None:
-    """What a mapping itself says, in the order of the module."""
+def _own_outcome(value: Mapping[Any, Any], exit_code: int | None, counts: tuple[int, int] | None) -> str | None:
+    """The outcome of a mapping itself, by the rules of the module."""
     words = {word.strip().lower() for word in (value.get(name) for name in STATUSES) if isinstance(word, str)}
     errors = [value[name] for name in ERRORS if name in value]
     codes = {error for error in errors if isinstance(error, str)}
@@ -190,14 +193,13 @@ def _said(value: Mapping[Any, Any], exit_code: int | None, counts: tuple[int, in
 
 
 def _counts(value: Mapping[Any, Any]) -> tuple[int, int] | None:
-    """(passed, failed) of a mapping: numbers in ``passed`` / ``failed`` / ``failures`` beside ``errors`` and
-    ``total``, or a ``tests`` table or list."""
+    """(passed, failed) of a mapping: numbers beside ``errors`` and ``total``, or a ``tests`` table or list."""
     tests = value.get("tests")
     if isinstance(tests, Mapping):
         return _counts(tests)
     if isinstance(tests, list) and tests:
-        verdicts = [_verdict(test) for test in tests]
-        return None if None in verdicts else (verdicts.count(True), verdicts.count(False))
+        results = [_passed(test) for test in tests]
+        return None if None in results else (results.count(True), results.count(False))
     passed = _whole(value.get("passed"))
     failed = next((n for n in (_whole(value.get(name)) for name in ("failed", "failures")) if n is not None), None)
     if passed is None and failed is None:
@@ -212,8 +214,8 @@ def _counts(value: Mapping[Any, Any]) -> tuple[int, int] | None:
     return passed or 0, failed or 0
 
 
-def _verdict(test: Any) -> bool | None:
-    """Whether one entry of a list of tests passed; None when it does not say."""
+def _passed(test: Any) -> bool | None:
+    """Whether one entry of a list of tests passed; None: unknown."""
     if isinstance(test, bool):
         return test
     found = _classify(test, MAX_DEPTH - 1)

@@ -1,15 +1,10 @@
-"""A tool process: runs declared tool functions, or model-written code in a forked child, for the one host that started
-it.
+"""A tool process: runs declared tools, or model-written code in a forked child, for the host that started it.
 
-The first frame (`Setup`) says what this process is for; the process answers `Ready` or `ToolDone` with the reason it
-cannot work.  Then one call at a time: `Call` for a declared tool, `RunCode` for code.  Frames are msgpack against
-closed unions, so neither side can make the other run anything else. What a call has started ends before its answer is
-sent.  What was there before the call goes on: a browser driver or a pool of workers that the tool's module starts when
-it is imported serves all calls.
-
-Model-written code never runs in this process but in a fork made for that one call, whose only way out is a pipe of
-bytes: it cannot forge an answer, and there is nothing to find in the memory it inherits, because this process knows
-neither task nor episode nor reward.
+- First frame: `Setup`, answered by `Ready`, or by `ToolDone` with the reason of a failure.
+- Then one call at a time, `Call` (declared tool) or `RunCode`. Frames are msgpack against closed unions.
+- What a call starts ends before its answer. What the tool's module started at import serves all calls.
+- Model-written code runs in a fork whose only output is a pipe of bytes. It can forge no answer, and its memory has
+  neither task nor episode nor reward.
 """
 
 from __future__ import annotations
@@ -58,17 +53,17 @@ PRELOADED = (
     "textwrap",
     "typing",
 )
-"""Modules model-written code can import: it may open no file, so only what is loaded already."""
+"""Modules for model-written code: it may open no file, so only loaded ones can be imported."""
 
 CHILDREN_S = 2.0
-"""Most seconds to end what a call has started; then this process ends, and the host goes on with what is left."""
+"""Most seconds to end what a call has started; then this process exits, and the host kills the rest."""
 
 FRAME_BYTES = 96
-"""Most bytes of a `ToolDone` frame beside its value."""
+"""Most bytes of a `ToolDone` frame besides its value."""
 
 
 class ToolRef(msgspec.Struct, frozen=True):
-    """Where a declared tool is found: an importable module, or a user's file."""
+    """Place of a declared tool: an importable module, or a user's file."""
 
     name: str
     module: str
@@ -77,49 +72,41 @@ class ToolRef(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """Limits and purpose of this process; ``tools`` empty: model-written code."""
+    """Limits and purpose of a process; no ``tools``: model-written code."""
 
     tools: tuple[ToolRef, ...]
     parent: int
     folder: str
-    """Private working folder, made and removed by the host."""
     timeout_s: float
     memory_bytes: int
     output_bytes: int
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Run a declared tool."""
-
     call: int
-    """Drawn at random, so that a frame which anything else writes to the link is no call's answer."""
+    """Random, so that other writers to the link cannot forge an answer."""
     name: str
     args: tuple[Any, ...]
 
 
 class RunCode(msgspec.Struct, tag=True, frozen=True):
-    """Run model-written code."""
-
     call: int
     code: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Set up; ``network`` tells whether the network could be taken away (always False for declared tools, which keep
-    it)."""
+    """The process is set up; ``network_off``: without network (never for declared tools)."""
 
     network_off: bool
 
 
 class ToolDone(msgspec.Struct, tag=True, frozen=True):
-    """The answer of a call."""
-
     outcome: str
     value: Any
     exit_code: int | None = None
     """See `libra_hpc.tasks.base.ToolResult`."""
     call: int = 0
-    """Whose answer this is; 0: of no call, this process cannot start."""
+    """Id of the call; 0: none, the process cannot start."""
 
 
 to_tool: Codec[Setup | Call | RunCode] = Codec(Union[Setup, Call, RunCode])
@@ -127,14 +114,13 @@ from_tool: Codec[Ready | ToolDone] = Codec(Union[Ready, ToolDone])
 
 
 def cut(text: str, most: int) -> str:
-    """``text`` within ``most`` UTF-8 bytes."""
+    """``text``, cut to ``most`` bytes of UTF-8."""
     if len(text) <= most and len(text.encode()) <= most:
         return text
     return text.encode()[:most].decode(errors="ignore")
 
 
 def find(tool: ToolRef) -> Callable[..., Any]:
-    """Import a declared tool."""
     found: Any = load_file(tool.file) if tool.file else importlib.import_module(tool.module)
     for part in tool.qualname.split("."):
         found = getattr(found, part)
@@ -143,7 +129,6 @@ def find(tool: ToolRef) -> Callable[..., Any]:
 
 
 def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
-    """Call a declared tool and return the framed answer."""
     call = request.call
     try:
         value = function(*request.args)
@@ -157,9 +142,9 @@ def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
 
 
 def run_code(code: str, setup: Setup) -> ToolDone:
-    """Run model-written code in a contained fork and collect what it prints."""
+    """Run model-written code in a contained fork and collect its output."""
     reader, writer = os.pipe()
-    parent = os.getpid()  # asked before the fork: the child may start after this process was killed
+    parent = os.getpid()  # before the fork: the child may start after this process was killed
     child = os.fork()
     if child == 0:
         _contained(code, setup, writer, parent)
@@ -198,7 +183,6 @@ def run_code(code: str, setup: Setup) -> ToolDone:
 
 
 def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
-    """The forked child's whole life."""
     status = 1
     try:
         os.setsid()
@@ -213,9 +197,7 @@ def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
         program = compile(code, "<code>", "exec")
         contain.limit(setup.memory_bytes, 0)
         contain.compute_only(int(setup.timeout_s) + 1)
-        exec(
-            program, {"__name__": "__main__"}
-        )  # the one place that runs a model's text, under the filter just installed
+        exec(program, {"__name__": "__main__"})  # the only execution of a model's text, under the filter
         status = 0
     except SystemExit as end:
         status = end.code & 0xFF if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -267,7 +249,7 @@ def serve(link: socket.socket) -> None:
     while (request := receive()) is not None:
         if isinstance(request, Setup):
             return
-        # Nothing that a call starts outlives it, so these are of the tool's module, or started by those.
+        # Processes of a call end with it, so these belong to the tool's module.
         spared = reaper.descendants()
         if isinstance(request, Call):
             answer = run_tool(functions[request.name], request, setup.output_bytes)

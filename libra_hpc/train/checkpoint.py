@@ -1,8 +1,7 @@
-"""Save and load a replica's state under Hugging Face names, readable at any tensor- and pipeline-parallel split.
+"""Save and load a replica's state under Hugging Face names, for any tensor- and pipeline-parallel split.
 
-The layout is that of `libra_hpc.train.state_folders`.  Saving is collective over the replica (tensors are
-gathered to its rank 0, which alone writes); loading is
-not (every rank reads what it needs).
+Saving is collective: rank 0 of the replica gathers and writes. Loading is not. Layout:
+`libra_hpc.train.state_folders`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from .train_engine import TrainEngine
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-"""Files of a model folder that travel with its weights: configuration, tokenizer, chat template."""
+"""Files copied with the weights: configuration, tokenizer, chat template."""
 
 
 def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Full weights by Hugging Face name on the replica's rank 0 (elsewhere empty); collective over the replica."""
+    """Full weights by Hugging Face name on the replica's rank 0, elsewhere empty; collective."""
     return gather(dict(engine.named_parameters()), engine.shape, engine.split)
 
 
 def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
-    """Write the weights as one safetensors file that appears all at once; returns its crc32 and size in bytes, (0, 0)
-    on ranks that do not write.
+    """Write the weights as one safetensors file (atomic rename); returns crc32 and bytes, (0, 0) on other ranks.
 
-    Collective over the replica.  Raises `OSError` in all its processes when there is no room; nothing is left behind.
+    Collective. Raises `OSError` in all processes of the replica when there is no room; nothing is left behind.
     """
     parameters = dict(engine.named_parameters())
     tensors = gathered(parameters, engine.shape, engine.split)
@@ -50,7 +48,7 @@ def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
             found = _write_export(path, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
         except OSError as error:
             failure = error
-    # Gathering is collective, so the others need this process for the rest also when it cannot write.
+    # Gathering is collective: the others need this process also when it cannot write.
     for _ in tensors:
         pass
     _agree(engine, failure)
@@ -74,7 +72,7 @@ def _write_export(
 
 
 def _agree(engine: TrainEngine, failure: OSError | None) -> None:
-    """Raise `OSError` in all processes of the replica when the one that writes could not."""
+    """Raise `OSError` in all processes of the replica when the writing one failed."""
     if not engine.agree(failure is None):
         raise failure or OSError("the process of this replica that writes could not")
 
@@ -88,12 +86,12 @@ def write_policy(tensors: dict[str, torch.Tensor], model_dir: Path, folder: Path
             if not source.name.endswith(".safetensors.index.json") and source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
     config = json.loads((folder / "config.json").read_text())
-    # Two spellings of one fact, by transformers version; a stale one would make a loader convert the weights.
+    # The key depends on the transformers version; a stale value would make a loader convert the weights.
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # Renamed into place: ``folder`` may be the one the weights were read from.
+    # Rename: ``folder`` may be the one from which the weights were read.
     partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
     _save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS_FILE)
@@ -103,14 +101,14 @@ def _save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str,
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:
-        # What the operating system said, in safetensors' words.
+        # safetensors wraps the operating system's error.
         raise OSError(f"{path}: {error}") from error
 
 
 def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
-    """Write the current state as ``folder``, which appears all at once; collective over the replica.
+    """Write the state as ``folder`` (atomic rename).
 
-    Raises `OSError` in all its processes when that fails, for example for want of room; nothing is left behind.
+    Collective. Raises `OSError` in all processes of the replica when that fails; nothing is left behind.
     """
     state = engine.state
     policy = weights(engine)
@@ -124,19 +122,22 @@ def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
     failure = None
     if policy:
         try:
-            _write_state(folders.TrainerState(state.step, state.updates), policy, optimizer, model_dir, folder)
+            _write_state(engine, policy, optimizer, model_dir=model_dir, folder=folder)
         except OSError as error:
             failure = error
     _agree(engine, failure)
 
 
 def _write_state(
-    state: folders.TrainerState,
+    engine: TrainEngine,
     policy: dict[str, torch.Tensor],
     optimizer: dict[str, torch.Tensor],
+    *,
     model_dir: Path,
     folder: Path,
 ) -> None:
+
+    state = folders.TrainerState(engine.state.step, engine.state.updates)
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -152,12 +153,9 @@ def _write_state(
 
 
 class TensorFiles:
-    """Lazy reader of the tensors in one safetensors file, or of a Hugging Face folder's, indexed or not; a context
-    manager."""
+    """Lazy reader of the tensors in a safetensors file or a Hugging Face folder; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` (a file or a model folder); raises `FileNotFoundError` when the folder has no safetensors
-        weights."""
         self._stack = ExitStack()
         self._where: dict[str, Callable[[str], torch.Tensor]] = {}
         index = path / f"{WEIGHTS_FILE}.index.json"
@@ -180,17 +178,15 @@ class TensorFiles:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._where)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Read one full tensor; raises `KeyError` when the files do not have it."""
         return self._where[name](name)
 
 
 @torch.no_grad()
 def load_policy(engine: TrainEngine, folder: Path) -> None:
-    """Start from the weights of a Hugging Face folder at step 0, with an empty optimizer."""
+    """Load the weights of a Hugging Face folder: step 0, empty optimizer."""
     state = engine.state
     with TensorFiles(folder) as files:
         load({name: t.data for name, t in state.master.items()}, files, engine.shape, engine.split)
@@ -202,8 +198,7 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
 
 @torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
-    """Replace the state by the checkpoint or snapshot in ``folder`` (or the newest one under it); no process of the
-    replica depends on another."""
+    """Replace the state by ``folder`` or by the newest state under it; not collective."""
     folder = folders.resolve(folder)
     saved, state = folders.read_state(folder), engine.state
 
@@ -222,7 +217,7 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
 
 
 def start(engine: TrainEngine, model_dir: Path, start_dir: str) -> None:
-    """Load the state a worker begins with: ``start_dir`` when given, else the weights of ``model_dir``."""
+    """Load ``start_dir`` if given, else the weights of ``model_dir``."""
     if start_dir:
         load_state(engine, Path(start_dir))
     else:

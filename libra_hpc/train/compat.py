@@ -1,25 +1,13 @@
-"""Run Megatron-Core where there is no GPU: the whole shim, a no-op where CUDA exists.
+"""Run Megatron-Core without a GPU; does nothing where CUDA exists.
 
-Megatron-Core names the device in literals.  On a host without CUDA exactly these calls are replaced, each of which can
-only raise there:
+Megatron-Core names the device in literals. Without CUDA exactly these calls, which would raise, are replaced:
 
-=====================================================
-================================================================================== call
-why Megatron-Core makes it =====================================================
-================================================================================== ``torch.cuda.current_device()``
-device of gradient buffers, pipeline receive buffers ``torch.cuda.synchronize()``                           before
-pipeline sends ``f(..., device="cuda")`` inside `mcore_device`        token counters, overflow flags and norms of
-schedules and optimizers ``tensor.cuda()`` inside `mcore_device`                embedding weights shared by the first
-and last pipeline stage (at construction) ``tensor.type()`` inside `mcore_device`                optimizers compare it
-with ``'torch.cuda.FloatTensor'`` =====================================================
-==================================================================================
+- ``torch.cuda.current_device()`` (device of gradient and pipeline buffers) -> the CPU
+- ``torch.cuda.synchronize()`` (before pipeline sends) -> nothing
+- ``device="cuda"`` and ``tensor.cuda()`` inside `mcore_device` (counters, norms, shared embeddings) -> the CPU
+- ``tensor.type()`` inside `mcore_device` (optimizers compare it with ``'torch.cuda.FloatTensor'``) -> the CUDA name
 
-Besides, on every device, `eager_import` keeps Megatron-Core's import from decorating its fused functions with
-``torch.compile``: the model is built with those fusions off, and setting up the compiler doubles the start of a worker,
-which is part of the time a node needs to change sides.
-
-Code that asks ``torch.cuda.is_available()`` first is not affected, so vLLM or transformers in the same process keep
-working.
+Code that asks ``torch.cuda.is_available()`` first is not affected: vLLM or transformers in the same process work.
 """
 
 from __future__ import annotations
@@ -48,8 +36,10 @@ class _CudaLiteralsToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def eager_import() -> Iterator[None]:
-    """Context for importing Megatron-Core: ``torch.compile`` returns functions as they are, and warnings that
-    optional packages are missing are dropped."""
+    """Context for importing Megatron-Core: ``torch.compile`` does nothing, warnings of missing packages are dropped.
+
+    The model is built without compiled fusions. Setting up the compiler would double a worker's start-up time.
+    """
     real = torch.compile
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)  # type: ignore[assignment]
     try:
@@ -61,19 +51,19 @@ def eager_import() -> Iterator[None]:
 
 
 def install() -> None:
-    """Replace the two ``torch.cuda`` calls above, where there is no CUDA; repeating it does no harm."""
+    """Replace the two ``torch.cuda`` functions where there is no CUDA; may be repeated."""
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda *_args, **_kwargs: None
 
 
 def mcore_device() -> contextlib.AbstractContextManager[Any]:
-    """Context for Megatron-Core calls that carry ``"cuda"`` literals: construction of its model and optimizer, its
-    schedules, its optimizer step."""
+    """Context for Megatron-Core calls with ``"cuda"`` literals: construction of model and optimizer, schedules,
+    updates.
+    """
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaLiteralsToCpu()
 
 
 def without_shim() -> contextlib.AbstractContextManager[Any]:
-    """Context for our own code inside `mcore_device`: the model's forward has no literals, and every torch call is
-    cheaper without the mode."""
+    """Context for our own code inside `mcore_device`, which has no literals: torch calls cost less without the mode."""
     return contextlib.nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()

@@ -1,4 +1,4 @@
-"""The data order's memory: which prompts are trained, so that none is trained twice and none is left out."""
+"""Which prompts are trained: none twice, none left out."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterable
 
 
 class DataOrder:
-    """Which prompt indices are trained: everything below `low`, and `extra`."""
+    """Trained prompt indices: all below `low`, and those in `extra`."""
 
     def __init__(self, low: int = 0, extra: Iterable[int] = ()) -> None:
         self.low, self.extra = low, set(extra)
 
     def trained(self, indices: Iterable[int]) -> None:
-        """Mark indices as trained; raises `ValueError` when one already is, which would count it twice."""
         for index in indices:
             if index < self.low or index in self.extra:
                 raise ValueError(f"prompt {index} is trained already")

@@ -1,5 +1,4 @@
-"""The one place that chooses the device, the collective backend and the process-wide torch settings of a training
-process."""
+"""Device, collective backend and process-wide torch settings of a training process, chosen here alone."""
 
 from __future__ import annotations
 
@@ -15,28 +14,27 @@ import torch.distributed as dist
 from libra_hpc.errors import invalid
 
 POLL_S = 50e-6
-"""First pause between two looks at an unfinished collective; it doubles up to `POLL_MAX_S`, so a long wait costs no
-core."""
+"""First pause in seconds between two checks of an unfinished collective; doubles up to `POLL_MAX_S` to spare the core.
+"""
 POLL_MAX_S = 2e-3
 
 
 Store = Any
-"""torch's key-value stores, which its type stubs leave out."""
+"""torch's key-value stores, which its type stubs lack."""
 
 
 def file_store(path: str, size: int) -> Store:
-    """Meeting point of ``size`` processes on one file system; ``path`` must be fresh."""
+    """Rendezvous of ``size`` processes on one file system; ``path`` must be fresh."""
     return dist.FileStore(path, size)  # type: ignore[attr-defined]
 
 
 def local_store() -> Store:
-    """Meeting point of a world of one process."""
+    """Rendezvous of a world of one process."""
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
-def choose(device: str, index: int, threads: int) -> torch.device:
-    """Select the device of this process and set the thread count; raises `UserError` when CUDA is asked for and
-    there is none."""
+def choose_device(device: str, index: int, threads: int) -> torch.device:
+    """Select this process's device and thread count; raises `UserError` when CUDA is wanted and missing."""
     torch.set_num_threads(threads)
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -55,8 +53,7 @@ def choose(device: str, index: int, threads: int) -> torch.device:
 
 
 def _choose_interface() -> None:
-    # Gloo binds to the address its host name resolves to; a node whose name does not resolve can still train within
-    # itself.
+    # Gloo binds to the address of the host name. Where that does not resolve, a node can train within itself.
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
@@ -66,13 +63,11 @@ def _choose_interface() -> None:
 
 
 def backend(device: torch.device) -> str:
-    """torch.distributed backend of the replica's own world."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def bare_group(device: torch.device, store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group outside torch's global state; collective over its members, raises `RuntimeError` when they do
-    not all appear in time."""
+    """A process group outside torch's global state; collective, raises `RuntimeError` when a member is late."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
@@ -81,8 +76,10 @@ def bare_group(device: torch.device, store: Store, rank: int, size: int, timeout
 
 
 def wait(work: Any, timeout_s: float) -> None:
-    """Wait for a collective; raises `RuntimeError` when a member died or ``timeout_s`` passed (NCCL does neither by
-    itself)."""
+    """Wait for a collective; raises `RuntimeError` when a member died or ``timeout_s`` passed.
+
+    NCCL's own wait does neither.
+    """
     deadline = time.monotonic() + timeout_s
     pause = POLL_S
     while not work.is_completed():

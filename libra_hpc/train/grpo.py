@@ -1,19 +1,17 @@
 """The GRPO objective as pure functions of log-probabilities.
 
-Per loss token, with advantage A (normalised within its group by the rollout side), policy pi, proximal policy (the
-weights at the start of the step) and behaviour policy (what the rollout engine sampled from)::
+Policies: pi; proximal, the weights at the start of the step; behaviour, from which the rollout engine sampled. Per
+loss token, with group-normalised advantage A::
 
-    r    = pi / proximal                                       1 at the first update of a step, but carries the gradient
-    w    = min(proximal / behaviour, is_truncation)            no gradient
+    r    = pi / proximal                               1 at a step's first update, but carries the gradient
+    w    = min(proximal / behaviour, is_truncation)    no gradient
     loss = -w * min(r * A, clamp(r, 1 - clip, 1 + clip) * A) + kl_coef * k3
-    k3   = behaviour / pi - 1 - log(behaviour / pi)            unbiased, non-negative estimate of KL(pi || behaviour)
+    k3   = behaviour / pi - 1 - log(behaviour / pi)    unbiased, non-negative estimate of KL(pi || behaviour)
 
-Sums over tokens; the caller divides by the number of loss tokens of the whole global minibatch, so every token weighs
-the same whoever computes it.
+Functions return sums; the caller divides by the loss tokens of the global minibatch, so all tokens weigh the same.
 
-Sources: clipped ratio, Schulman et al. 2017 (arXiv 1707.06347); group advantages, Shao et al. 2024 (arXiv 2402.03300);
-decoupled proximal policy, Hilton et al. 2021 (arXiv 2110.00641); truncated importance weights, Espeholt et al. 2018
-(arXiv 1802.01561); k3, Schulman 2020, "Approximating KL divergence".
+Sources: ratio arXiv 1707.06347; advantages arXiv 2402.03300; decoupled proximal policy arXiv 2110.00641; truncated
+weights arXiv 1802.01561; k3 Schulman 2020, "Approximating KL divergence".
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ import torch.distributed as dist
 from .mcore import vocab_parallel_cross_entropy
 
 ENTROPY_ROWS = 1024
-"""Rows of logits per softmax of the entropy metric: bounds its memory to 1024 vocabularies, 0.6 GB at 150k entries."""
+"""Rows of logits per softmax of the entropy metric: bounds memory, 0.6 GB at a vocabulary of 150k."""
 
 
 class Terms(NamedTuple):
     """Sums over the loss tokens of one pack."""
 
     loss: torch.Tensor
-    """Differentiable scalar."""
+    """Differentiable sum."""
     ratio: torch.Tensor
-    """Sum of pi / behaviour."""
+    """Of pi / behaviour."""
     truncated: torch.Tensor
-    """Number of tokens whose weight w was cut."""
+    """Number of tokens with a truncated weight w."""
     gap: torch.Tensor
-    """Sum of |log proximal - log behaviour|."""
+    """Of |log proximal - log behaviour|."""
 
 
 def grpo_terms(
@@ -52,7 +50,7 @@ def grpo_terms(
     is_truncation: float,
     kl_coef: float,
 ) -> Terms:
-    """The objective over ``m`` loss tokens; all arguments float32[m], gradients flow through ``logprobs`` alone."""
+    """The objective over ``m`` loss tokens; tensors are float32[m], gradients flow through ``logprobs`` alone."""
     proximal = proximal.detach()
     ratio = torch.exp(logprobs - proximal)
     importance = torch.exp(proximal - behaviour)
@@ -71,11 +69,10 @@ def grpo_terms(
 
 
 def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities float32[m] of ``targets`` int64[m] under ``softmax(logits / temperature)``; logits [m, vocab /
-    tp], cut over tensor ranks.
+    """Log-probabilities float32[m] of ``targets`` int64[m] under ``softmax(logits / temperature)``.
 
-    ``logits`` are left as they are: Megatron-Core's vocabulary-parallel cross entropy overwrites a float32 argument, so
-    it always gets a fresh tensor.
+    ``logits`` [m, vocab / tp] are split over tensor ranks and not modified. Megatron-Core's cross entropy overwrites
+    a float32 argument, so it gets a new tensor.
     """
     scaled = logits.float() / temperature
     return -vocab_parallel_cross_entropy(scaled[:, None], targets[:, None])[:, 0]
@@ -83,8 +80,9 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
 
 @torch.no_grad()
 def entropy_sum(logits: torch.Tensor, temperature: float, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over rows of the entropy in nats of ``softmax(logits / temperature)``; ``tp_group`` when the vocabulary is
-    cut over ranks."""
+    """Sum over rows of the entropy (nats) of ``softmax(logits / temperature)``; ``tp_group``: vocabulary is split
+    over it.
+    """
     total = torch.zeros((), device=logits.device)
     for rows in torch.split(logits, ENTROPY_ROWS):
         scaled = rows.float() / temperature
@@ -93,7 +91,7 @@ def entropy_sum(logits: torch.Tensor, temperature: float, tp_group: dist.Process
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=tp_group)
         shifted = scaled - peak
         weight = shifted.exp()
-        # log Z and E[logit], both up to the same shift, which cancels in H = log Z - E[logit].
+        # log Z and E[logit]; the common shift cancels in H = log Z - E[logit].
         sums = torch.stack([weight.sum(-1), (weight * shifted).sum(-1)])
         if tp_group is not None:
             dist.all_reduce(sums, group=tp_group)

@@ -1,8 +1,8 @@
-"""One GRPO step of a replica: pack, (re)compute the proximal policy, accumulate, sum over replicas, agree, update.
+"""One GRPO step of a replica: pack, compute the proximal policy, accumulate, sum over replicas, agree, update.
 
-- A step is committed in all processes of a replica or in none: the sum over replicas comes before any change.
-- A step of several minibatches starts from a copy that it falls back to.
-- The summed gradient or loss of a minibatch is not finite -> its update is skipped everywhere; the step commits.
+- The sum over replicas fails -> no process of the replica has changed anything.
+- A later minibatch of a step fails -> the state returns to a copy from the start of the step.
+- The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
 - Another sum is not finite -> it is reported as 0.0; the update does not depend on it.
 """
 
@@ -24,15 +24,15 @@ from .settings import AlgorithmSettings
 from .train_engine import TrainEngine
 
 LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
-"""Places in the vector of sums that travels beside the gradients."""
+"""Places in the vector of sums that is reduced with the gradients."""
 
 
 class BatchRejected(Exception):
-    """The samples of a step cannot be trained on; nothing was changed."""
+    """The samples of a step cannot be trained on; the state is unchanged."""
 
 
 class GrpoTrainer:
-    """Runs `TrainStep` messages on an engine."""
+    """Runs `TrainStep` messages."""
 
     def __init__(self, engine: TrainEngine, replicas: Replicas, settings: AlgorithmSettings, micro_tokens: int) -> None:
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
@@ -42,8 +42,8 @@ class GrpoTrainer:
     def step(self, message: TrainStep) -> StepDone:
         """Train on one global batch and commit it.
 
-        Raises `BatchRejected` or `PeerLost`, in both cases with the state of before and outside the generation, so that
-        peers notice.
+        Raises `BatchRejected` or `PeerLost`, with the state of before and outside the generation, so that peers
+        notice.
         """
         begin = time.monotonic()
         state, replicas = self._engine.state, self._replicas
@@ -69,7 +69,7 @@ class GrpoTrainer:
                 if total == 0:
                     continue
                 found = self._accumulate(packs, None if proximal is None else proximal[i])
-                # The sum over replicas is the same in all of them, so all come to the same answer.
+                # The sums are equal in all replicas, and so is this decision.
                 if not self._engine.agree(self._engine.finite() and math.isfinite(found[LOSS])):
                     skipped += 1
                     continue
@@ -157,7 +157,7 @@ class GrpoTrainer:
 
 
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
-    """What a step reports, by place, from the sums and global loss tokens of its updates; zeros without an update."""
+    """Metrics by place, from the sums and global loss tokens of each update; zeros without an update."""
     count = max(1.0, sum(s[TOKENS] for s, _ in sums))
     means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, ENTROPY)}
     means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))

@@ -1,11 +1,10 @@
 """A worker process's end of the socket to its agent.
 
 - Any thread may send.
-- `Pulse` gives a sign of life once a second.
-- While a generation forms, `interrupted` looks for an order that ends the wait; what it reads is handled in order
-  later.
+- `Pulse` reports the process's phase once a second.
+- While a generation forms, `interrupted` reads orders that end the wait; they are handled in order later.
 
-Needs no torch: the simulated trainer speaks through it too.
+Needs no torch: the simulated trainer uses it too.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, StopWor
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
-    """See the module docstring.  The socket stays blocking, so that a receiver never changes the mode under a
-    sender."""
+    """See the module docstring. The socket stays blocking: a receiver must not change the mode under a sender."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, to_worker, from_worker)
@@ -34,26 +32,21 @@ class WorkerSocket(EngineSocket[FromWorker]):
         self._poll.register(self.fileno(), select.POLLIN)
 
     def send(self, message: FromWorker) -> None:
-        """As the base class, from any thread."""
         with self._sending:
             super().send(message)
 
     def send_many(self, messages: Sequence[FromWorker]) -> None:
-        """As the base class, from any thread."""
         with self._sending:
             super().send_many(messages)
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """As the base class; messages that `interrupted` read come first."""
+        """As in the base class; messages that `interrupted` read come first."""
         if self._ahead:
             return self._ahead.popleft()
         return self._next(timeout)
 
     def interrupted(self) -> bool:
-        """True when an order has arrived that a join which still waits for members must give way to.
-
-        Raises `EOFError` when the agent is gone.
-        """
+        """Whether an order arrived that ends an unfinished join; raises `EOFError` when the agent is gone."""
         while (message := self._next(0.0)) is not None:
             self._ahead.append(message)
         return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)
@@ -65,16 +58,15 @@ class WorkerSocket(EngineSocket[FromWorker]):
 
 
 ALIVE_S = 1.0
-"""Between two signs of life."""
+"""Seconds between two reports."""
 IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
 SNAPSHOT, CHECKPOINT = "snapshot", "checkpoint"
 BUSY = (SNAPSHOT, CHECKPOINT)
-"""Phases in which a process writes its state, for minutes where the model is large; orders wait meanwhile."""
+"""Phases that write the state, for minutes with a large model; orders wait."""
 
 
 class Pulse:
-    """Reports what the process does, from a thread of its own: one that computes still reports, a stopped one does
-    not."""
+    """Reports the process's phase from a thread of its own."""
 
     def __init__(self, socket: WorkerSocket) -> None:
         self._socket = socket
@@ -83,7 +75,6 @@ class Pulse:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The process is in this phase meanwhile."""
         before, self._now = self._now, (name, time.monotonic())
         try:
             yield
@@ -96,5 +87,5 @@ class Pulse:
             try:
                 self._socket.send(Alive(name, time.monotonic() - since))
             except OSError:
-                return  # the agent is gone, which the main thread learns as well
+                return  # the agent is gone; the main thread notices too
             time.sleep(ALIVE_S)

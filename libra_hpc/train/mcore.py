@@ -1,5 +1,4 @@
-"""The one door to Megatron-Core: everything we use of it is imported here, under
-`libra_hpc.train.compat.eager_import`."""
+"""The one import of Megatron-Core, under `libra_hpc.train.compat.eager_import`."""
 
 from __future__ import annotations
 

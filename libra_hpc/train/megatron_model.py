@@ -1,12 +1,11 @@
-"""Build Megatron-Core's `GPTModel` from a `Architecture`, with the part that its local (no Transformer Engine) spec
-lacks.
+"""Build Megatron-Core's `GPTModel` from an `Architecture`, with attention over packed sequences.
 
-`PackedAttention` is the ``core_attention`` submodule: the stock one refuses packed sequences and draws from the CUDA
-generator even on a CPU.  It also turns queries and keys by their positions (`libra_hpc.train.rotary`), so the model
-itself has no position embedding.  Everything else (layers, tensor and pipeline parallelism, embeddings, loss) is
-Megatron-Core's own.  Fusions are off, or run uncompiled (`libra_hpc.train.compat.eager_import`): compiling at first use
-takes longer than a short run and needs a compiler on the node.  The gated activation is "fused" all the same, because
-that one keeps its input alone for the backward pass: two MLP widths of memory per token and layer less.
+`PackedAttention` replaces the local spec's ``core_attention``, which refuses packed sequences and needs a CUDA
+generator. It applies rotary positions too (`libra_hpc.train.rotary`), so the model has no position embedding. All
+else is Megatron-Core's.
+
+Fusions are off or run uncompiled (`libra_hpc.train.compat.eager_import`): compilation takes longer than a short run.
+Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .rotary import rotated
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention over packed sequences, one scaled-dot-product kernel per block of similar lengths."""
+    """Causal self-attention over packed sequences: one scaled-dot-product kernel per block of similar lengths."""
 
     def __init__(
         self,
@@ -53,8 +52,10 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """Attend within each sequence: query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t,
-        heads * d]."""
+        """Attend within each sequence.
+
+        Query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t, heads * d].
+        """
         assert packed_seq_params is not None, "the trainer always packs"
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
@@ -62,7 +63,7 @@ class PackedAttention(MegatronModule):
         parts = []
         for begin, end, rows, width, index in packed_seq_params.blocks:
             q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
-            # The padding sits behind each sequence, so the causal mask alone hides it.
+            # Padding follows each sequence, so the causal mask hides it.
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
             parts.append(flat if index is None else flat.index_select(0, index))
@@ -71,7 +72,7 @@ class PackedAttention(MegatronModule):
 
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
     if index is not None:
-        # Unlike `index_copy` this keeps no copy of ``x`` for the backward pass.
+        # Unlike `index_copy`, this stores no copy of ``x`` for the backward pass.
         x = x.new_zeros(rows * width, *x.shape[1:]).index_put((index,), x)
     return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
@@ -109,7 +110,7 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         persist_layer_norm=False,
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
-        # Packs differ in length; Megatron-Core couples that to a token dispatcher setting even for dense models.
+        # Packs differ in length; Megatron-Core then wants this dispatcher even for dense models.
         variable_seq_lengths=pp > 1,
         moe_token_dispatcher_type="alltoall",
     )
@@ -118,10 +119,9 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
 def build_model(
     shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False
 ) -> GPTModel:
-    """Build this rank's part of the model, uninitialised; Megatron-Core's parallel state must exist.
+    """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
-    With ``recompute`` a layer keeps its input alone for the backward pass and is computed again there (Chen et al.
-    2016, arXiv 1604.06174).
+    With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
     """
     config = transformer_config(shape, dtype, tp, pp)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
@@ -140,8 +140,7 @@ def build_model(
         )
     if recompute:
         for layer in model.decoder.layers:
-            # Megatron-Core's own recomputation draws from the CUDA generator even on a CPU; without dropout there is no
-            # randomness to repeat.
+            # Megatron-Core's own recomputation needs a CUDA generator; without dropout nothing is random.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    # torch.nn.RMSNorm takes no params_dtype from the spec, so the whole model is converted.
+    # torch.nn.RMSNorm ignores the spec's params_dtype.
     return model.to(device=device, dtype=dtype)

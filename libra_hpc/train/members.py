@@ -1,9 +1,10 @@
 """Which replicas train together: forms the membership generations that the coordinator orders.
 
-- A newer order -> it is formed, and a formation that is not finished is given up for it.
+- A newer order -> it is formed; an unfinished formation is given up.
 - A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
-- A step or join failed and nobody died -> after `RETRY_S` the same members meet again, for at most `NEW_GENERATION_S`.
-- A member writes its state, for which the others wait in vain -> that time does not count.
+- A step or join failed and nobody died -> after `RETRY_S` the same members join again, for at most
+  `NEW_GENERATION_S`.
+- A member writes its state, and the others wait for it -> that time does not count.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from libra_hpc.protocol.trainer import Alive, Join, Joined
 from .link import BUSY
 
 NEW_GENERATION_S = 120.0
-"""A step or join that keeps failing for so long although no member died would go on to fail."""
+"""Seconds after which failing steps or joins without a death end the run."""
 RETRY_S = 5.0
-"""After a failed step or join the coordinator orders a new generation as soon as an agent reports the death behind it.
-Silence for so long means that nobody died (a member was slow, a connection broke): the same members try again."""
+"""Seconds to wait for a new order after a failed step or join.
+
+A death leads to an order sooner. Silence means a slow member or a broken connection: the same members try again.
+"""
 BUSY_S = 5.0
-"""Signs of life come every second: a member that was writing its state so long ago still is."""
+"""Seconds for which a member's report of writing its state counts; reports come every second."""
 
 
 class Members:
-    """The base of the train leader: orders, members, and their answers to what was asked last."""
+    """Base of the train leader: orders, members, and answers to the last request."""
 
     def __init__(
         self, rendezvous: Path, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
@@ -44,25 +47,24 @@ class Members:
         self._replies: dict[int, Any] = {}
         self._failed = ""
         self._died = False
-        """Whether the last failure is a member's death, which the coordinator answers by a new generation."""
+        """Whether the last failure is a death, upon which the coordinator orders a new generation."""
         self._failing_since: float | None = None
         """First failure without a death since the last step that succeeded."""
         self._joins = 0
-        """Joins ordered so far, and the attempt number of the last one."""
+        """Joins ordered so far; the attempt number of the last one."""
         self._saving = -1
         """Rank that was asked to save and has not answered."""
         self._busy_at: dict[int, float] = {}
-        """When a member last said that it was writing its state."""
+        """Time of each member's last report of writing its state."""
         self._wake = asyncio.Event()
 
     def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
-        """The coordinator orders a membership for the next step boundary."""
         if generation > self._ordered[0]:
             self._ordered = (generation, ranks)
         self._wake.set()
 
     def on_replica_down(self, rank: int, reason: str) -> None:
-        """A replica died: whatever runs fails with it."""
+        """A replica died: the present request fails with it."""
         if rank in self.members or rank in self._joining:
             self._failed = self._failed or f"replica {rank}: {reason}"
             self._broken = self._died = True
@@ -86,7 +88,7 @@ class Members:
         return self._broken or self._ordered_newer()
 
     def _ordered_newer(self) -> bool:
-        # An order without ranks says that every member died, and that another one follows.
+        # An order without ranks: every member died, and another order follows.
         return self._ordered[0] > self.generation and bool(self._ordered[1])
 
     async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -102,8 +104,7 @@ class Members:
         return True
 
     async def _order_or_retry(self) -> bool:
-        """Wait for a newer order, or until the last one is to be tried again; False when that was tried for too
-        long."""
+        """Wait for a newer order or the time of a retry; False when retries took too long."""
         while not self._ordered_newer():
             alive = bool(self._failed) and not self._died
             if alive and (self._failing_since is None or self._member_busy()):
@@ -118,13 +119,17 @@ class Members:
         return self._ordered_newer() or self._died
 
     async def _join(self, wanted: tuple[int, ...]) -> bool:
-        """Have these ranks form the generation; False when that failed, or a newer order came before all had joined."""
+        """Have these ranks form the generation; False when that failed or a newer order came first."""
         self._joining, self._broken = wanted, True
-        self._ask_anew()
+
+        self._clear_replies()
         self._joins += 1
         path = f"{self._rendezvous}/generation-{self.generation:06d}.{self._joins}"
         for position, rank in enumerate(wanted):
-            self._send(rank, ToReplica(Join(self.generation, position, len(wanted), path, self._joins)))
+            join = Join(
+                generation=self.generation, rank=position, size=len(wanted), rendezvous=path, attempt=self._joins
+            )
+            self._send(rank, ToReplica(join))
 
         def joined() -> bool:
             return all(isinstance(self._replies.get(rank), Joined) for rank in wanted)
@@ -133,7 +138,7 @@ class Members:
         self._joining = ()
         return joined() and not self._failed
 
-    def _ask_anew(self) -> None:
+    def _clear_replies(self) -> None:
         self._replies, self._failed, self._died = {}, "", False
 
     def _fail(self, reason: str, restart: bool = False) -> bool:

@@ -1,10 +1,7 @@
-"""Samples to packed micro-batches: sequences of many lengths side by side in one row, without padding between them.
+"""Samples to packed micro-batches: sequences of many lengths in one row, without padding between them.
 
-Samples are sorted by length and packed greedily up to ``micro_tokens``, so that neighbours have similar lengths.  Only
-attention needs a rectangle: the sequences of a pack are cut into `Block` s, runs of similar length, and each block is
-padded by itself.  A block grows while its padded attention costs at most `PADDED_COST` times what its sequences need
-(attention is quadratic: one 4k sequence among 200-token ones would else dominate the step).  One block per length would
-waste nothing, but each block is one more kernel launch per layer; at 1.5 a heavy-tailed batch of 64 gives 4-6 blocks.
+Samples are sorted by length and packed greedily up to ``micro_tokens``. Only attention needs a rectangle: a pack is
+cut into `Block` s, runs of similar length, each padded by itself.
 """
 
 from __future__ import annotations
@@ -21,43 +18,50 @@ from .mcore import PackedSeqParams
 from .rotary import Table
 
 PADDED_COST = 1.5
+"""Most padded attention cost of a block, relative to what its sequences need (quadratic in length).
+
+At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Without a
+bound, one 4k sequence among 200-token ones dominates the step.
+"""
 
 
 class Example(NamedTuple):
-    """One sequence to train on, as host tensors of ``n`` tokens."""
+    """One training sequence of ``n`` tokens, on the host."""
 
     tokens: torch.Tensor
     """int64[n]"""
     mask: torch.Tensor
-    """bool[n], the tokens that carry loss; never the first."""
+    """bool[n], tokens that carry loss; never the first."""
     logprobs: torch.Tensor
     """float32[n], behaviour log-probabilities, 0 outside the mask."""
     advantage: float
 
 
 class Block(NamedTuple):
-    """Tokens ``begin:end`` of a pack hold ``rows`` sequences of at most ``width`` tokens; token ``i`` goes to cell
-    ``place[i]`` of the rectangle."""
+    """Tokens ``begin:end`` of a pack: ``rows`` sequences of at most ``width`` tokens.
+
+    Token ``i`` goes to cell ``place[i]`` of the rectangle.
+    """
 
     begin: int
     end: int
     rows: int
     width: int
     place: torch.Tensor | None
-    """int64[end - begin], or None when all sequences have ``width`` tokens."""
+    """int64[end - begin]; None when all sequences have ``width`` tokens."""
 
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron-Core's description of a pack, plus what our attention needs."""
+    """Megatron-Core's description of a pack, plus the fields of `PackedAttention`."""
 
     blocks: tuple[Block, ...] = ()
     rotary: Table | None = None
-    """Set by the engine, which knows the model, for the time of one pass."""
+    """Set by the engine for one pass."""
 
 
 class Pack(NamedTuple):
-    """One packed micro-batch of ``t`` tokens, ``m`` of which carry loss; tensors are on the training device."""
+    """One packed micro-batch of ``t`` tokens, ``m`` with loss, on the training device."""
 
     tokens: torch.Tensor
     """int64[1, t]"""
@@ -75,12 +79,14 @@ class Pack(NamedTuple):
 
 
 def decode(sample: Sample) -> Example:
-    """Turn a wire sample into tensors; raises `ValueError` when its arrays differ in length or its first token is
-    marked for loss."""
+    """Turn a wire sample into tensors.
+
+    Raises `ValueError` when its arrays differ in length or its first token is marked for loss.
+    """
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
-    return example(sample.uid, tokens, mask, logprobs, sample.advantage)
+    return example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
 
 
 def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, advantage: float) -> Example:
@@ -95,8 +101,10 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
 
 
 def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -> list[Pack]:
-    """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens (a longer one alone); those without
-    loss tokens are left out."""
+    """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens; a longer one is alone in its own.
+
+    Examples without loss tokens are left out.
+    """
     useful = sorted((s for s in examples if bool(s.mask.any())), key=lambda s: -len(s.tokens))
     groups: list[list[Example]] = []
     room = 0
@@ -151,6 +159,6 @@ def _blocks(lengths: list[int], device: torch.device) -> tuple[Block, ...]:
         index = None
         if run[-1] != width:
             index = torch.cat([torch.arange(row * width, row * width + n) for row, n in enumerate(run)]).to(device)
-        blocks.append(Block(begin, end, len(run), width, index))
+        blocks.append(Block(begin=begin, end=end, rows=len(run), width=width, place=index))
         begin, first = end, last
     return tuple(blocks)

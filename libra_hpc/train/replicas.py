@@ -1,17 +1,13 @@
-"""Elastic data parallelism: replicas of one membership generation, joined by process groups that torch's global state
-never hears of.
+"""Elastic data parallelism: replicas of a membership generation, joined by groups outside torch's global state.
 
-Every replica keeps its own torch world for life.  Ranks with the same (tensor, pipeline) coordinate in different
-replicas hold the same piece of the model; each coordinate gets one *bare* process group per generation, met through a
-file on the shared file system.  Rules that make membership changes safe:
+Every replica has its own torch world for life. Per generation, ranks with the same (tensor, pipeline) coordinate get
+one *bare* process group, with a rendezvous file on the shared file system.
 
-1. The member with the highest step is the truth at a join; others take its state.  Received tensors are committed only
-   once every process of the replica has all of its own, so a source that dies half-way leaves the receiver as it was.
-2. Gradients are summed before anything is changed.  All processes of a replica agree on success before the update; on
-   failure the step is not committed.
-3. Whoever fails leaves the group at once, which closes its sockets and thereby wakes peers that wait for it.
-4. Members announce themselves and wait for the others interruptibly; only when all are there does the connect follow,
-   which nothing can interrupt.
+1. At a join, all take the state of the member with the highest step. A replica commits it once all its processes have
+   received theirs: a source that dies leaves it unchanged.
+2. Gradients are summed before any change. All processes of a replica agree on success, else nothing is committed.
+3. A process that fails leaves the group at once: its closed sockets wake waiting peers.
+4. Members announce themselves first, which can be interrupted. They connect, which cannot, when all are there.
 """
 
 from __future__ import annotations
@@ -31,24 +27,23 @@ from .device import Store, bare_group, file_store, wait
 from .train_engine import TrainEngine
 
 BROADCAST_ELEMENTS = 1 << 24
-"""Elements of one broadcast of the join (64 MiB of float32): enough to hide latency, little enough not to double the
-source's memory."""
+"""Elements per broadcast at a join (64 MiB of float32): hides latency without doubling the source's memory."""
 
 
 ANNOUNCE_POLL_S = 0.05
-"""Pause between two looks at who has announced itself: a read of a file on the shared file system."""
+"""Seconds between two reads of the announcements on the shared file system."""
 CONNECT_S = 8.0
-"""Longest connect of members that have all announced themselves, which takes milliseconds on the CPU.  Half: a loaded
-node may miss it; double: a member that dies in between holds the others so long."""
+"""Longest connect in seconds of announced members; on the CPU it takes milliseconds.
+
+Half: a loaded node may miss it. Double: a member that dies in between delays the others so long.
+"""
 
 
 class PeerLost(Exception):
-    """A collective over the replicas failed: a member died, left, or did not come in time."""
+    """A collective over the replicas failed: a member died, left, or was late."""
 
 
 class Replicas:
-    """This process's membership in the current generation."""
-
     def __init__(
         self,
         engine: TrainEngine,
@@ -56,20 +51,20 @@ class Replicas:
         join_timeout_s: float,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``waiting`` is entered while this process waits for other replicas."""
+        """``waiting`` is the context of waits for other replicas."""
         self._engine, self._waiting = engine, waiting
         self._step_timeout_s, self._join_timeout_s = step_timeout_s, join_timeout_s
         self._group: Any = None
         self.generation = -1
-        """Generation this process is a member of; -1: none."""
+        """The present generation; -1: none."""
         self.waited_s = 0.0
-        """Seconds spent in sums over replicas since the counter was last set to 0."""
+        """Seconds in sums over replicas since the counter was set to 0."""
 
     def join(self, message: Join, interrupted: Callable[[], bool] = lambda: False) -> int:
-        """Become a member of a generation and bring this replica to the truth's state; returns the bytes received.
+        """Join a generation and take its state; returns the bytes received.
 
-        Collective over the generation; ``interrupted`` ends the wait for members that have not appeared.  Raises
-        `PeerLost` when it does not come about; this process is then in no generation and its state is as before.
+        Collective over the generation; ``interrupted`` ends the wait for missing members. Raises `PeerLost`, in no
+        generation and with an unchanged state.
         """
         self.leave()
         received: list[torch.Tensor] = []
@@ -98,7 +93,7 @@ class Replicas:
         store.set(members[message.rank], "here")
         deadline = time.monotonic() + self._join_timeout_s
         while True:
-            # Also when all are there: those that got the newer order are about to leave, and the connect would wait.
+            # Also when all are there: members with the newer order leave, and the connect would wait for them.
             if interrupted():
                 raise RuntimeError("a newer order came")
             if store.check(members):
@@ -113,25 +108,25 @@ class Replicas:
         split, state, device = self._engine.split, self._engine.state, self._engine.device
         store = file_store(f"{message.rendezvous}.tp{split.tp_rank}-pp{split.pp_rank}", message.size)
         self._assemble(store, message, interrupted)
-        # NCCL connects in its first collective, which takes seconds for many devices.
+        # NCCL connects in its first collective: seconds for many devices.
         connect_s = self._join_timeout_s if device.type == "cuda" else min(CONNECT_S, self._join_timeout_s)
-        self._group = bare_group(device, store, message.rank, message.size, connect_s)
+        self._group = bare_group(device, store, rank=message.rank, size=message.size, timeout_s=connect_s)
         mine = torch.tensor([state.step, state.updates], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(message.size)]
         wait(self._group.allgather([everyone], [mine]), connect_s)
         counters = [(int(each[0]), int(each[1])) for each in everyone]
-        truth = max(range(message.size), key=lambda rank: counters[rank][0])
-        if all(each == counters[truth] for each in counters):
-            return counters[truth], []
+        source = max(range(message.size), key=lambda rank: counters[rank][0])
+        if all(each == counters[source] for each in counters):
+            return counters[source], []
         options = _within(dist.BroadcastOptions(), self._step_timeout_s)
-        options.rootRank = truth
+        options.rootRank = source
         received: list[torch.Tensor] = []
         for part in self._parts():
-            # The source's parts are copies too, so every member can pass the same kind of buffer.
+            # The source's parts are copies too: all members pass the same kind of buffer.
             wait(self._group.broadcast([part], options), self._step_timeout_s)
-            if counters[message.rank] != counters[truth]:
+            if counters[message.rank] != counters[source]:
                 received.append(part)
-        return counters[truth], received
+        return counters[source], received
 
     def _parts(self) -> Any:
         pieces: list[torch.Tensor] = []
@@ -144,7 +139,7 @@ class Replicas:
         yield torch.cat(pieces)
 
     def sum(self, tensors: list[torch.Tensor]) -> None:
-        """Sum each tensor over the members in place; raises `PeerLost` and leaves the generation when that fails."""
+        """Sum each tensor over the members in place; on failure leaves the generation and raises `PeerLost`."""
         if self._group is None:
             return
         begin = time.monotonic()
@@ -160,13 +155,11 @@ class Replicas:
             self.waited_s += time.monotonic() - begin
 
     def leave(self) -> None:
-        """Leave the generation: close this process's connections to the other replicas."""
         group, self._group, self.generation = self._group, None, -1
         if group is not None:
             group.abort()
 
 
 def _within(options: Any, seconds: float) -> Any:
-    """Options of one collective with a timeout of its own: the default is that of the connect."""
     options.timeout = datetime.timedelta(seconds=seconds)
     return options

@@ -1,6 +1,6 @@
-"""When an operation that failed for want of storage is tried again.
+"""When an operation that failed for lack of storage is tried again.
 
-- Failure -> the next attempt waits for a pause that doubles with every failure in a row, up to a longest one.
+- Failure -> the next attempt waits for a pause, which doubles with every failure in a row up to a longest one.
 - Success -> the pause is the first one again.
 
 Pure: times are seconds of any monotonic clock.
@@ -10,40 +10,33 @@ from __future__ import annotations
 
 
 class Retry:
-    """Pauses between attempts."""
-
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s, self._longest_s = first_s, longest_s
         self._not_before = float("-inf")
         self.failures = 0
-        """In a row."""
 
     def failed(self, now: float) -> None:
-        """An attempt failed."""
         # Beyond 1,000 doublings a float overflows.
         self._not_before = now + min(self._first_s * 2.0 ** min(self.failures, 100), self._longest_s)
         self.failures += 1
 
     def succeeded(self) -> None:
-        """An attempt succeeded."""
         self._not_before, self.failures = float("-inf"), 0
 
     def due(self, now: float) -> bool:
-        """Whether an attempt may be made."""
         return now >= self._not_before
 
     def wait_s(self, now: float) -> float:
-        """Seconds until then."""
         return max(0.0, self._not_before - now)
 
 
 class Exports:
-    """Which version of the weights was asked of the exporter, and which is written."""
+    """Which weight version was requested from the exporter, and which is written."""
 
     FIRST_S, LONGEST_S = 2.0, 10.0
-    """Pauses in seconds.  Generation under a staleness bound of 0 waits for the version, so they are short."""
+    """Pauses in seconds; short, because rollout with a staleness bound of 0 waits for the version."""
     FAILURES = 5
-    """In a row that end the run: 24 s in which nobody made room."""
+    """Failures in a row that end the run: after 24 s without room."""
 
     def __init__(self, version: int) -> None:
         self._written = self._asked = version
@@ -52,35 +45,33 @@ class Exports:
         """Of the last export."""
 
     def due(self, version: int, now: float) -> bool:
-        """Whether this version is to be asked for now."""
+        """Whether this version must be requested now."""
         return self._asked < version and self._retry.due(now)
 
     def ask(self, version: int, now: float) -> bool:
-        """The same; it then counts as asked for."""
+        """As `due`; the version then counts as requested."""
         if not self.due(version, now):
             return False
         self._asked = version
         return True
 
     def ask_again(self) -> None:
-        """Whoever was asked may be gone."""
+        """Drop the pending request: its receiver may be gone."""
         self._asked = self._written
 
     def moved(self, version: int) -> None:
-        """Another replica exports from now on, and has not written this version yet."""
+        """Another replica exports from now on; it has not written this version."""
         self._asked = self._written = min(self._written, version - 1)
 
     def written(self, version: int, seconds: float) -> None:
-        """An export is in place."""
         self._written, self.seconds = max(self._written, version), seconds
         self._retry.succeeded()
 
     def failed(self, now: float) -> bool:
-        """An export failed; True when that was one too many."""
+        """An export failed; True at the last permitted failure."""
         self._retry.failed(now)
         self.ask_again()
         return self._retry.failures >= self.FAILURES
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a failed export may be asked for again."""
         return self._retry.wait_s(now)

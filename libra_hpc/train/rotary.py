@@ -1,12 +1,10 @@
 """Rotary position embedding of packed sequences: angles once per pack, one multiplication per layer.
 
-Megatron-Core's own embedding walks the sequences of a pack one by one, for queries and for keys of every layer, and
-asks the device for their lengths each time; on a GPU those questions leave it idle between layers, on a CPU the walk is
-a good part of a step with short sequences.  Here a pack's positions become one table of cosines and sines
-(`Rotary.table`), which all layers share and apply to all tokens at once (`rotated`).
+Megatron-Core's own embedding processes the sequences of a pack one by one in every layer and synchronises with the
+device for their lengths. Here all layers share one table of cosines and sines.
 
-Source: Su et al. 2021 (arXiv 2104.09864), halves of a head as in Llama's and Qwen's published weights; long contexts as
-Llama 3.1's ``rope_scaling``.
+Sources: arXiv 2104.09864 with the half-split layout of Llama's and Qwen's weights; long contexts as Llama 3.1's
+``rope_scaling``.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ Table = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rotary:
-    """The embedding of one model."""
-
     def __init__(self, shape: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
         frequencies = 1.0 / shape.rope_theta ** (steps / shape.head_dim)
@@ -33,23 +29,23 @@ class Rotary:
         self._dtype = dtype
 
     def table(self, positions: torch.Tensor) -> Table:
-        """For tokens at ``positions``, int64[t]: angles in float32, cosines and sines in the model's type."""
+        """The table for ``positions``, int64[t]; angles in float32, result in the model's type."""
         angles = positions.float()[:, None, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
 
 
 def rotated(x: torch.Tensor, table: Table) -> torch.Tensor:
-    """Turn ``x``, [t, heads, head_dim], by the angles of its tokens."""
+    """Rotate ``x`` [t, heads, head_dim] by the angles of its tokens."""
     cos, sin = table
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
 def _stretched(frequencies: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched by ``factor``, short ones kept, those between
-    interpolated."""
+    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones unchanged, those between interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / factor)
+
+    unchanged = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (unchanged + (1.0 - unchanged) / factor)

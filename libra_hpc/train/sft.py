@@ -1,9 +1,8 @@
-"""Supervised warm start: teach a policy on demonstrations, in one process, through the same model, optimizer and
-schedule as reinforcement learning.
+"""Supervised warm start: train a policy on demonstrations, in one process, with the model and optimizer of RL.
 
-Loss is the mean negative log-likelihood of the masked tokens of a batch.  The learning rate rises linearly over
-``warmup`` steps, stays until half of the steps, and falls linearly to zero (a warmup-stable-decay schedule), bounded by
-steps and not by seconds so that a run can be repeated exactly.
+- Loss: mean negative log-likelihood of a batch's masked tokens.
+- Learning rate: rises linearly over ``warmup`` steps, stays until half of the steps, falls linearly to 0.
+- The run is bounded by steps, not seconds, so that it can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from libra_hpc.errors import invalid
 from libra_hpc.hardware.architecture import read_shape
 
 from .checkpoint import load_policy, weights, write_policy
-from .device import choose, local_store
+from .device import choose_device, local_store
 from .grpo import token_logprobs
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
 from .train_engine import TrainEngine, close_world, init_world
 
 REPORT_EVERY = 100
-"""Steps between two lines of progress on stderr, and steps averaged in each."""
+"""Steps between two lines of progress on stderr, averaged in each."""
 WORLD_TIMEOUT_S = 600.0
-"""Unused by a world of one process, but torch asks."""
+"""Required by torch, unused by a world of one process."""
 
 Demonstration = tuple[list[int], list[int]]
-"""Token ids and loss mask (1: learn this token) of one sequence, equally long; the first token cannot be learnt."""
+"""Token ids and loss mask (1: learn this token), equally long; the first token cannot be learnt."""
 
 
 def warm_start(
@@ -49,35 +48,38 @@ def warm_start(
     device: str = "cpu",
     threads: int = 1,
 ) -> dict[str, float]:
-    """Train the Hugging Face model in ``model_dir`` for ``steps`` batches and write it, with its tokenizer, as
-    ``out_dir`` (may be the same).
+    """Train the model in ``model_dir`` for ``steps`` batches; write it and its tokenizer to ``out_dir`` (may be the
+    same).
 
-    ``batches`` yields at least ``steps`` lists of demonstrations.  Returns ``first_loss`` and ``last_loss`` (means over
-    up to 100 steps, nats per token), ``steps`` and ``tokens``.  Must be the process's only user of torch.distributed
-    while it runs.  Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be
-    trained; `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the
-    batches run out.
+    ``batches`` yields at least ``steps`` lists of demonstrations. Must be the process's only user of
+    torch.distributed.
+
+    Returns ``first_loss`` and ``last_loss`` (means over up to 100 steps, nats per token), ``steps`` and ``tokens``.
+    Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be trained;
+    `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the batches run
+    out.
     """
     if not 0 <= warmup < steps:
         raise invalid(
             "warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}"
         )
-    chosen = choose(device, 0, threads)
+    chosen = choose_device(device, 0, threads)
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     shape = read_shape(model_dir)
     settings = OptimizerSettings(
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
+        eps=1e-8,
         weight_decay=weight_decay,
         grad_clip=grad_clip,
         warmup_steps=warmup,
         decay_steps=steps,
         anneal_steps=min(steps // 2, steps - warmup),
     )
-    split = init_world(chosen, 1, 1, 0, local_store(), WORLD_TIMEOUT_S)
+    split = init_world(chosen, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
     try:
-        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings)
+        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings=settings)
         load_policy(engine, model_dir)
         result = _train(engine, batches, steps, micro_tokens)
         write_policy(weights(engine), model_dir, out_dir, getattr(torch, dtype))
@@ -127,5 +129,9 @@ def _train(
 
 def _example(tokens: list[int], mask: list[int]) -> Example:
     return example(
-        "demonstration", torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool), torch.zeros(len(tokens)), 0.0
+        "demonstration",
+        tokens=torch.tensor(tokens),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        logprobs=torch.zeros(len(tokens)),
+        advantage=0.0,
     )

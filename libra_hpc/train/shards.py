@@ -1,10 +1,9 @@
-"""Splitting one global batch over the live replicas: pure.
+"""Split one global batch over the live replicas: pure.
 
-A batch's groups are cut into ``minibatches`` contiguous parts (one optimizer step each); each part's samples go to the
-replicas by longest processing time first, so that token counts, which is what a packed replica's time depends on,
-differ by at most one sample.  The divisor of the token-mean loss is the part's number of generated tokens over *all*
-its samples, also those whose advantage is zero and that need no forward pass: leaving them out saves time and changes
-nothing.
+- Groups are cut into ``minibatches`` contiguous parts, one optimizer step each.
+- A part's samples go to the replicas by longest processing time first: token counts differ by at most one sample.
+- The loss is divided by the generated tokens of *all* samples of the part. Samples with zero advantage need no
+  forward pass; leaving them out changes nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ TOKEN_BYTES = 4
 
 
 def tokens_of(sample: Sample) -> int:
-    """Length of a sample in tokens."""
     return len(sample.tokens) // TOKEN_BYTES
 
 
 def loss_tokens_of(sample: Sample) -> int:
-    """Number of tokens the policy generated."""
     return sample.loss_mask.count(1)
 
 
@@ -35,7 +32,7 @@ def shard(
 ) -> tuple[Shards, tuple[int, ...]]:
     """Return (per replica: its samples of every minibatch, loss tokens of every global minibatch).
 
-    The assignment depends only on the arguments, so a step that is redone with the same members sees the same shards.
+    Depends on the arguments alone: a step that is redone with the same members has the same shards.
     """
     parts = min(minibatches, len(groups)) or 1
     shards: list[list[tuple[Sample, ...]]] = [[] for _ in range(replicas)]

@@ -1,12 +1,13 @@
-"""Checkpoint and snapshot folders: what is in one, which one is newest, and how one appears all at once.
+"""Checkpoint and snapshot folders: contents, choice of the newest, atomic publication.
 
-A folder holds ``policy/`` (a Hugging Face folder: config, tokenizer, ``model.safetensors``), ``optimizer.safetensors``
-(``exp_avg/<HF name>``, ``exp_avg_sq/<HF name>``, and ``master/<HF name>`` when the weights are kept in less than
-float32), ``trainer.json`` and, written last, ``manifest.json``: the size and checksum of every other file.  It is
-written under a temporary name and renamed when complete; a process killed while writing leaves only a temporary one
-behind.  What a file system loses or tears later, `verify` finds.
+- ``policy/``: a Hugging Face folder (config, tokenizer, ``model.safetensors``)
+- ``optimizer.safetensors``: ``exp_avg/<HF name>``, ``exp_avg_sq/<HF name>``, and ``master/<HF name>`` for weights in
+  less than float32
+- ``trainer.json``: counters
+- ``manifest.json``, written last: size and checksum of every other file, for `verify`
+- ``state.json``: the data position; the train leader adds it to a checkpoint
 
-The train leader adds ``state.json``, the data position, to a checkpoint.  Needs no torch, so an agent may use it.
+A folder is written under a temporary name and renamed when complete. Needs no torch: agents use it.
 """
 
 from __future__ import annotations
@@ -23,43 +24,42 @@ import msgspec
 from libra_hpc.weights.checksum import file_crc32
 
 FORMAT = 1
-"""Version of the layout above."""
+"""Version of this layout."""
 STATE_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 POLICY_DIR = "policy"
 MANIFEST_FILE = "manifest.json"
 POSITION_FILE = "state.json"
 TEMPORARY = ".partial"
-"""Suffix of a folder or file that is being written."""
+"""Suffix of an unfinished folder or file."""
 DAMAGED = ".damaged"
-"""Suffix of a checkpoint folder that was found damaged and moved aside."""
+"""Suffix of a damaged checkpoint folder that was moved aside."""
 SPARE = 0.05
-"""Share of what is to be written that must stay free beyond it: blocks, folders and the small files of others."""
+"""Share of the written bytes that must stay free beyond them, for blocks, folders and others' files."""
 THREADS = 8
-"""Files whose checksums are computed at a time; zlib releases the interpreter's lock."""
+"""Checksums computed at a time; zlib releases the interpreter's lock."""
 
 
 class TrainerState(msgspec.Struct, frozen=True):
     """``trainer.json``: the counters of a saved state."""
 
     step: int
-    """Global batches trained."""
     updates: int
-    """Optimizer updates (``step`` times minibatches, less the skipped ones), Adam's own counter."""
+    """Optimizer updates (``step`` times minibatches, less the skipped ones): Adam's counter."""
     format: int = FORMAT
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """A committed step whose line in `metrics.jsonl` was not known to be durable when the checkpoint was saved."""
+    """A committed step whose line in `metrics.jsonl` was not yet known to be durable at the checkpoint."""
 
     step: int
     t: float
-    """Epoch seconds of the commit."""
     metrics: dict[str, float | None]
+    """`libra_hpc.protocol.metrics.StepMetrics.columns`; None: not finite."""
 
 
 class DataPosition(msgspec.Struct, frozen=True):
-    """``state.json``: which prompts are trained at a checkpoint (everything below ``low``, and ``extra``)."""
+    """``state.json``: trained prompts at a checkpoint, all below ``low`` and those in ``extra``."""
 
     step: int
     low: int
@@ -68,7 +68,7 @@ class DataPosition(msgspec.Struct, frozen=True):
 
 
 def read_position(folder: Path) -> DataPosition:
-    """The data position of a checkpoint; raises `ValueError` when it is torn, `OSError` when it cannot be read."""
+    """Data position of a checkpoint; raises `ValueError` when it is torn, `OSError` when it cannot be read."""
     try:
         return msgspec.json.decode((folder / POSITION_FILE).read_bytes(), type=DataPosition)
     except msgspec.DecodeError as error:
@@ -76,7 +76,7 @@ def read_position(folder: Path) -> DataPosition:
 
 
 def write_position(folder: Path, position: DataPosition) -> None:
-    """Declare a checkpoint complete: without a data position it counts as none."""
+    """Complete a checkpoint: without a data position it does not count."""
     path = folder / POSITION_FILE
     partial = path.with_name(f".{path.name}{TEMPORARY}")
     partial.write_bytes(msgspec.json.encode(position))
@@ -85,7 +85,7 @@ def write_position(folder: Path, position: DataPosition) -> None:
 
 
 def read_state(folder: Path) -> TrainerState:
-    """Counters of the state in ``folder``; raises `ValueError` for an unknown format, `OSError` when there is none."""
+    """Counters of a state; raises `ValueError` for an unknown format, `OSError` when there is none."""
     state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=TrainerState)
     if state.format != FORMAT:
         raise ValueError(f"{folder} has checkpoint format {state.format}, this version reads {FORMAT}")
@@ -93,12 +93,11 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def is_state(folder: Path) -> bool:
-    """True when ``folder`` is a complete checkpoint or snapshot."""
     return (folder / STATE_FILE).is_file() and not folder.name.endswith(TEMPORARY)
 
 
 def latest(parent: Path) -> Path | None:
-    """The complete state with the highest step directly under ``parent``, or None."""
+    """The complete state with the highest step in ``parent``, or None."""
     if not parent.is_dir():
         return None
     found = [folder for folder in parent.iterdir() if is_state(folder)]
@@ -106,7 +105,7 @@ def latest(parent: Path) -> Path | None:
 
 
 def _step(folder: Path) -> int:
-    """Step of a state; one that cannot be read counts as the oldest."""
+    """Step of a state; an unreadable one counts as the oldest."""
     try:
         return read_state(folder).step
     except (OSError, ValueError):
@@ -114,7 +113,7 @@ def _step(folder: Path) -> int:
 
 
 def latest_whole(parent: Path) -> Path | None:
-    """As `latest`, among those that `verify` finds whole; reads every byte of those it looks at."""
+    """As `latest`, of the states that pass `verify`; reads all their bytes."""
     found = [folder for folder in parent.iterdir() if is_state(folder)] if parent.is_dir() else []
     for folder in sorted(found, key=lambda folder: folder.name, reverse=True):
         if not verify(folder):
@@ -125,7 +124,7 @@ def latest_whole(parent: Path) -> Path | None:
 def verify(folder: Path) -> str:
     """Compare a state with its manifest: empty when it is whole, else a sentence that names the first bad file.
 
-    A folder without a manifest was written by an older version, and is taken as it is.
+    Without a manifest (older versions) it counts as whole.
     """
     try:
         data = (folder / MANIFEST_FILE).read_bytes()
@@ -136,7 +135,7 @@ def verify(folder: Path) -> str:
     try:
         manifest = msgspec.json.decode(data, type=dict[str, tuple[int, int]])
     except (msgspec.DecodeError, ValueError):
-        # Bytes that are no UTF-8 are a ValueError of their own.
+        # Bytes that are not UTF-8 raise a plain ValueError.
         return f"{MANIFEST_FILE} is torn."
     for name, (size, _) in manifest.items():
         try:
@@ -156,7 +155,7 @@ def verify(folder: Path) -> str:
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    """Whether this is a complete and whole checkpoint of the step; reads every byte of it."""
+    """Whether this is a whole checkpoint of the step; reads all its bytes."""
     try:
         return read_position(folder).step == step == read_state(folder).step and not verify(folder)
     except (OSError, ValueError, msgspec.DecodeError):
@@ -175,7 +174,7 @@ def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise `OSError` when the file system of ``folder``, which need not exist yet, has no room for so many bytes."""
+    """Raise `OSError` when the file system of ``folder``, existing or not, lacks room for ``needed`` bytes."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -185,11 +184,10 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def resolve(folder: Path) -> Path:
-    """``folder`` itself when it is a state, else the newest one in it; raises `FileNotFoundError` when there is
-    neither.
+    """``folder`` if it is a state, else the newest state in it; raises `FileNotFoundError` when there is none.
 
-    A checkpoint (its name ends with its step) may be removed between the moment it is chosen and the one it
-    is read, because a newer one is complete: then that one.
+    A checkpoint (its name ends with its step) may be removed after it was chosen: then a newer one is complete, and
+    is returned.
     """
     found = folder if is_state(folder) else latest(folder)
     if found is None and not folder.exists() and folder.name[-1:].isdigit():
@@ -200,13 +198,11 @@ def resolve(folder: Path) -> Path:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file under ``folder``, and the folders themselves, to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Flush one file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,7 +211,7 @@ def sync(path: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Write the manifest of a complete folder and give it its final name, in place of an older folder of that name."""
+    """Write the manifest of a complete folder and rename it to ``final``, replacing an older one."""
     files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
     names = sorted(str(path) for path in files if path.name != MANIFEST_FILE)
     with ThreadPoolExecutor(1) as pool:
@@ -239,7 +235,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def keep_newest(parent: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest complete states directly under ``parent``, and what killed writers left."""
+    """Remove all but the ``keep`` newest complete states in ``parent``, and leftovers of killed writers."""
     states = sorted((folder for folder in parent.iterdir() if is_state(folder)), key=_step)
     for folder in states[: max(0, len(states) - keep)]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -247,7 +243,7 @@ def keep_newest(parent: Path, keep: int) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed writers left directly under ``parent``; nobody may be writing there."""
+    """Remove what killed writers left in ``parent``; nobody may be writing there."""
     for folder in parent.iterdir():
         if folder.name.endswith(TEMPORARY):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,7 @@
-"""One rank of a Megatron-Core replica: model, gradient buffers, optimizer, schedule, learning rate, and the state they
-add up to.
+"""One rank of a Megatron-Core replica: model, gradient buffers, optimizer, schedule, and their state.
 
-The replica's torch world (``tp * pp`` processes) is made once and lives as long as the process: every process group
-inside Megatron-Core's modules stays valid, whoever joins or leaves the data-parallel side, which is
-`libra_hpc.train.replicas`' business and enters here only as the ``reduce`` callback.
+The replica's torch world (``tp * pp`` processes) exists for the life of the process. Data parallelism
+(`libra_hpc.train.replicas`) enters only through the ``reduce`` callback.
 """
 
 from __future__ import annotations
@@ -38,16 +36,15 @@ from .rotary import Rotary
 from .settings import OptimizerSettings
 
 Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
-"""Maps the logits that predict a pack's loss tokens, [m, vocab / tp], to the summed loss of the pack (a scalar)."""
+"""Maps the logits of a pack's loss tokens, [m, vocab / tp], to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
-"""Gradient norm of one rank beyond which clipping, which sums squares over the ranks in float32, could overflow."""
+"""Largest usable gradient norm of one rank; beyond it, the squares that clipping sums in float32 overflow."""
 CONSTANT_STEPS = 1 << 40
-"""Stands for "no end" where Megatron-Core's scheduler wants a number of steps."""
+""""No end", as a number of steps for Megatron-Core's scheduler."""
 
 
 def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, timeout_s: float) -> ReplicaPlace:
-    """Create the replica's torch world and Megatron-Core's parallel state in it; collective over its ``tp * pp``
-    processes."""
+    """Create the replica's torch world and Megatron-Core's parallel state; collective over the replica."""
     compat.install()
     dist.init_process_group(
         backend(device), store=store, rank=rank, world_size=tp * pp, timeout=datetime.timedelta(seconds=timeout_s)
@@ -63,13 +60,12 @@ def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, 
 
 
 def close_world() -> None:
-    """Undo `init_world`."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 class TrainEngine:
-    """Forward, backward and update of one rank; its weights are uninitialised until a state is loaded into it."""
+    """Forward, backward and update of one rank; weights are uninitialised until a state is loaded."""
 
     def __init__(
         self,
@@ -83,9 +79,8 @@ class TrainEngine:
         check_parallel(shape, split.tp, split.pp)
         self.shape, self.device, self.split = shape, device, split
         self.reduce: Callable[[list[torch.Tensor]], None] = lambda _buffers: None
-        """Called once per update with the flat gradient buffers, after the replica's own reduction; sums them over
-        replicas in place."""
-        model = build_model(shape, device, dtype, split.tp, split.pp, recompute)
+        """Sums the flat gradient buffers over replicas in place; called after the replica's own reduction."""
+        model = build_model(shape, device, dtype, tp=split.tp, pp=split.pp, recompute=recompute)
         _mark_sharded(model, shape, split)
         self._rotary = Rotary(shape, device, dtype)
         self._config = model.config
@@ -131,32 +126,28 @@ class TrainEngine:
         self.state = EngineState(self)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by Megatron-Core name, in the order of `stage_entries`."""
+        """This rank's parameters by Megatron-Core name, ordered as `stage_entries`."""
         found = dict(self.ddp.module.named_parameters())
         return {name: found.pop(name) for name in stage_entries(self.shape, self.split.pp, self.split.pp_rank)}
 
     def adam_state(self) -> Any:
-        """torch's optimizer state, by (master) weight."""
         return self._optimizer.optimizer.state
 
     def gradients(self) -> list[torch.Tensor]:
-        """The flat float32 buffers that hold this rank's gradients."""
         return [buffer.grad_data for buffer in self.ddp.buffers]
 
     def finite(self) -> bool:
-        """True when every gradient of this rank is a number that an update can use."""
+        """Whether this rank's gradients can be used for an update."""
         return all(float(torch.linalg.vector_norm(buffer)) <= LARGEST_NORM for buffer in self.gradients())
 
     def zero_gradients(self) -> None:
-        """Start a new accumulation."""
         self.ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def forward_backward(self, packs: list[Pack], loss: Loss) -> None:
-        """Accumulate the gradient of the summed loss of ``packs`` and reduce it over the replicas; without packs the
-        gradient is zero.
+        """Accumulate the gradient of the summed loss and reduce it over the replicas; zero without packs.
 
-        Raises whatever ``reduce`` raises, after which the gradients are meaningless and the weights are as before.
+        Raises what ``reduce`` raises; gradients are then meaningless, weights unchanged.
         """
         self.zero_gradients()
         if packs:
@@ -165,12 +156,11 @@ class TrainEngine:
             self.reduce(self.gradients())
 
     def layout(self, pack: Pack) -> PackedLayout:
-        """What the model's forward pass takes as ``packed_seq_params``."""
         return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
 
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:
-        """Call ``loss`` on the logits of every pack, without gradients; only the last pipeline stage has logits."""
+        """Call ``loss`` on every pack's logits without gradients; only the last pipeline stage has logits."""
         if packs:
             self._schedule(packs, loss, forward_only=True)
 
@@ -201,13 +191,12 @@ class TrainEngine:
     def _finalize(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None, pg_collection: Any, force_all_reduce: bool
     ) -> None:
-        # Within the replica first (tied embeddings over stages, q/k norms over tensor ranks); these sums are linear, so
-        # replicas can be added after.
+        # First within the replica (tied embeddings over stages, q/k norms over tensor ranks); sums are linear.
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         self.reduce(self.gradients())
 
     def update(self, scale: float) -> float:
-        """Multiply the gradients by ``scale``, clip, take one AdamW step; returns the gradient norm before clipping."""
+        """Scale the gradients, clip them, take one AdamW step; returns the gradient norm before clipping."""
         self.ddp.scale_gradients(scale)
         self.state.updates += 1
         self._set_schedule()
@@ -216,13 +205,12 @@ class TrainEngine:
         return float(norm)
 
     def _set_schedule(self) -> None:
-        # Megatron-Core counts from 0; set to the number of the update about to run, so that warm-up starts at lr /
-        # warmup_steps, not at 0.
+        # Megatron-Core counts from 0; the number of this update starts the warm-up at lr / warmup_steps, not at 0.
         self._scheduler.num_steps = self.state.updates
         self._scheduler.step(0)
 
     def agree(self, ok: bool) -> bool:
-        """True when every process of the replica says ``ok``; collective over the replica."""
+        """Whether all processes of the replica pass True; collective over the replica."""
         if self.split.tp * self.split.pp == 1:
             return ok
         flag = torch.tensor([int(ok)], device=self.device)
@@ -230,22 +218,20 @@ class TrainEngine:
         return bool(flag.item())
 
     def release(self) -> None:
-        """Give device memory back: gradient buffers and lower-precision weights are freed, the state moves to host
-        memory; `reclaim` undoes it.
+        """Free device memory: drop gradient buffers and lower-precision weights, move the state to the host.
 
-        Until then the engine can neither compute nor be saved.
+        Until `reclaim` the engine can neither compute nor be saved.
         """
         state = self.state
         self._move_state(torch.device("cpu"))
         if state.mixed:
-            # These follow from the float32 masters.
+            # Derived from the float32 masters.
             for p in state.parameters.values():
                 p.data = torch.empty(0, dtype=p.dtype, device=self.device)
         self._optimizer.zero_grad()
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
 
     def reclaim(self) -> None:
-        """Undo `release`; does nothing when nothing was released."""
         state = self.state
         self._move_state(self.device)
         if state.mixed:
@@ -259,33 +245,32 @@ class TrainEngine:
 
 
 def _mark_sharded(model: torch.nn.Module, shape: Architecture, split: ReplicaPlace) -> None:
-    # Megatron-Core sets this while it draws initial weights, which we skip; without it the gradient norm counts sharded
-    # tensors on one rank only.
+    # Megatron-Core sets this when it draws initial weights, which we skip. Without it the gradient norm counts
+    # sharded tensors on one rank only.
     parameters = dict(model.named_parameters())
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         parameters[name].tensor_model_parallel = entry.dim is not None  # type: ignore[attr-defined]
 
 
 class EngineState:
-    """What training must not lose: float32 weights, Adam's moments, and two counters.  Everything else is derived."""
+    """The state of training: float32 weights, Adam's moments, two counters; all else is derived."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self.step = 0
-        """Global batches trained."""
         self.updates = 0
-        """Optimizer updates made, skipped ones left out; also Adam's own counter."""
+        """Optimizer updates, without skipped ones: Adam's counter."""
         self.parameters = engine.named_parameters()
-        # In bfloat16 the optimizer works on float32 copies ("master" weights); in float32 on the parameters themselves.
+        # In bfloat16 the optimizer works on float32 "master" copies, in float32 on the parameters.
         self.master: dict[str, torch.Tensor] = {
             name: getattr(p, "main_param", p) for name, p in self.parameters.items()
         }
         self.mixed = any(self.master[name] is not p for name, p in self.parameters.items())
-        """True when weights are kept in less than float32, with float32 masters beside them."""
+        """Whether weights are in less than float32, with float32 masters beside them."""
         adam = engine.adam_state()
         self._counters: list[torch.Tensor] = []
         self.exp_avg: dict[str, torch.Tensor] = {}
         self.exp_avg_sq: dict[str, torch.Tensor] = {}
-        # torch creates Adam's state at the first update; a newcomer needs somewhere to receive it before that.
+        # torch creates Adam's state at the first update; a newcomer receives it before that.
         for name, weight in self.master.items():
             counter = torch.zeros((), dtype=torch.float32)
             self.exp_avg[name], self.exp_avg_sq[name] = torch.zeros_like(weight.data), torch.zeros_like(weight.data)
@@ -293,18 +278,15 @@ class EngineState:
             self._counters.append(counter)
 
     def tensors_in_place(self) -> list[torch.Tensor]:
-        """All float32 tensors of the state as the optimizer holds them, in an order that is the same on every
-        replica."""
+        """All float32 tensors as the optimizer holds them, in the same order on every replica."""
         return [t for name in self.master for t in (self.master[name], self.exp_avg[name], self.exp_avg_sq[name])]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The same, detached."""
         return [t.data for t in self.tensors_in_place()]
 
     @torch.no_grad()
     def commit(self, step: int, updates: int) -> None:
-        """Declare the tensors to be the state after ``step`` and ``updates``: refresh weights from masters and
-        Adam's counters."""
+        """Make the tensors the state after ``step`` and ``updates``: refresh weights and Adam's counters."""
         self.step, self.updates = step, updates
         for counter in self._counters:
             counter.fill_(float(updates))
@@ -313,12 +295,10 @@ class EngineState:
                 p.copy_(self.master[name])
 
     def capture(self) -> tuple[int, int, list[torch.Tensor]]:
-        """A copy of the state, for `restore`."""
         return self.step, self.updates, [t.clone() for t in self.tensors()]
 
     @torch.no_grad()
     def restore(self, saved: tuple[int, int, list[torch.Tensor]]) -> None:
-        """Return to a captured state."""
         step, updates, tensors = saved
         for tensor, old in zip(self.tensors(), tensors, strict=True):
             tensor.copy_(old)

@@ -1,15 +1,13 @@
-"""The train leader: carries out membership generations, runs global batches, commits.  It runs in the agent of the
-lowest training rank, without weights.
+"""The train leader: forms membership generations, runs global batches, commits steps.
 
-One loop.  At a step boundary the newest generation ordered by the coordinator is formed (`Join`, in which newcomers
-receive weights and optimizer state from the member with the highest step).  Then one step: the batch is sharded over
-the members, every member answers `StepDone`, the step is committed, its weights are exported and published, and the
-batch's prompts are reported as trained.
+It runs in the agent of the lowest training rank and holds no weights. One loop:
 
-A step is committed when any surviving member committed it: the group's all-reduce either reached that member, and then
-its state is the truth that the next generation takes over, or it reached nobody and the step is done again on the same
-batch.  The last `TrainLeader.retain` batches are kept, so that a replica rebuilt from a snapshot a few steps old can be
-brought to the committed step by replay.
+- At a step boundary -> the newest ordered generation is formed (`Join`).
+- A batch is there -> it is sharded over the members; every member answers `StepDone`.
+- A step is committed -> its weights are exported and published, its prompts reported as trained.
+- Any surviving member committed the step -> it counts as committed, and the next generation takes over that state.
+- No member committed it -> it is done again on the same batch.
+- A replica was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from libra_hpc.protocol.mesh import (
     ToReplica,
     TrainingFinished,
 )
+from libra_hpc.protocol.metrics import StepMetrics
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -47,24 +46,25 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
 )
 
-from .columns import train_columns
 from .data_order import DataOrder as DataOrder
 from .members import Members
 from .retry import Exports, Retry
 from .shards import loss_tokens_of, shard, tokens_of
+from .step_metrics import train_metrics
 
 SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
-"""Pauses in seconds after a checkpoint that failed; each attempt costs the time of a checkpoint."""
+"""Pauses in seconds after a failed checkpoint; each attempt costs the time of a checkpoint."""
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
-"""Of the last checkpoint, which must not fail; a run that was told to stop has seconds."""
+"""Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
 SKIPPED_STEPS = 3
-"""Steps in a row without any update, because no gradient was finite, that end the run.  One may be an accident of a
-batch; three are the policy itself.  Half: a single pair of bad batches ends a run; double: more batches are wasted."""
+"""Steps in a row without any finite gradient that end the run: one is an accident of a batch, three are the policy.
+
+Half: two bad batches end a run. Double: more batches are wasted.
+"""
 
 
 class TrainLeader(Members):
-    """See the module docstring.  Inputs are the ``on_*`` methods, called from the agent's message handler; `run` is
-    its one task."""
+    """See the module docstring. The agent's message handler calls the ``on_*`` methods; `run` is the one task."""
 
     def __init__(
         self,
@@ -86,36 +86,33 @@ class TrainLeader(Members):
         self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
         self._checkpoints = checkpoints
         self.retain = config.train.snapshot_every + 2
-        """Committed batches kept for replay: more than the steps between two snapshots."""
+        """Committed batches retained for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
         self._rollout_leader, self._receivers, self._saved = rollout_leader, receivers, saved
         self._state_step = self._saved_step = step
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
         self._last_commit = clock()
-        # The start's weights are published too: an engine that wakes from standby needs a file even before the first
-        # step.
+        # The first weights are published too: an engine that wakes from standby needs a file before the first step.
         self._exports = Exports(step - 1)
         self._saves = Retry(SAVE_FIRST_S, SAVE_LONGEST_S)
         self._save_due = False
         self._reports: list[StepReport] = []
-        """Of committed steps whose records are not known to be durable; a checkpoint carries them."""
-        self._hopeless = ""
+        """Committed steps whose records are not known to be durable; a checkpoint carries them."""
+        self._export_failure = ""
         self._skipped_in_row = 0
         self._totals: list[int] = []
-        """Loss tokens of the minibatches of the last step that have any."""
+        """Loss tokens of the last step's minibatches that have any."""
 
-    # --- inputs
-    # ----------------------------------------------------------------------------------------------
+    # --- inputs ---
 
     def on_batch(self, batch: Batch) -> None:
-        """The global batch of a step arrived."""
         if batch.step > self.step and batch.step not in self._batches:
             self._batches[batch.step] = batch
         self._wake.set()
 
     def on_reply(self, rank: int, message: FromWorker) -> None:
-        """An answer of a replica; answers to an older generation, or to an older attempt at it, are ignored."""
+        """An answer of a replica; answers to an older generation or attempt are ignored."""
         match message:
             case Alive():
                 self._on_alive(rank, message)
@@ -124,7 +121,7 @@ class TrainLeader(Members):
                     return
                 self._replies[rank] = message
             case StepDone(generation=generation) | StepFailed(generation=generation):
-                # A step that is answered while its members join again was given up.
+                # While its members join again, the step is given up.
                 if generation != self.generation or self._joining:
                     return
                 self._replies[rank] = message
@@ -141,7 +138,7 @@ class TrainLeader(Members):
                 now = self._clock()
                 if self._exports.failed(now):
                     what = f"the weights of step {version} could not be written for the rollout engines"
-                    self._hopeless = f"{what}: {reason}"
+                    self._export_failure = f"{what}: {reason}"
                 else:
                     asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
             case Exported(version=version, crc32=crc32, seconds=seconds):
@@ -162,19 +159,17 @@ class TrainLeader(Members):
         self._wake.set()
 
     def on_recorded(self, step: int) -> None:
-        """The records of steps up to this one are durable."""
+        """Records up to this step are durable."""
         self._reports = [report for report in self._reports if report.step > step]
 
     def on_stop(self, reason: str) -> None:
-        """Finish early: checkpoint at the next step boundary."""
         self._stop_reason = reason
         self._wake.set()
 
-    # --- the loop
-    # ----------------------------------------------------------------------------------------------
+    # --- the loop ---
 
     async def run(self) -> None:
-        """Train to the last step; returns after the final checkpoint."""
+        """Train to the last step; returns after the last checkpoint."""
         while self.step < self._steps and not self._stop_reason:
             if not await self._membership():
                 return
@@ -186,8 +181,8 @@ class TrainLeader(Members):
             self._export()
             waiting = self._clock()
             await self._until(self._batch_or_change)
-            if self._hopeless:
-                self._fail(self._hopeless)
+            if self._export_failure:
+                self._fail(self._export_failure)
                 return
             if self._membership_due() or self.step + 1 not in self._batches:
                 continue
@@ -198,7 +193,7 @@ class TrainLeader(Members):
             self._send(0, TrainingFinished(self.step))
 
     def _batch_or_change(self) -> bool:
-        changed = self._membership_due() or bool(self._stop_reason or self._hopeless)
+        changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
         return self.step + 1 in self._batches or changed or self._export_due()
 
     async def _membership(self) -> bool:
@@ -212,14 +207,21 @@ class TrainLeader(Members):
                 continue
             self._exports.ask_again()
             if self.exporter != wanted[0]:
-                # Nodes that lack the present version ask the exporter, and it must have that to give.
+                # Nodes without the present version ask the exporter, which must have it.
                 self._exports.moved(self.step)
             self.members, self._broken, self.exporter = wanted, False, wanted[0]
             self._state_step = self._replies[wanted[0]].step
             for rank in wanted:
                 joined: Joined = self._replies[rank]
                 self._send(
-                    0, MemberJoined(rank, self.generation, joined.step, joined.received_bytes, self._clock() - started)
+                    0,
+                    MemberJoined(
+                        rank=rank,
+                        generation=self.generation,
+                        step=joined.step,
+                        received_bytes=joined.received_bytes,
+                        seconds=self._clock() - started,
+                    ),
                 )
             if self._state_step == self.step + 1 and self._state_step in self._batches:
                 self._commit(self._batches[self._state_step], [], 0.0, 0.0)
@@ -232,8 +234,7 @@ class TrainLeader(Members):
         return True
 
     async def _replay(self) -> None:
-        """Redo one committed step on a state that is behind; the batch is the same, so the state becomes what it
-        was."""
+        """Train a committed batch again on a state that is behind."""
         if await self._ask(self._batches[self._state_step + 1]):
             self._state_step += 1
 
@@ -258,13 +259,13 @@ class TrainLeader(Members):
             self._log("update_skipped", step=step, reason=reason)
 
     async def _ask(self, batch: Batch) -> bool:
-        """Run one step on every member; False when it failed, and the membership is then due."""
+        """Run one step on every member; False on failure, the membership is then due."""
         algorithm = self._algorithm
-        # Under a KL term a group without an advantage has a gradient too.
+        # With a KL term, samples without advantage have a gradient too.
         skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
         shards, totals = shard(batch.groups, len(self.members), algorithm.minibatches, skip)
         self._totals = [total for total in totals if total]
-        self._ask_anew()
+        self._clear_replies()
         for rank, minibatches in zip(self.members, shards, strict=True):
             self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
         members = self.members
@@ -288,17 +289,17 @@ class TrainLeader(Members):
         self._send(self._rollout_leader, Committed(self.step, indices))
         now = self._clock()
         tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
-        metrics = dict(batch.stats)
-        metrics.update(
+        metrics = StepMetrics(
+            batch=batch.stats,
             generation=self.generation,
             replicas=len(self.members),
             wait_s=waited_s,
             tokens=tokens,
             step_s=now - self._last_commit,
             version=self.step,
+            train=train_metrics(replies, tokens, wall_s, self._exports.seconds) if replies else None,
         )
         if replies:
-            metrics.update(train_columns(replies, tokens, wall_s, self._exports.seconds))
             self._note_skipped(batch.step, replies[0])
         self._last_commit = now
         self._reports.append(StepReport(self.step, metrics, time.time()))
@@ -306,8 +307,7 @@ class TrainLeader(Members):
         self._export()
 
     def _export(self) -> None:
-        """Have the newest weights written and published, once.  Only at a step boundary: the exporter writes what it
-        has."""
+        """Have the newest weights written and published, once; only at a step boundary, where the exporter has them."""
         if self._export_due() and self._exports.ask(self.step, self._clock()):
             self._send(self.exporter, ToReplica(Export("", self.step)))
 
@@ -316,15 +316,14 @@ class TrainLeader(Members):
         return here and self._exports.due(self.step, self._clock())
 
     async def _save(self) -> str | None:
-        """Save through one member; when that member dies meanwhile, through another.
-
-        Empty: saved; None: the run cannot go on; else why it failed.
+        """Save through one member, or through another when it dies: "" saved, None the run cannot go on, else the
+        failure.
         """
         while await self._membership():
             if self._state_step < self.step:
                 await self._replay()
                 continue
-            self._ask_anew()
+            self._clear_replies()
             asked = self._saving = self.members[0]
             folder = f"{self._checkpoints}/step-{self.step:06d}"
             self._send(asked, ToReplica(SaveCheckpoint(folder, self.step)))
@@ -345,7 +344,7 @@ class TrainLeader(Members):
             try:
                 await asyncio.wait_for(self._saved(self.step, self.order, self._reports), self._storage_s)
             except OSError as error:
-                # That of `wait_for` has no text.
+                # The timeout of `wait_for` has no text.
                 reason = str(error) or f"the data position was not written within {self._storage_s:.0f} s"
         if reason:
             self._saves.failed(self._clock())
@@ -356,9 +355,9 @@ class TrainLeader(Members):
         return reason
 
     async def _save_last(self) -> bool:
-        """Save at the end of the run; False when that cannot be done.
+        """Save at the end of the run; False when that fails.
 
-        A run that was told to stop has seconds.  One at its end waits for room for ``storage_s``.
+        A stopped run has seconds; a finished one waits up to ``storage_s`` for room.
         """
         began, left = self._clock(), LAST_RETRIES
         while reason := await self._save():

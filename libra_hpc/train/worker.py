@@ -1,14 +1,13 @@
-"""The Megatron worker process: obeys the messages of `libra_hpc.protocol.trainer` over its agent's socket until the
-socket closes.
+"""The Megatron worker process: obeys `libra_hpc.protocol.trainer` messages until its agent's socket closes.
 
     python -m libra_hpc.train.worker --socket PATH --config JSON
 
-One process per device; the ``tp * pp`` processes of a replica get every message and all answer, and local rank 0 alone
-writes files.  Failures come in two sizes:
+One process per device. The ``tp * pp`` processes of a replica get every message and all answer; local rank 0 writes
+files.
 
-- A step, a join or a file did not come about -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or
-  ``WorkerError(fatal=False)``; the process stays usable.
-- Anything unforeseen -> ``WorkerError(fatal=True)`` and exit code 1; the closed sockets tell every peer.
+- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or ``WorkerError(fatal=False)``;
+  the process stays usable.
+- Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from libra_hpc.protocol.trainer import (
     ExportFailed,
     Join,
     Joined,
-    LoadCheckpoint,
-    Loaded,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -47,30 +44,30 @@ from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import hf_shapes
 
-from .device import choose, file_store
+from .device import choose_device, file_store
 from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
 from .train_engine import TrainEngine, init_world
 
-SNAPSHOTS_KEPT = 1
-"""Complete snapshots that stay: the newest.  The one being written is the second buffer."""
+SNAPSHOTS = 1
+"""Complete snapshots that stay; the one being written is the second buffer."""
 
 
 class Worker:
-    """State of one worker process."""
-
     def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse, begin: float) -> None:
         self._config, self._socket, self._pulse = config, socket, pulse
         self._model_dir = Path(config.model_dir)
         torch.manual_seed(config.seed)
         shape = read_shape(self._model_dir)
-        device = choose(config.device, config.device_index, config.threads)
+        device = choose_device(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp)
-        split = init_world(device, config.tp, config.pp, config.local_rank, store, config.step_timeout_s)
+        split = init_world(
+            device, tp=config.tp, pp=config.pp, rank=config.local_rank, store=store, timeout_s=config.step_timeout_s
+        )
         self._engine = TrainEngine(
-            shape, device, getattr(torch, config.dtype), split, config.optimizer, config.recompute
+            shape, device, getattr(torch, config.dtype), split, settings=config.optimizer, recompute=config.recompute
         )
         checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
@@ -97,8 +94,6 @@ class Worker:
             self._export(message)
         elif isinstance(message, SaveCheckpoint):
             self._save(message)
-        elif isinstance(message, LoadCheckpoint):
-            self._load(message)
         elif isinstance(message, Standby):
             self._replicas.leave()
             self._engine.release()
@@ -151,7 +146,7 @@ class Worker:
                 self._socket.send(Warned(str(error)))
             return
         if self._config.local_rank == 0:
-            folders.keep_newest(parent, SNAPSHOTS_KEPT)
+            folders.keep_newest(parent, SNAPSHOTS)
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()
@@ -165,7 +160,7 @@ class Worker:
             return
         try:
             with self._pulse.phase(CHECKPOINT):
-                # A process killed between the renames of a replacement would leave the step without a checkpoint.
+                # A kill between the two renames of a replacement would leave the step without a checkpoint.
                 saved = self._config.local_rank == 0 and folders.is_saved(Path(message.folder), message.step)
                 if self._engine.agree(not saved):
                     checkpoint.save(self._engine, self._model_dir, Path(message.folder))
@@ -174,19 +169,8 @@ class Worker:
             return
         self._socket.send(Saved(message.folder, message.step, time.monotonic() - begin))
 
-    def _load(self, message: LoadCheckpoint) -> None:
-        self._engine.reclaim()
-        try:
-            folder = folders.resolve(Path(message.folder))
-        except FileNotFoundError as error:
-            self._socket.send(WorkerError(str(error), fatal=False))
-            return
-        checkpoint.load_state(self._engine, folder)
-        self._socket.send(Loaded(self._engine.state.step))
-
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a worker process; returns its exit code."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="libra_hpc.train.worker", description="One process of a Megatron-Core replica."

@@ -1,8 +1,7 @@
-"""The operator tables against real steps: vLLM 0.32 serving Qwen3-8B in bfloat16 on one H200 (``h200_qwen3-8b.json``,
-medians of 4,982 steps).
+"""The operator tables against real steps: vLLM 0.32, Qwen3-8B in bfloat16, one H200 (``h200_qwen3-8b.json``).
 
-The engine there schedules synchronously (`libra_hpc.rollout.engine.settings`), so the host's work of a step comes on
-top of the device's.
+The file has medians of 4,982 steps. The engine schedules synchronously (`libra_hpc.rollout.engine.settings`), so the
+host's work comes on top of the device's.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def test_decode_steps_are_the_tables_plus_the_hosts_work() -> None:
     assert max(errors) < 0.12
 
 
-def test_long_prompts_take_what_the_tables_say() -> None:
+def test_long_prompts_take_the_time_of_the_tables() -> None:
     tables = lookup("h200", "qwen3-8b", 1, source="tables")
     points = [p for p in MEASURED.points if p.prefill >= 1024]
     assert points

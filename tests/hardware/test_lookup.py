@@ -1,4 +1,4 @@
-"""Which source `lookup` takes, and what it says about wrong requests."""
+"""Which source `lookup` uses, and its errors."""
 
 from __future__ import annotations
 

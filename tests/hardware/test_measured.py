@@ -1,4 +1,4 @@
-"""Calibration: the fit finds the step's model again, resists outliers, and the file says what is wrong with it."""
+"""Calibration: the fit recovers the step's model and resists outliers; wrong files are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stairs(decodes: int, kv_tokens: int, prefill: int, context: int) -> float:
 def points(
     model: Callable[[int, int, int, int], float], count: int = 600, noise: float = 0.02, slow: float = 0.0
 ) -> list[StepPoint]:
-    """Steps of a busy engine; ``slow`` is the share of them that another process makes up to thirty times as long."""
+    """Steps of a busy engine; another process makes a share ``slow`` of them up to thirty times as long."""
     rng = random.Random(7)
     out = []
     for _ in range(count):
@@ -172,7 +172,7 @@ def test_a_file_that_is_no_calibration_is_a_users_mistake(tmp_path: Path, conten
         load(tmp_path / "none.json")
 
 
-def test_columns_that_say_the_same_do_not_break_the_fit() -> None:
+def test_equal_columns_do_not_break_the_fit() -> None:
     found = robust_fit([(x, 2.0 * x, 0.0) for x in range(1, 20)], [3.0 * x for x in range(1, 20)])
     assert found[0] + 2 * found[1] == pytest.approx(3)
     assert found[2] == 0

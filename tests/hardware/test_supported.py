@@ -1,4 +1,4 @@
-"""Models the trainer has no layers for are refused without torch, in a sentence that names the key; others pass."""
+"""Unsupported models are refused without torch, in a sentence that names the key; others pass."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_the_engines_have_not_is_refused_by_every_reader(case: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_by_every_reader(case: str, tmp_path: Path) -> None:
     change, sentence = REFUSED[case]
     config = {**QWEN, **change}
     with pytest.raises(UserError) as caught:
@@ -99,7 +99,7 @@ def test_a_model_the_engines_have_not_is_refused_by_every_reader(case: str, tmp_
         {"partial_rotary_factor": 1.0},
     ],
 )
-def test_a_model_the_engines_have_passes(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_supported_model_passes(change: dict[str, Any], tmp_path: Path) -> None:
     config = {**QWEN, **change}
     assert list(refusals(config)) == []
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -113,7 +113,7 @@ def test_both_spellings_of_rotary_settings_mean_the_same() -> None:
     assert rope_settings({})["rope_type"] == "default"
 
 
-def test_a_shape_says_why_it_is_for_study_only(tmp_path: Path) -> None:
+def test_a_shape_names_why_it_is_for_study_only(tmp_path: Path) -> None:
     assert set(TRAINED) < set(FAMILIES)
     assert model_shape("qwen3-14b").untrained == ""
     assert "mixture of experts" in model_shape("qwen3-30b-a3b").untrained

@@ -1,5 +1,4 @@
-"""Making operator tables: the tool's operators end in the right part of the file, and the file is one that
-`lookup`'s reader takes."""
+"""Making operator tables: each of the tool's operators ends in the right part of a readable file."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ Operators = list[tuple[str, float, float, str]]
 
 
 class Missing(Exception):
-    """The tool's word for operators it has no measurements of."""
+    """The tool's error for operators without measurements."""
 
 
 class Engine:
-    """Operator times in milliseconds that are sums of known terms, so that each can be found again in the file."""
+    """Operator times in milliseconds that are sums of known terms."""
 
     def __init__(self, sharding: dict[str, Any]) -> None:
         self.tp = sharding["tp_size"]
@@ -63,7 +62,7 @@ class Engine:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Puts a tool of known times in place of the real one; returns the model configs it was given."""
+    """Replaces the real tool by one of known times; returns the model configs it got."""
     seen: list[dict[str, Any]] = []
 
     def compile_engine(folder: str, system: str, backend: str, version: str, **sharding: int) -> dict[str, int]:
@@ -104,7 +103,7 @@ def test_operators_are_sorted_into_parts_and_read_back(configs: list[dict[str, A
     assert times.step_s(3, 3000, 100, 500) == pytest.approx(1e-3 * whole / 2, rel=1e-4)
 
 
-def test_experts_are_split_where_that_was_measured_and_kept_whole_elsewhere(configs: list[dict[str, Any]]) -> None:
+def test_experts_are_split_where_that_was_measured_and_whole_elsewhere(configs: list[dict[str, Any]]) -> None:
     table = module.tabulate("h200", model_shape("qwen3-30b-a3b"))
     assert {tp: parts.experts for tp, parts in table.degrees.items()} == {
         1: "tensor",
@@ -127,7 +126,7 @@ def test_an_unknown_system_is_named() -> None:
         module.tabulate("a10", model_shape("qwen3-8b"))
 
 
-def test_tabulating_without_the_tool_says_what_to_install(tmp_path: Path) -> None:
+def test_tabulating_without_the_tool_names_what_to_install(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom importlib import metadata\n"
         "def absent(name): raise metadata.PackageNotFoundError(name)\n"

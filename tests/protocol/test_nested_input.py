@@ -1,5 +1,4 @@
-"""Every reader of bytes that others wrote meets JSON nested deeper than a decoder can follow: a clean error, or one
-line passed over."""
+"""Every reader of foreign bytes meets JSON nested too deeply for a decoder: a clean error, or one line skipped."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.mesh import StepReport, TrainingFinished
-from libra_hpc.rollout.group_state import RESERVED, GroupState, batch_stats
+from libra_hpc.protocol.metrics import COLUMNS
+from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.telemetry.rundir import read_lines
 from tests.runtime.test_coordinator import Scene
@@ -27,19 +28,18 @@ def test_a_number_that_one_trajectory_lacks_counts_as_zero_there() -> None:
         0, 4, [finished(0, 0, {"solved": 1.0}), *(finished(0, sample, {"truncated": 1.0}) for sample in (1, 2, 3))]
     )
     stats = batch_stats([group], 0)
-    assert (stats["solved"], stats["truncated"]) == (0.25, 0.75)
+    assert stats.extra == {"solved": 0.25, "truncated": 0.75}
 
 
 def test_a_number_of_the_task_never_overwrites_a_column() -> None:
-    info = dict.fromkeys(RESERVED, 7.0)
+    info = dict.fromkeys(COLUMNS, 7.0)
     stats = batch_stats([GroupState(0, 2, [finished(0, sample, info) for sample in (0, 1)])], 0)
-    assert (stats["reward"], stats["task_reward"], stats["trajectories"], stats["task_loss"]) == (0.0, 7.0, 2.0, 7.0)
-    assert "loss" not in stats
+    assert (stats.reward, stats.trajectories) == (0.0, 2)
+    assert stats.extra == {f"task_{name}": 7.0 for name in COLUMNS}
 
 
-def test_every_column_is_reserved(tmp_path: Path) -> None:
+def test_a_line_has_every_column(tmp_path: Path) -> None:
     """The rollout leader's, the train leader's and the coordinator's, as they write them."""
-    columns = {*batch_stats([GroupState(0, 1, [finished(0, 0, {})])], 0), "rollout_s"}
     world = World(steps=1, checkpoint_every=0)
     world.add(1)
 
@@ -50,10 +50,10 @@ def test_every_column_is_reserved(tmp_path: Path) -> None:
 
     play(world, script)
     (report,) = world.of(StepReport)
-    assert "train_s" in report.metrics
     scene = Scene(tmp_path, config=RunConfig())
     scene.hello()
-    scene.tell((1, report), (1, TrainingFinished(1)))
+    scene.deliver((1, report), (1, TrainingFinished(1)))
     asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
     (line,) = read_lines(scene.run.metrics)
-    assert columns | set(line) <= set(RESERVED), sorted((columns | set(line)) - set(RESERVED))
+    assert set(line) == COLUMNS
+    assert report.metrics.columns().items() <= line.items()

@@ -27,7 +27,6 @@ from libra_hpc.protocol.mesh import (
     Roles,
     RolloutReport,
     StartEngine,
-    StepReport,
     StopAgent,
     StopTraining,
     TrainingFinished,
@@ -45,6 +44,7 @@ from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.telemetry.estimate import StageEstimate, StepAccuracy
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import decode_status
+from tests.protocol.step_reports import step_report
 
 
 class Scene:
@@ -100,10 +100,7 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
     scene.hello()
     scene.deliver(
-        (
-            1,
-            StepReport(1, {"reward": 0.5, "trained_tokens": 10.0, "loss_tokens": 5.0, "replicas": 1.0, "train_s": 0.1}),
-        ),
+        (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, replicas=1, train_s=0.1)),
         (1, TrainingFinished(1)),
     )
     run_until_over(scene)
@@ -227,7 +224,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
             (1, MemberJoined(1, 1, 0, 0, 0.1)),
             (3, EngineIsReady(3, "rollout", 1.0)),
         )
-        scene.deliver((1, StepReport(1, {"step_s": 1.0})))
+        scene.deliver((1, step_report(1, step_s=1.0, replicas=1)))
         await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
         assert not scene.orders(StopTraining)
         scene.deliver((2, EngineIsReady(2, "rollout", 1.0)))
@@ -409,7 +406,7 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
             scene.coordinator._planning._planner.estimate = Estimate(
                 split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
             )
-        scene.deliver((1, StepReport(step, {"step_s": 2.5, "wait_s": 0.5, "replicas": 1.0})))
+        scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, replicas=1)))
         if step == 4:
             scene.coordinator._write_status()
             assert scene.coordinator._records._facts.flush(10.0)

@@ -22,6 +22,7 @@ from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.data_order import DataOrder
 from libra_hpc.train.train_leader import TrainLeader
+from tests.protocol.step_reports import batch_stats
 
 PATIENCE_S = 40.0
 """Less than the minute after which a member stops waiting for one that does not appear."""
@@ -145,7 +146,7 @@ class Side:
 
     def batch(self, step: int) -> None:
         sample = Sample(f"{step}.0", pack_i32([1] * 8), b"\0" + b"\1" * 7, pack_f32([0.0] * 8), 1.0)
-        self.leader.on_batch(wire.Batch(step, (wire.Group(step - 1, (sample,)),), {"reward": 0.5}))
+        self.leader.on_batch(wire.Batch(step, (wire.Group(step - 1, (sample,)),), batch_stats()))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from libra_hpc.simulated.settings import Pace
 from libra_hpc.simulated.state import weight_file
 from libra_hpc.traces.read import write_trace
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.settings import WorkerConfig, write_config
+from libra_hpc.train.settings import write_config
 from tests.simulated.link import Link, pace, workload
+from tests.train.settings import worker_config
 
 
 def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:
@@ -39,7 +40,7 @@ def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:
 
 def trainer_link(folder: Path, modelled: Pace, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)
-    write_config(WorkerConfig(model_dir="", world_rendezvous="", **fields), folder / "worker.json")  # type: ignore[arg-type]
+    write_config(worker_config(**fields), folder / "worker.json")
     arguments = ("--config", "worker.json", "--pace", msgspec.json.encode(modelled).decode())
     return Link(
         folder, "libra_hpc.simulated.trainer_process", *arguments, inbound=train.from_worker, outbound=train.to_worker

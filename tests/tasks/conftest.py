@@ -11,7 +11,8 @@ import pytest
 
 from libra_hpc.tasks.policy import write_tokenizer
 from libra_hpc.tasks.sandbox import Sandbox
-from libra_hpc.tasks.settings import HostConfig
+
+from .leader import host_settings
 
 InSandbox = Callable[..., Any]
 
@@ -32,14 +33,13 @@ def arithmetic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_sandbox(tmp_path: Path) -> InSandbox:
-    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a loop of its own and closes the
-    sandbox."""
+    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a new loop and closes the sandbox."""
 
     def run(
         body: Callable[[Sandbox], Awaitable[Any]], tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any
     ) -> Any:
         async def inside() -> Any:
-            sandbox = Sandbox(tools or {}, HostConfig(task="test", model="", **limits), tmp_path)
+            sandbox = Sandbox(tools or {}, host_settings(task="test", model="", **limits), tmp_path)
             try:
                 await sandbox.start()
                 return await body(sandbox)

@@ -1,4 +1,4 @@
-"""A leader for tests: starts a real environment host process and talks to it over a real Unix-domain socket."""
+"""A leader for tests: starts a real environment host process and uses its real Unix-domain socket."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32
 from libra_hpc.protocol.env import (
     EpisodeFailed,
@@ -25,12 +26,18 @@ from libra_hpc.protocol.env import (
     from_host,
     to_host,
 )
-from libra_hpc.tasks.settings import HostConfig, host_command, write_private
+from libra_hpc.tasks.settings import HostConfig, host_command, host_config, write_private
 
 ANSWER_S = 60.0
-"""A host that says nothing for so long is broken."""
+"""Seconds of silence after which a host is broken."""
 
 T = TypeVar("T")
+
+
+def host_settings(**changes: Any) -> HostConfig:
+    """Settings of a host: those of an empty run file without a step limit, but for ``changes``."""
+    default = host_config(RunConfig())
+    return msgspec.structs.replace(default, **{"step_limit_s": 0.0, **changes})
 
 
 class Leader:
@@ -76,7 +83,7 @@ class Leader:
         self.link.sendall(b"".join(to_host.frame(message) for message in messages))
 
     def receive(self) -> FromHost:
-        """The next message, signs of life left out."""
+        """The next message that is no `HostAlive`."""
         while isinstance(message := self.receive_any(), HostAlive):
             pass
         return message
@@ -109,7 +116,7 @@ class Leader:
 def play(
     leader: Leader, policy: Callable[[str, list[int]], list[int]], episodes: dict[str, int], progress: float = 0.0
 ) -> dict[str, EpisodeStepped]:
-    """Play episodes (name -> index) concurrently to their ends; ``policy(name, context)`` gives the next turn."""
+    """Play episodes (name -> index) concurrently; ``policy(name, context)`` returns the next turn."""
     context: dict[str, list[int]] = {}
     ends: dict[str, EpisodeStepped] = {}
     leader.send(*(OpenEpisode(name, index, 0, progress) for name, index in episodes.items()))

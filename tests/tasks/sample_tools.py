@@ -64,7 +64,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def start_sleeper(path: str) -> None:
-    """Leave a child of the tool behind, its id in ``path``, and hang."""
+    """Start a child, write its id to ``path``, and hang."""
     child = subprocess.Popen(["sleep", "600"])
     with open(path, "w") as file:
         file.write(str(child.pid))
@@ -72,7 +72,7 @@ def start_sleeper(path: str) -> None:
 
 
 def write_to_link(frame: bytes, later_s: float = 0.0) -> str:
-    """Send a frame of one's own to the host, at once or after the call."""
+    """Send a forged frame to the host, at once or after the call."""
     open_now = (fd for fd in range(3, 100) if os.path.lexists(f"/proc/self/fd/{fd}"))
     link = next(fd for fd in open_now if stat.S_ISSOCK(os.fstat(fd).st_mode))
     if later_s:
@@ -83,7 +83,7 @@ def write_to_link(frame: bytes, later_s: float = 0.0) -> str:
 
 
 def detach(path: str, seconds: float = 0.0) -> str:
-    """Leave a daemon behind: a session of its own, a parent that has ended.  Its id is in ``path``."""
+    """Start a daemon: a session of its own, an ended parent; its id is in ``path``."""
     child = os.fork()
     if child == 0:
         os.setsid()

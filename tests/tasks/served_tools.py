@@ -1,4 +1,4 @@
-"""Tools around a process that their module starts when it is imported, as a browser driver is."""
+"""Tools around a process that their module starts at import, like a browser driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SERVER = subprocess.Popen(
 
 
 def ask(text: str) -> str:
-    """An answer of the server, which starts a child of its own for each."""
+    """An answer of the server, which starts a child for each."""
     assert SERVER.stdin is not None
     assert SERVER.stdout is not None
     subprocess.Popen(["sleep", "600"])

@@ -1,4 +1,4 @@
-"""Answers of a task that are none: each fails its episode with a sentence that names the value; the host goes on."""
+"""Invalid answers of a task: each fails its episode with a sentence that names the value; the host goes on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode
 from libra_hpc.tasks import answers
-from libra_hpc.tasks.settings import HostConfig
 
-from .leader import Leader
+from .leader import Leader, host_settings
 from .user_tasks import ODD
 
 TASK = f"{Path(__file__).with_name('user_tasks.py')}:Odd"
@@ -41,7 +40,7 @@ EXPECTED = {
 
 def test_every_odd_answer_fails_its_episode_with_kind_and_value(keychain_folder: Path) -> None:
     assert EXPECTED.keys() == ODD.keys()
-    with Leader(HostConfig(task=TASK, model=str(keychain_folder))) as leader:
+    with Leader(host_settings(task=TASK, model=str(keychain_folder))) as leader:
         for index, (name, (kind, error)) in enumerate(EXPECTED.items()):
             leader.send(OpenEpisode(name, index, 0, 0.0))
             message = leader.receive()
@@ -60,5 +59,5 @@ class Unprintable:
 
 
 @pytest.mark.parametrize("value", [Unprintable(), 10**5000, [Unprintable()]], ids=["object", "number", "list"])
-def test_no_value_is_too_odd_to_be_named(value: object) -> None:
+def test_every_value_can_be_named(value: object) -> None:
     assert 0 < len(answers.shown(value)) < 200

@@ -151,11 +151,11 @@ def test_demonstrations_teach_the_protocol(task: Arithmetic) -> None:
         for tokens, mask in demonstration_batch(tokenizer, 0, step, 12, False):
             text = tokenizer.decode(tokens)
             assert tokenizer.encode(text) == tokens
-            said = tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
+            written = tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
             result = text.split("<result>")[1].split("</result>")[0]
-            assert said.endswith(f"<answer>{result}</answer>")
-            assert said.startswith(("<calc>", "<python>print("))
-            assert result not in said.split("<answer>")[0] or len(result) < 3
+            assert written.endswith(f"<answer>{result}</answer>")
+            assert written.startswith(("<calc>", "<python>print("))
+            assert result not in written.split("<answer>")[0] or len(result) < 3
     flawed = [tokenizer.decode(t) for step in range(10) for t, _ in demonstration_batch(tokenizer, 0, step, 12, True)]
     wrong = [
         t

@@ -1,4 +1,4 @@
-"""Steps and tools that take too long: what is ended, what is not, and what the leader hears."""
+"""Steps and tools that take too long: what is ended, what is not, and what the leader receives."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, OpenEpisode, StepEpisode
 from libra_hpc.tasks.settings import HostConfig
 
-from .leader import Leader
+from .leader import Leader, host_settings
 
 PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
 
 
 def host(folder: Path, **fields: float) -> HostConfig:
     limits = {"step_limit_s": 0.3, "tool_timeout_s": 0.5, **fields}
-    return HostConfig(task=PATIENT, model=str(folder), **limits)  # type: ignore[arg-type]
+    return host_settings(task=PATIENT, model=str(folder), **limits)
 
 
 @pytest.mark.parametrize("how", [0, 1], ids=["obeys its cancellation", "goes on"])
@@ -71,8 +71,8 @@ def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_fold
         assert leader.process.poll() is None
 
 
-def test_a_host_that_opens_many_episodes_slowly_shows_that_it_gets_on(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=PATIENT.replace("Patient", "Heavy"), model=str(keychain_folder))) as leader:
+def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=PATIENT.replace("Patient", "Heavy"), model=str(keychain_folder))) as leader:
         leader.send(*(OpenEpisode(f"{number}", number, 0, 0.0) for number in range(4)))
         kinds: list[type] = []
         while kinds.count(EpisodeOpened) < 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -10,17 +11,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
 from libra_hpc.tasks.keychain import Guide, KeyChain, Words
-from libra_hpc.tasks.settings import HostConfig, host_command
+from libra_hpc.tasks.settings import host_command
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .leader import Leader, play
+from .leader import Leader, host_settings, play
 from .test_sandbox import gone
 
 FRAGILE = f"{Path(__file__).with_name('user_tasks.py')}:Fragile"
@@ -29,7 +32,7 @@ EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
 
 @pytest.fixture
 def subreaper() -> Iterator[None]:
-    """This process is one, as an agent is."""
+    """This process is a subreaper, like an agent."""
     reaper.become_subreaper()
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
@@ -56,7 +59,7 @@ def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
     def policy(name: str, context: list[int]) -> list[int]:
         if name in asked:
             line = tokenizer.decode(context[:-1]).rpartition("\n")[2].split()
-            guides[name].saw(asked[name], line[0])
+            guides[name].record(asked[name], line[0])
         key = guides[name].key
         if key is None:
             return [words.ans, words.values[worlds[name].value], words.newline]
@@ -64,7 +67,7 @@ def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
         return [words.get, words.keys[key], words.newline]
 
     options = {"drift_at": 0.5, "after": {"p_more": 0.85}}
-    with Leader(HostConfig(task="keychain", model=str(keychain_folder), options=options, seed=11)) as leader:
+    with Leader(host_settings(task="keychain", model=str(keychain_folder), options=options, seed=11)) as leader:
         ends = play(leader, policy, episodes, progress=0.7)
     assert [end.reward for end in ends.values()] == [1.0] * 64
     assert {end.info["after_drift"] for end in ends.values()} == {1.0}
@@ -83,7 +86,7 @@ def test_task_of_a_users_own_file(arithmetic_folder: Path) -> None:
             low_high[last == "lower"] = middle + 1 if last == "higher" else middle - 1
         return tokenizer.encode(f"{sum(low_high) // 2}\n")
 
-    config = HostConfig(task=EXAMPLE, model=str(arithmetic_folder), options={"largest": 1000, "max_turns": 12})
+    config = host_settings(task=EXAMPLE, model=str(arithmetic_folder), options={"largest": 1000, "max_turns": 12})
     with Leader(config) as leader:
         ends = play(leader, policy, {f"e{i}": i for i in range(16)})
     assert all(end.reward == pytest.approx(1 / end.info["turns"]) for end in ends.values())
@@ -91,14 +94,14 @@ def test_task_of_a_users_own_file(arithmetic_folder: Path) -> None:
 
 
 def test_options_of_a_task_are_in_a_file_of_its_owner_and_not_in_ps(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task="keychain", model=str(keychain_folder), options={"drift_at": 0.7531})) as leader:
+    with Leader(host_settings(task="keychain", model=str(keychain_folder), options={"drift_at": 0.7531})) as leader:
         assert b"0.7531" not in Path(f"/proc/{leader.process.pid}/cmdline").read_bytes()
         assert b"0.7531" in leader.settings.read_bytes()
         assert leader.settings.stat().st_mode & 0o777 == 0o600
 
 
 def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
         leader.send(OpenEpisode("x", 13, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "LookupError: no problem 13"
         for first, error in (
@@ -123,7 +126,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
 
 
 def test_slow_tool_blocks_no_other_episode(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=2.0)) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=2.0)) as leader:
         leader.open("slow")
         leader.send(StepEpisode("slow", pack_i32([3])))
         for i in range(50):
@@ -134,7 +137,7 @@ def test_slow_tool_blocks_no_other_episode(keychain_folder: Path) -> None:
 
 
 def test_protocol_misuse_fails_the_episode_named(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=1.0)) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=1.0)) as leader:
         leader.open("a")
         leader.send(OpenEpisode("a", 1, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "this episode is already open"
@@ -149,7 +152,7 @@ def test_protocol_misuse_fails_the_episode_named(keychain_folder: Path) -> None:
 
 
 def test_unreadable_frame_ends_the_host(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
         assert leader.link is not None
         leader.link.sendall(b"\x03\x00\x00\x00abc")
         with pytest.raises(EOFError):
@@ -158,7 +161,7 @@ def test_unreadable_frame_ends_the_host(keychain_folder: Path) -> None:
 
 
 def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder), tool_processes=2)) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_processes=2)) as leader:
         leader.open("a")
         leader.send(StepEpisode("a", pack_i32([3])))
         leader.open("b")
@@ -173,7 +176,7 @@ def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
 
 def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
     tokenizer = TaskTokenizer(arithmetic_folder)
-    with Leader(HostConfig(task="arithmetic", model=str(arithmetic_folder), tool_timeout_s=300)) as leader:
+    with Leader(host_settings(task="arithmetic", model=str(arithmetic_folder), tool_timeout_s=300)) as leader:
         leader.open("a")
         leader.send(StepEpisode("a", pack_i32(tokenizer.encode("<python>while True: pass</python>"))))
         pids: list[int] = []
@@ -187,7 +190,7 @@ def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
 
 def test_a_daemon_of_a_tool_is_gone_after_its_timeout(keychain_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pid"
-    config = HostConfig(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=1.0)
+    config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=1.0)
     with Leader(config) as leader:
         leader.open("a")
         assert isinstance(leader.step("a", [5]), EpisodeStepped)
@@ -199,7 +202,7 @@ def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
     keychain_folder: Path, tmp_path: Path, subreaper: None
 ) -> None:
     path, before = tmp_path / "pid", reaper.children()
-    config = HostConfig(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
+    config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
     with Leader(config) as leader:
         leader.open("a")
         leader.send(StepEpisode("a", pack_i32([5])))
@@ -219,7 +222,7 @@ def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
 
 
 def test_host_hides_its_memory(keychain_folder: Path) -> None:
-    with Leader(HostConfig(task=FRAGILE, model=str(keychain_folder))) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
         become = "os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)" if os.getuid() == 0 else "None"
         script = f"import os\n{become}\nopen('/proc/{leader.process.pid}/mem', 'rb')"
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -228,22 +231,25 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("changes", "message"),
     [
-        (b'{"task": "keychainz", "model": "MODEL"}', "did you mean 'keychain'?"),
-        (b'{"task": "keychain", "model": "MODEL", "options": {"hops": 3}}', "KeyChain has no such option"),
-        (b'{"task": "keychain", "model": "/nowhere"}', "has no tokenizer.json"),
-        (b'{"task": "arithmetic", "model": "MODEL", "options": {"max_turns": 0}}', "task.options.max_turns = 0"),
-        (b'{"task": "keychain", "model": "MODEL", "tool": 3}', "unknown field `tool`"),
-        (b'{"task": "keychain", "mo', "Input data was truncated"),
-        (f'{{"task": "{FRAGILE.replace("Fragile", "NoTool")}", "model": "MODEL"}}'.encode(), "tools['nested']"),
-        (f'{{"task": "{FRAGILE.replace("Fragile", "NoSuchTool")}", "model": "MODEL"}}'.encode(), "did you mean 'nap'?"),
-        (f'{{"task": "{FRAGILE.replace("Fragile", "NoTime")}", "model": "MODEL"}}'.encode(), "step_limit_s = nan"),
+        ({"task": "keychainz"}, "did you mean 'keychain'?"),
+        ({"options": {"hops": 3}}, "KeyChain has no such option"),
+        ({"model": "/nowhere"}, "has no tokenizer.json"),
+        ({"task": "arithmetic", "options": {"max_turns": 0}}, "task.options.max_turns = 0"),
+        ({"tool": 3}, "unknown field `tool`"),
+        (None, "Input data was truncated"),
+        ({"task": FRAGILE.replace("Fragile", "NoTool")}, "tools['nested']"),
+        ({"task": FRAGILE.replace("Fragile", "NoSuchTool")}, "did you mean 'nap'?"),
+        ({"task": FRAGILE.replace("Fragile", "NoTime")}, "step_limit_s = nan"),
     ],
 )
-def test_users_mistakes_exit_with_two(keychain_folder: Path, config: bytes, message: str, tmp_path: Path) -> None:
+def test_users_mistakes_exit_with_two(
+    keychain_folder: Path, changes: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
     settings = tmp_path / "host.json"
-    settings.write_text(config.decode().replace("MODEL", str(keychain_folder)))
+    valid = msgspec.to_builtins(host_settings(task="keychain", model=str(keychain_folder)))
+    settings.write_text(json.dumps(valid)[:30] if changes is None else json.dumps({**valid, **changes}))
     command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2

@@ -27,7 +27,7 @@ from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 
-class Here:
+class InProcessTools:
     """The tool without a process, failing on request."""
 
     def __init__(self, *failures: str) -> None:
@@ -44,26 +44,29 @@ class Here:
 
 
 class Player:
-    """Speaks the task's words."""
+    """A policy that writes the task's words."""
 
-    def __init__(self, task: KeyChain, episode: KeyChainEpisode, world: HiddenChain, tools: Here | None = None) -> None:
-        self.words, self.episode, self.world, self.tools = Words(task.tokenizer), episode, world, tools or Here()
+    def __init__(
+        self, task: KeyChain, episode: KeyChainEpisode, world: HiddenChain, tools: InProcessTools | None = None
+    ) -> None:
+        self.words, self.episode, self.world = Words(task.tokenizer), episode, world
+        self.tools = tools or InProcessTools()
         self.guide = Guide(world)
         self.context = list(episode.prompt)
 
-    def say(self, *tokens: int) -> Turn:
+    def turn(self, *tokens: int) -> Turn:
         turn = asyncio.run(self.episode.step(list(tokens), self.tools))
         self.context += [*tokens, *turn.tokens]
         return turn
 
     def get(self, key: int) -> Turn:
-        turn = self.say(self.words.get, self.words.keys[key], self.words.newline)
+        turn = self.turn(self.words.get, self.words.keys[key], self.words.newline)
         if turn.signal is not None:
-            self.guide.saw(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
+            self.guide.record(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
         return turn
 
     def answer(self, value: int) -> Turn:
-        return self.say(self.words.ans, self.words.values[value], self.words.newline)
+        return self.turn(self.words.ans, self.words.values[value], self.words.newline)
 
     def perfect(self) -> Turn:
         while (key := self.guide.key) is not None:
@@ -80,8 +83,8 @@ def task(keychain_folder: Path) -> KeyChain:
     return KeyChain(TaskTokenizer(keychain_folder), seed=3)
 
 
-def start(task: KeyChain, want: Any = lambda world: True, tools: Here | None = None) -> Player:
-    """The first episode whose hidden chain is as wanted."""
+def start(task: KeyChain, want: Any = lambda world: True, tools: InProcessTools | None = None) -> Player:
+    """The first episode whose hidden chain fits."""
     for index in range(10_000):
         episode = task.open(index, 0, 0.0)
         if want(world_of(episode)):
@@ -145,7 +148,7 @@ def test_every_outcome_of_the_tool(task: KeyChain) -> None:
     text = [task.tokenizer.decode(t.tokens) for t in seen]
     assert text[1] == f"= k{dead} | k{alternative} \n"
     assert text[7] == f"val v{player.world.value} \n"
-    malformed = player.say(player.words.get, player.words.get, player.words.get, player.words.get)
+    malformed = player.turn(player.words.get, player.words.get, player.words.get, player.words.get)
     assert malformed.signal is not None
     assert (task.tokenizer.decode(malformed.tokens), malformed.signal.outcome) == ("err \n", "error")
     # Waste: asking hop 0 again, the spare of a living key, an unknown key, the dead key twice, and the malformed line.
@@ -156,7 +159,7 @@ def test_every_outcome_of_the_tool(task: KeyChain) -> None:
 
 @pytest.mark.parametrize("outcome", ["error", "timeout"])
 def test_failing_sandbox_costs_a_turn_and_nothing_else(task: KeyChain, outcome: str) -> None:
-    player = start(task, lambda w: len(w.hops) == 3, Here("ok", outcome))
+    player = start(task, lambda w: len(w.hops) == 3, InProcessTools("ok", outcome))
     seen = []
     while (key := player.guide.key) is not None:
         seen.append(player.get(key))
@@ -184,9 +187,9 @@ def test_hacks_pay_little(task: KeyChain) -> None:
     assert turn.info["turns"] == 2 * spammer.world.need + 4
 
     babbler = start(task, lambda w: len(w.hops) == 3)
-    turn = babbler.say(babbler.words.newline)
+    turn = babbler.turn(babbler.words.newline)
     while not turn.done:
-        turn = babbler.say(babbler.words.newline)
+        turn = babbler.turn(babbler.words.newline)
     assert turn.reward == pytest.approx(-0.2)
 
 
@@ -200,7 +203,7 @@ def test_wrong_lines_are_calls_not_answers(task: KeyChain) -> None:
         [],
         [w.get, w.keys[0], w.newline, w.newline],
     ):
-        assert task.tokenizer.decode(player.say(*line).tokens) == "err \n"
+        assert task.tokenizer.decode(player.turn(*line).tokens) == "err \n"
 
 
 def test_context_never_exceeds_its_bound(keychain_folder: Path) -> None:
@@ -255,8 +258,8 @@ def outcomes(task: KeyChain, batch: list[tuple[list[int], list[int]]]) -> Counte
     lines: Counter[str] = Counter()
     for tokens, mask in batch:
         assert len(tokens) == len(mask)
-        said = task.tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]).split("\n")
-        lines.update(line.split()[0] for line in said if line.strip())
+        written = task.tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]).split("\n")
+        lines.update(line.split()[0] for line in written if line.strip())
     return lines
 
 

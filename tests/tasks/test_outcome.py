@@ -1,4 +1,4 @@
-"""Outcomes come from structure: exit codes, exceptions, flags, test counts; words in a text decide nothing."""
+"""Outcomes come from structure: exit codes, exceptions, flags, test counts; words decide nothing."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_last_summary_counts() -> None:
     assert count_tests("1 failed in 0.1s\nagain\n1 passed in 0.1s\nbye") == (1, 0)
 
 
-def test_a_tool_result_keeps_what_the_sandbox_saw() -> None:
+def test_a_tool_result_retains_the_sandboxs_outcome() -> None:
     assert classify(ToolResult("timeout", "12 passed", 1.0)) == Outcome("timeout", None, 12, 0)
     assert classify(ToolResult("error", "ValueError: 0 errors", 1.0)) == Outcome("error")
     assert classify(ToolResult("error", "3 passed in 0.1s", 1.0, 1)) == Outcome("error", 1, 3, 0)

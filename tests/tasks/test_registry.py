@@ -54,7 +54,7 @@ def test_wrong_names(name: str, message: str) -> None:
         task_class(name)
 
 
-def test_broken_file_says_what_it_raised(tmp_path: Path) -> None:
+def test_the_error_of_a_broken_file_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package\n")
     with pytest.raises(

@@ -200,7 +200,7 @@ def test_tool_that_cannot_be_imported_elsewhere_is_refused_by_name() -> None:
         tool_refs({"shorten": lambda text: text[:3]})
 
 
-def test_tool_process_that_cannot_start_says_why(in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_process_that_cannot_start_reports_why(in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(box: Sandbox) -> None:
         raise AssertionError("started")
 

@@ -29,7 +29,7 @@ class NoTools:
 
 
 def outcome(limit_s: float, stall_s: float) -> Turn | BaseException:
-    """How a step ends whose loop stands still at its beginning."""
+    """How a step ends when the loop is blocked at its beginning."""
 
     async def inside() -> Turn | BaseException:
         loop = asyncio.get_running_loop()
@@ -43,7 +43,7 @@ def outcome(limit_s: float, stall_s: float) -> Turn | BaseException:
     return asyncio.run(inside())
 
 
-def test_a_loop_that_stood_still_is_no_fault_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_blocked_loop_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "STALL_S", 0.1)
     assert outcome(0.2, 0.5) == Turn([7])
     monkeypatch.setattr(steps, "STALL_S", 10.0)

@@ -1,4 +1,4 @@
-"""Tasks as a user's file has them: one that breaks in every way, and one whose tool is slow."""
+"""Tasks of a user's file: one breaks in every way, one has a slow tool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tasks.sample_tools import detach
 
 
 def hold(path: str) -> str:
-    """Leave a daemon behind, its id in a file, and hang."""
+    """Start a daemon, write its id to a file, and hang."""
     return detach(path, 600.0)
 
 
@@ -22,7 +22,7 @@ def doze(seconds: float) -> str:
 
 
 class Scripted(Episode):
-    """The first token of a turn says what happens."""
+    """The first token of a turn decides what happens."""
 
     prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
 
@@ -46,7 +46,7 @@ class Scripted(Episode):
 
 
 class Fragile(Task):
-    """Index 13 cannot even be opened."""
+    """Index 13 cannot be opened."""
 
     tools = {"doze": doze, "hold": hold}
 
@@ -61,13 +61,13 @@ class Fragile(Task):
 
 
 def nap(seconds: float) -> str:
-    """A tool that declares how long it takes."""
+    """A tool with a declared limit."""
     time.sleep(seconds)
     return "rested"
 
 
 class Waiting(Episode):
-    """The first token of a turn says what it waits for."""
+    """The first token of a turn decides what it waits for."""
 
     prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
 
@@ -103,13 +103,13 @@ class Patient(Task):
 
 
 class NoSuchTool(Patient):
-    """Declares a limit for a tool that it has not."""
+    """Declares a limit for a tool that it lacks."""
 
     tool_limits = {"napp": 60.0}
 
 
 class NoTime(Patient):
-    """Declares a limit that is none."""
+    """Declares an invalid limit."""
 
     step_limit_s = float("nan")
 
@@ -122,7 +122,7 @@ class Heavy(Task):
         return Waiting()
 
 
-class Told(Episode):
+class Given(Episode):
     """Answers its only turn as the test has it."""
 
     def __init__(self, answer: object, prompt: object, max_tokens: object) -> None:
@@ -134,41 +134,41 @@ class Told(Episode):
         return self.answer  # type: ignore[return-value]
 
 
-def told(answer: object, prompt: object = (1, 2), max_tokens: object = 4) -> Episode:
-    return Told(answer, prompt, max_tokens)
+def answering(answer: object, prompt: object = (1, 2), max_tokens: object = 4) -> Episode:
+    return Given(answer, prompt, max_tokens)
 
 
 ODD: dict[str, Callable[[], Episode]] = {
-    "nan": lambda: told(Turn(done=True, reward=float("nan"))),
-    "infinite": lambda: told(Turn(done=True, reward=-float("inf"))),
-    "beyond float": lambda: told(Turn(done=True, reward=10**400)),
-    "beyond float32": lambda: told(Turn(done=True, reward=1e39)),
-    "text reward": lambda: told(Turn(done=True, reward="much")),  # type: ignore[arg-type]
-    "no reward": lambda: told(Turn(done=True, reward=None)),  # type: ignore[arg-type]
-    "nan info": lambda: told(Turn(done=True, info={"solved": 1.0, "speed": float("nan")})),
-    "no info": lambda: told(Turn(done=True, info=None)),  # type: ignore[arg-type]
-    "key of info": lambda: told(Turn(done=True, info={3: 1.0})),  # type: ignore[dict-item]
-    "no turn": lambda: told(None),
-    "text": lambda: told(Turn("words")),  # type: ignore[arg-type]
-    "bytes": lambda: told(Turn(b"abcd")),  # type: ignore[arg-type]
-    "fractions": lambda: told(Turn([1.5])),  # type: ignore[list-item]
-    "beyond int32": lambda: told(Turn([1, 2**31])),
-    "negative": lambda: told(Turn([5, -1])),
-    "signal": lambda: told(Turn([1], Signal(3, "ok", 1, 0.1))),  # type: ignore[arg-type]
-    "seconds": lambda: told(Turn([1], Signal("t", "ok", 1, float("inf")))),
-    "text prompt": lambda: told(Turn([1]), "words"),
-    "empty prompt": lambda: told(Turn([1]), []),
-    "no room": lambda: told(Turn([1]), [1], 0),
+    "nan": lambda: answering(Turn(done=True, reward=float("nan"))),
+    "infinite": lambda: answering(Turn(done=True, reward=-float("inf"))),
+    "beyond float": lambda: answering(Turn(done=True, reward=10**400)),
+    "beyond float32": lambda: answering(Turn(done=True, reward=1e39)),
+    "text reward": lambda: answering(Turn(done=True, reward="much")),  # type: ignore[arg-type]
+    "no reward": lambda: answering(Turn(done=True, reward=None)),  # type: ignore[arg-type]
+    "nan info": lambda: answering(Turn(done=True, info={"solved": 1.0, "speed": float("nan")})),
+    "no info": lambda: answering(Turn(done=True, info=None)),  # type: ignore[arg-type]
+    "key of info": lambda: answering(Turn(done=True, info={3: 1.0})),  # type: ignore[dict-item]
+    "no turn": lambda: answering(None),
+    "text": lambda: answering(Turn("words")),  # type: ignore[arg-type]
+    "bytes": lambda: answering(Turn(b"abcd")),  # type: ignore[arg-type]
+    "fractions": lambda: answering(Turn([1.5])),  # type: ignore[list-item]
+    "beyond int32": lambda: answering(Turn([1, 2**31])),
+    "negative": lambda: answering(Turn([5, -1])),
+    "signal": lambda: answering(Turn([1], Signal(3, "ok", 1, 0.1))),  # type: ignore[arg-type]
+    "seconds": lambda: answering(Turn([1], Signal("t", "ok", 1, float("inf")))),
+    "text prompt": lambda: answering(Turn([1]), "words"),
+    "empty prompt": lambda: answering(Turn([1]), []),
+    "no room": lambda: answering(Turn([1]), [1], 0),
 }
-"""Episodes whose answer is none, by what is wrong with it."""
+"""Invalid answers, by their mistake."""
 
 
 class Odd(Task):
-    """Prompt ``index`` is the index-th of `ODD`; beyond them an episode that is as it should be."""
+    """Prompt ``index`` is the index-th of `ODD`; beyond them a valid episode."""
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         made = list(ODD.values())
-        return made[index]() if index < len(made) else told(Turn([5], Signal("t", "ok", 1, 0.1)))
+        return made[index]() if index < len(made) else answering(Turn([5], Signal("t", "ok", 1, 0.1)))
 
 
 class NoTool(Task):

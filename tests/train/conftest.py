@@ -9,14 +9,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from libra_hpc.train.device import choose, local_store
+from libra_hpc.train.device import choose_device, local_store
 from libra_hpc.train.train_engine import close_world, init_world
 from libra_hpc.weights.names import ReplicaPlace
 
 
 class _World:
     def __init__(self) -> None:
-        self.split = init_world(choose("cpu", 0, 1), 1, 1, 0, local_store(), 60.0)
+        self.split = init_world(choose_device("cpu", 0, 1), 1, 1, 0, local_store(), 60.0)
 
     def close(self) -> None:
         close_world()

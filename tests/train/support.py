@@ -1,4 +1,4 @@
-"""Tiny models, random samples, in-process references, and real worker processes driven over their sockets."""
+"""Tiny models, random samples, in-process references, and real worker processes behind their sockets."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
-from libra_hpc.train.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig, write_config
+from libra_hpc.train.settings import OptimizerSettings, write_config
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
+from .settings import algorithm, optimizer, worker_config
+
 VOCAB = 64
-OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
-"""A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients, which the comparisons
-below would otherwise measure."""
-ALGORITHM = AlgorithmSettings(kl_coef=0.1, temperature=0.8)
+OPTIMIZER = optimizer(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
+"""A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients in the comparisons below."""
+ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
 MICRO_TOKENS = 96
 WAIT_S = 120.0
 
@@ -100,8 +101,7 @@ def loss_tokens(batch: list[Sample]) -> int:
 
 
 def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 1, minibatches: int = 1) -> TrainStep:
-    """Step ``step`` of the fixed run, as seen by one of ``replicas``: sample ``i`` goes to replica ``i mod
-    replicas``."""
+    """Step ``step`` of the fixed run for one of ``replicas``: sample ``i`` goes to replica ``i mod replicas``."""
     batches = [samples(100 * step + i) for i in range(minibatches)]
     return TrainStep(
         step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches)
@@ -111,7 +111,7 @@ def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 
 def build(
     model_dir: Path, split: ReplicaPlace, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER
 ) -> tuple[TrainEngine, GrpoTrainer]:
-    """An engine and trainer in this process, in generation 0 alone, with the model's weights."""
+    """An engine and trainer in this process, alone in generation 0, with the model's weights."""
     engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = Replicas(engine, 60.0, 60.0)
@@ -123,7 +123,7 @@ def build(
 def fixed_run(
     model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1
 ) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
-    """The reference: one replica, no parallelism; returns every step's report and all tensors of the final state."""
+    """The reference, one replica without parallelism: every step's report, and the final state."""
     engine, trainer = build(model_dir, split)
     done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
     folder = model_dir.parent / f"reference-{model_dir.name}-{steps}-{minibatches}"
@@ -137,7 +137,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """Weights within 2e-5 (they moved by about 1e-3 per step), first moments, i.e. averaged gradients, within 1e-6."""
+    """Weights within 2e-5 (they moved by about 1e-3 per step), first moments (averaged gradients) within 1e-6."""
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         tolerance = 1e-6 if name.startswith("exp_avg") else 2e-5
@@ -145,7 +145,7 @@ def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
 
 
 class Replica:
-    """The worker processes of one replica, and the agent's end of their sockets."""
+    """The worker processes of one replica, and the agent's ends of their sockets."""
 
     def __init__(self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, **options: Any) -> None:
         self.folder = base / name
@@ -169,7 +169,7 @@ class Replica:
             listener.listen(1)
             listener.settimeout(WAIT_S)
             listeners.append(listener)
-            config = WorkerConfig(
+            config = worker_config(
                 model_dir=str(model_dir),
                 world_rendezvous=str(self.folder / "world"),
                 tp=tp,
@@ -207,7 +207,7 @@ class Replica:
             connection.sendall(to_worker.frame(message))
 
     def receive(self, kind: type[Any]) -> Any:
-        """The answer of local rank 0, once all processes answered with a ``kind``."""
+        """Local rank 0's answer, once all processes answered with a ``kind``."""
         answers = [self.receive_from(rank) for rank in range(len(self._sockets))]
         for rank, answer in enumerate(answers):
             assert isinstance(answer, kind), (answer, (self.folder / f"{rank}.log").read_text()[-3000:])
@@ -218,14 +218,14 @@ class Replica:
         self._sockets[rank].sendall(to_worker.frame(message))
 
     def receive_from(self, rank: int) -> Any:
-        """The next answer of one process; signs of life are passed over."""
+        """The next answer of one process; `Alive` is skipped."""
         pending = self._buffers[rank][1]
         while not pending:
             self._read(rank)
         return pending.pop(0)
 
     def alive(self, rank: int) -> Alive:
-        """The newest sign of life of one process, once there is another."""
+        """The next `Alive` of one process."""
         found: list[Alive] = []
         while not found:
             found = self._read(rank)
@@ -246,7 +246,7 @@ class Replica:
         return self.receive(kind)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """Weights and moments, by way of a checkpoint."""
+        """Weights and moments, read from a checkpoint."""
         folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
         self.ask(SaveCheckpoint(str(folder), step), Saved)
         assert folders.read_state(folder).step == step
@@ -259,7 +259,7 @@ class Replica:
             process.wait()
 
     def close(self) -> list[int]:
-        """Stop orderly where still alive; returns the exit codes."""
+        """Stop those still alive; returns the exit codes."""
         for process, connection in zip(self.processes, self._sockets, strict=True):
             if process.poll() is None:
                 connection.sendall(to_worker.frame(StopWorker()))
@@ -269,7 +269,7 @@ class Replica:
         return codes
 
     def abandon(self) -> list[int]:
-        """Close the sockets, as a dying agent does; returns the exit codes."""
+        """Close the sockets, like a dying agent; returns the exit codes."""
         for connection in self._sockets:
             connection.close()
         return [process.wait(timeout=WAIT_S) for process in self.processes]

@@ -1,7 +1,6 @@
-"""The two engines agree: log-probabilities that vLLM sampled under equal those Megatron recomputes from the same
-weights, before and after a swap.
+"""The two engines agree: vLLM's sampled log-probabilities equal Megatron's, before and after a weight update.
 
-The importance ratio between rollout and training is only as good as this.
+The importance ratio between rollout and training depends on this.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train import checkpoint
 from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
-from libra_hpc.train.settings import OptimizerSettings
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 from tests.rollout.engine.engine_harness import EngineUnderTest, engine_config, logprobs_of, make_model, tokens_of, turn
+
+from .settings import optimizer
 
 pytestmark = pytest.mark.engine
 
@@ -64,9 +64,7 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
     tied: bool, tmp_path: Path, world: ReplicaPlace
 ) -> None:
     model = make_model(tmp_path / "model", seed=3, tied=tied)
-    trainer = TrainEngine(
-        read_shape(model.folder), torch.device("cpu"), torch.float32, world, OptimizerSettings(lr=1e-2)
-    )
+    trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, optimizer(lr=1e-2))
     checkpoint.load_policy(trainer, model.folder)
     engine = EngineUnderTest(tmp_path, engine_config(model))
     try:

@@ -7,18 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.process.dump import DUMP_SIGNAL
-from libra_hpc.protocol.trainer import (
-    Join,
-    Joined,
-    LoadCheckpoint,
-    Loaded,
-    SaveCheckpoint,
-    Saved,
-    Standby,
-    StepFailed,
-    TrainStep,
-    WorkerError,
-)
+from libra_hpc.protocol.trainer import Join, Joined, SaveCheckpoint, Saved, Standby, StepFailed, TrainStep, WorkerError
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -107,7 +96,6 @@ def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Rep
     assert done.loss == pytest.approx(want[4].loss, abs=2e-6)
     assert_same_state(again.tensors(5), final)
     assert all((t == want_now[n]).all() for n, t in again.tensors(5).items())
-    assert again.ask(LoadCheckpoint(str(shm)), Loaded).step == 4
     assert again.abandon() == [0]
 
 
@@ -142,7 +130,7 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     assert first.close() + second.abandon() == [0, 0]
 
 
-def test_a_replica_that_cannot_join_or_train_says_so_and_stays_usable(tmp_path: Path) -> None:
+def test_a_replica_that_cannot_join_or_train_reports_it_and_stays_usable(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     replica = Replica(tmp_path, "split", model_dir, tp=2, join_timeout_s=2.0)
@@ -162,8 +150,6 @@ def test_a_replica_that_cannot_join_or_train_says_so_and_stays_usable(tmp_path: 
     short = type(broken)(broken.uid, broken.tokens, broken.loss_mask[:-1], broken.logprobs, broken.advantage)
     failed = replica.ask(TrainStep(1, 3, ((short,),), good.total_tokens), StepFailed)
     assert broken.uid in failed.error
-    missing = replica.ask(LoadCheckpoint(str(tmp_path / "nowhere")), WorkerError)
-    assert not missing.fatal
     join_all([replica], 4, tmp_path / "g4")
     (done,) = step_all([replica], 1, 4)
     assert done.step == 1

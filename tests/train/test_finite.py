@@ -1,5 +1,4 @@
-"""Samples that are not finite: the update is skipped, the step commits, and nothing of it reaches weights or
-moments."""
+"""Samples that are not finite: the update is skipped, the step commits, weights and moments stay unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ import torch
 
 from libra_hpc.protocol.codec import pack_f32, unpack_f32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
-from libra_hpc.train.settings import AlgorithmSettings
 from libra_hpc.weights.names import ReplicaPlace
 
+from .settings import algorithm
 from .support import Replica, build, join_all, make_model, train_step
 
 pytestmark = pytest.mark.engine
@@ -34,7 +33,7 @@ def bad_logprobs(sample: Sample) -> Sample:
 
 
 def spoiled(message: TrainStep, minibatch: int, spoil: Any = bad_advantage) -> TrainStep:
-    """The same step with its first sample spoiled."""
+    """The same step, its first sample not finite."""
     minibatches = list(message.minibatches)
     minibatches[minibatch] = (spoil(minibatches[minibatch][0]), *minibatches[minibatch][1:])
     return TrainStep(message.step, message.generation, tuple(minibatches), message.total_tokens)
@@ -48,7 +47,7 @@ def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: R
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     # With a KL term the loss has the log-probabilities too.
-    trainer._settings = AlgorithmSettings(kl_coef=0.0)
+    trainer._settings = algorithm(kl_coef=0.0)
     done = trainer.step(spoiled(train_step(1, 0), 0, bad_logprobs))
     assert (done.skipped, engine.state.updates, done.ratio_mean, done.logprob_gap) == (0, 1, 0.0, 0.0)
     assert done.grad_norm > 0.0

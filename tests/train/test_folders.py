@@ -1,4 +1,4 @@
-"""State folders: manifests, what `verify` finds, fall-back to an older whole one, and room."""
+"""State folders: manifests, `verify`, fall-back to an older whole state, and room."""
 
 from __future__ import annotations
 

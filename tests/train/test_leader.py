@@ -1,4 +1,4 @@
-"""The train leader against replicas that only keep count: membership, commits, deaths, replay, stop."""
+"""The train leader against replicas that only count: membership, commits, deaths, replay, stop."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train import members
 from libra_hpc.train import train_leader as leader
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
+from tests.protocol.step_reports import batch_stats
 
 
 def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
@@ -52,12 +53,12 @@ def batch(step: int) -> Batch:
     return Batch(
         step,
         tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)),
-        {"reward": 0.5},
+        batch_stats(reward=0.5),
     )
 
 
 class Replica:
-    """A replica whose state is the list of steps it trained; it answers at once unless told otherwise."""
+    """A replica whose state is the list of its steps; by default it answers at once."""
 
     def __init__(self, world: World, rank: int, step: int = 0) -> None:
         self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
@@ -121,7 +122,7 @@ class World:
         )
 
         async def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
-            self.carried.append([(report.step, report.metrics["reward"]) for report in reports])
+            self.carried.append([(report.step, report.metrics.batch.reward) for report in reports])
             if self.hangs:
                 await asyncio.sleep(60.0)
             if self.no_position:
@@ -167,7 +168,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def pair_with_a_silent_second(world: World) -> None:
-    """Replicas 1 and 2 are members of generation 1, and 2 will never answer again."""
+    """Replicas 1 and 2 are members of generation 1; 2 never answers again."""
     for rank in (1, 2):
         world.add(rank)
     world.leader.on_generation(1, (1, 2))
@@ -200,7 +201,7 @@ def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
     assert [c.indices for c in world.of(Committed)] == [(0, 1), (2, 3), (4, 5)]
     assert [p.version for p in world.of(Publish)] == [0, 1, 2, 3]
     assert world.saved == [(2, 4, []), (3, 6, [])]
-    assert [r.metrics["reward"] for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
+    assert [r.metrics.batch.reward for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
 
 
 def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -> None:
@@ -259,7 +260,7 @@ def test_a_step_that_one_survivor_committed_is_not_trained_again() -> None:
     assert world.replicas[1].history == ["step1"]
 
 
-def test_a_rebuilt_replica_that_is_behind_replays_the_kept_batches() -> None:
+def test_a_rebuilt_replica_that_is_behind_replays_the_retained_batches() -> None:
     world = World(steps=4)
     world.add(1)
 
@@ -365,7 +366,7 @@ def test_a_generation_that_forms_gives_way_to_a_newer_order_at_once() -> None:
         await until(lambda: len(world.of(ToReplica)) == 2)
         world.leader.on_generation(2, (1,))
         await until(lambda: len(world.of(ToReplica)) >= 3)
-        # The answer to the order that was given up says nothing about the newer one.
+        # The answer to the order that was given up is not one to the newer order.
         world.reply(1, WorkerError("generation 1 did not form", False, 1))
         world.leader.on_batch(batch(1))
         await until(lambda: world.of(TrainingFinished))
@@ -428,9 +429,7 @@ def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> None:
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_a_run_that_is_told_to_stop_tries_its_last_checkpoint_four_times(
-    monkeypatch: pytest.MonkeyPatch, freed: bool
-) -> None:
+def test_a_stopped_run_tries_its_last_checkpoint_four_times(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
     monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.001)
     world = World(steps=9, storage_s=1e9)
     world.add(1).full = True
@@ -514,7 +513,7 @@ def test_another_exporter_is_asked_for_the_present_version_again() -> None:
         world.leader.on_replica_down(1, "node lost")
         world.leader.on_generation(2, (2,))
         await until(lambda: len(world.of(Publish)) == 2)
-        # Answers of before that come now say nothing about what the new one has.
+        # Late answers of the old exporter do not count for the new one.
         world.leader.on_reply(1, Exported(0, 77, 100, 0.0))
         for _ in range(leader.Exports.FAILURES):
             world.leader.on_reply(1, ExportFailed(0, "no room"))
@@ -674,7 +673,7 @@ def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:
         await until(lambda: world.of(Fatal))
 
     play(world, script)
-    assert [r.metrics["skipped"] for r in world.of(StepReport)] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [r.metrics.train.skipped for r in world.of(StepReport)] == [1, 1, 0, 1, 1, 1]
     assert [log.fields["step"] for log in world.of(Log) if log.kind == "update_skipped"] == [1, 2, 4, 5, 6]
     assert [fatal.reason for fatal in world.of(Fatal)] == ["gradients were not finite in 3 steps in a row"]
 
@@ -686,7 +685,7 @@ def test_a_batch_without_loss_tokens_is_never_trained() -> None:
 
     async def script() -> None:
         world.leader.on_generation(1, (1,))
-        world.leader.on_batch(Batch(1, (Group(0, (silent,)),), {}))
+        world.leader.on_batch(Batch(1, (Group(0, (silent,)),), batch_stats()))
         await until(lambda: world.of(Fatal))
 
     play(world, script)

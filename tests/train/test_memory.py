@@ -1,4 +1,4 @@
-"""The planner's activation memory against what autograd keeps of the real model."""
+"""The planner's activation memory against the tensors that autograd stores for the real model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _pack(lengths: list[int]) -> Pack:
     return one
 
 
-def _kept(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
-    """Bytes of tensors of ``dtype``, the model's, that a forward pass keeps, parameters aside."""
+def _stored(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
+    """Bytes of ``dtype`` tensors that a forward pass stores, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in engine.ddp.parameters()}
     seen: dict[int, int] = {}
 
@@ -50,41 +50,40 @@ def _kept(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
 
 
 def _per_layer(folder: Path, lengths: list[int]) -> tuple[ModelShape, float]:
-    """The shape, and bytes per layer and token: the difference between a model of four layers and one of two."""
-    batch, kept = _pack(lengths), []
+    """The shape, and bytes per layer and token: the difference between models of four layers and two."""
+    batch, stored = _pack(lengths), []
     for layers in (2, 4):
         model_dir = folder / str(layers)
         make_model("qwen3", model_dir, layers=layers)
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
             engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), torch.bfloat16, split, OPTIMIZER)
-            kept.append(_kept(engine, batch, torch.bfloat16))
+            stored.append(_stored(engine, batch, torch.bfloat16))
         finally:
             close_world()
     shape = msgspec.structs.replace(model_shape(model_dir), dtype_bytes=2)
     norm_inputs = 2 * shape.hidden * 2
-    return shape, (kept[1] - kept[0]) / 2 / sum(lengths) + norm_inputs
+    return shape, (stored[1] - stored[0]) / 2 / sum(lengths) + norm_inputs
 
 
 @pytest.mark.parametrize("lengths", [[200], [200, 180, 170, 165]])
-def test_a_layer_keeps_what_the_planner_counts(lengths: list[int], tmp_path: Path) -> None:
-    shape, kept = _per_layer(tmp_path, lengths)
+def test_a_layer_stores_what_the_planner_counts(lengths: list[int], tmp_path: Path) -> None:
+    shape, stored = _per_layer(tmp_path, lengths)
     counted = activation_bytes_per_token(shape, recompute=False) / 2
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     padding = len(lengths) * max(lengths) / sum(lengths)
     # Without padding values stay in the projection's output, and the attention's output is not copied.
     unpadded = counted - PADDING * (2 * q + 2 * kv) + q + kv
-    # With it the norms of queries and keys hold on to that output on a GPU; a CPU's keep float32 copies, which `_kept`
-    # does not count.
+    # With padding, a GPU's norms of queries and keys store that output; a CPU's store float32 copies, not counted here.
     padded = counted - (PADDING - padding) * (2 * q + 2 * kv) - (q + 2 * kv)
     want = unpadded if padding == 1.0 else padded
-    assert kept / 2 == pytest.approx(want, rel=0.01)
+    assert stored / 2 == pytest.approx(want, rel=0.01)
 
 
 def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path) -> None:
     make_model("qwen3", tmp_path / "m")
     batch = _pack([60, 50, 48])
-    gradients, kept = [], []
+    gradients, stored = [], []
     for recompute in (False, True):
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
@@ -94,9 +93,9 @@ def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path)
             load_policy(engine, tmp_path / "m")
             engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
             gradients.append([g.clone() for g in engine.gradients()])
-            kept.append(_kept(engine, batch, torch.float32))
+            stored.append(_stored(engine, batch, torch.float32))
         finally:
             close_world()
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*gradients, strict=True))
     assert any(bool(g.any()) for g in gradients[0])
-    assert kept[1] < 0.5 * kept[0]
+    assert stored[1] < 0.5 * stored[0]

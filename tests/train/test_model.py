@@ -16,9 +16,9 @@ from libra_hpc.protocol.codec import unpack_f32, unpack_i32
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.packing import Pack, decode, pack
-from libra_hpc.train.settings import OptimizerSettings
 from libra_hpc.weights.names import ReplicaPlace
 
+from .settings import optimizer
 from .support import (
     ALGORITHM,
     MICRO_TOKENS,
@@ -135,7 +135,7 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
 
 def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("qwen2", tmp_path / "model")
-    engine, trainer = build(tmp_path / "model", world, torch.bfloat16, OptimizerSettings(lr=1e-5))
+    engine, trainer = build(tmp_path / "model", world, torch.bfloat16, optimizer(lr=1e-5))
     before = {name: t.clone() for name, t in engine.state.master.items()}
     trainer.step(train_step(1, 0))
     assert all(p.dtype == torch.bfloat16 for p in engine.named_parameters().values())

@@ -1,4 +1,4 @@
-"""Packs: nothing lost, limits kept, blocks that waste little, bad samples refused."""
+"""Packs: nothing is lost, limits hold, blocks waste little, bad samples are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tensor and pipeline parallelism against one process: losses, gradients (Adam's first moments), weights,
-checkpoints across splits."""
+"""Tensor and pipeline parallelism against one process: losses, first moments, weights, checkpoints across splits."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.protocol.trainer import LoadCheckpoint, Loaded, SaveCheckpoint, Saved
+from libra_hpc.protocol.trainer import SaveCheckpoint, Saved
 from libra_hpc.train import checkpoint
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -65,7 +64,10 @@ def test_a_split_replica_equals_one_process(
     assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
     checkpoint.save(engine, model_dir, tmp_path / "alone")
     assert_same_state(replica.tensors(STEPS + 1), read_tensors(tmp_path / "alone"))
-    assert replica.ask(LoadCheckpoint(str(tmp_path / f"reference-model-{STEPS}-1")), Loaded).step == STEPS
-    after = replica.tensors(STEPS)
-    assert all((after[name] == state[name]).all() for name in state)
     assert replica.close() == [0] * (tp * pp)
+    start_dir = str(tmp_path / f"reference-model-{STEPS}-1")
+    split = Replica(tmp_path, "from-one-process", model_dir, tp=tp, pp=pp, start_dir=start_dir)
+    assert split.ready().step == STEPS
+    after = split.tensors(STEPS)
+    assert all((after[name] == state[name]).all() for name in state)
+    assert split.close() == [0] * (tp * pp)

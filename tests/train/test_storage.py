@@ -1,5 +1,4 @@
-"""Full file systems under real workers: what could not be written is reported, nothing of it is left, and training
-goes on."""
+"""Full file systems under real workers: the failure is reported, nothing is left behind, training goes on."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, a third of what a state of the tiny model takes."""
+    """A file system of 64 KiB, a third of a state of the tiny model."""
     where = tmp_path / "small"
     where.mkdir()
     if (
