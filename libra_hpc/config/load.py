@@ -47,14 +47,13 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mappin
     ``below``: values of keys that the file does not have (`libra_hpc.config.site`).
     """
     own = read_toml(Path(path))
+    for override in overrides:
+        apply_override(own, override)
     components = own.get("components")
     if isinstance(components, dict) and isinstance(components.get("hybrid"), dict):
         # A site profile may describe hybrid nodes; only the run file says that there are some.
         components["hybrid"].setdefault("nodes", 1)
-    data = merged(below or {}, own)
-    for override in overrides:
-        apply_override(data, override)
-    return validate(data)
+    return validate(merged(below or {}, own))
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Path:
     folder.mkdir()
     for name, text in {"config.json": json.dumps(MODEL), "tokenizer.json": "{}", "model.safetensors": ""}.items():
         (folder / name).write_text(text)
-    (tmp_path / "run.toml").write_text('[run]\nname = "quick"\n[model]\npath = "model"\n')
+    text = '[run]\nname = "quick"\n[components.hybrid]\nnodes = 1\n[model]\npath = "model"\n'
+    (tmp_path / "run.toml").write_text(text)
     return tmp_path
 
 

@@ -131,7 +131,7 @@ DRY_RUN = RunConfig.model_validate(
     {
         "run": {"engine": "simulated"},
         "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
-        "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
+        "components": {name: {"nodes": 1, "gpus": 8} for name in ("train", "hybrid", "rollout")},
     }
 )
 CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 1, "rollout.tp": 2}

@@ -25,7 +25,7 @@ CONFIG = RunConfig.model_validate(
     {
         "run": {"engine": "simulated"},
         "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
-        "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
+        "components": {name: {"nodes": 1, "gpus": 8} for name in ("train", "hybrid", "rollout")},
     }
 )
 

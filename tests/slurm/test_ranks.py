@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir, *how: str, restarts: int = 0) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    config = RunConfig.model_validate({"slurm": {"restarts": restarts}})
+    config = RunConfig.model_validate({"slurm": {"restarts": restarts}, "components": {"hybrid": {"nodes": 1}}})
     local.start(Launch(config, run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 
