@@ -24,7 +24,7 @@ from msgspec.structs import astuple
 from libra_hpc.protocol.env import Signal
 
 from .board import Board, EngineView
-from .engine_loads import EngineLoad, EngineLoads, Resident
+from .engine_loads import EngineLoads, EngineWork, Resident
 from .protocol import Decision, Finished, TurnView
 from .remaining_work import Cursor, RemainingWorkEstimator
 from .ttl import KeepTimes
@@ -144,7 +144,7 @@ class CausalMlfq:
             else:
                 last_load = None
         # Another engine must add less than the limit, unless the last one cannot take the turn.
-        best: EngineLoad | None = None
+        best: EngineWork | None = None
         best_add = inf if full else limit
         best_finish = 0.0
         for tp_class in board.classes:
@@ -285,7 +285,7 @@ class CausalMlfq:
             return None
         return self._send(tracked, view, MIGRATES, move.numbers)
 
-    def _sibling_load(self, prompt_id: str) -> EngineLoad | None:
+    def _sibling_load(self, prompt_id: str) -> EngineWork | None:
         """The engine that has the prompt cached for the sibling that started last, if it has a free slot."""
         sibling = self._started.get(prompt_id)
         if sibling is None or sibling.load is None:
@@ -306,7 +306,7 @@ class CausalMlfq:
             keep_s=keep_s,
         )
 
-    def _wait(self, tracked: _Tracked, load_before: EngineLoad | None, wanted: EngineLoad | None) -> Decision:
+    def _wait(self, tracked: _Tracked, load_before: EngineWork | None, wanted: EngineWork | None) -> Decision:
         """Let the turn wait; it stays in the load of its last engine."""
         left, priority = tracked.cursor.left, tracked.priority
         if load_before is not None:

@@ -30,12 +30,12 @@ class Resident:
     __slots__ = ("prefill", "reach", "load", "work")
 
     def __init__(self) -> None:
-        self.load: EngineLoad | None = None
+        self.load: EngineWork | None = None
         self.reach = self.work = self.prefill = 0.0
         """Tokens it may generate; expected tokens times mean context; tokens to prefill."""
 
 
-class EngineLoad:
+class EngineWork:
     """Sums over the trajectories placed at one engine."""
 
     __slots__ = ("entry", "finish", "heap", "tp_class", "kv_capacity", "prefill", "reach4", "residents", "view", "work")
@@ -51,7 +51,7 @@ class EngineLoad:
         """Seconds until all residents are done."""
         self.entry = 0.0
         """Its value in the heap, a lower bound of ``finish``."""
-        self.heap: list[tuple[float, int, EngineLoad]] = []
+        self.heap: list[tuple[float, int, EngineWork]] = []
         """Heap of its class, as of the last `EngineLoads.sync`."""
 
     def finish_with(self, reach: float, work: float, prefill: float) -> float:
@@ -95,11 +95,11 @@ class EngineLoads:
     def __init__(self) -> None:
         self.generation = -1
         """Generation of the board at the last `sync`."""
-        self._loads: dict[str, EngineLoad] = {}
-        self._heaps: list[list[tuple[float, int, EngineLoad]]] = []
+        self._loads: dict[str, EngineWork] = {}
+        self._heaps: list[list[tuple[float, int, EngineWork]]] = []
         self._count = 0
 
-    def get(self, engine: str) -> EngineLoad | None:
+    def get(self, engine: str) -> EngineWork | None:
         """The load of an engine."""
         return self._loads.get(engine)
 
@@ -112,10 +112,10 @@ class EngineLoads:
         self._loads = {}
         for name, view in board.engines.items():
             load = before.get(name)
-            self._loads[name] = load if load is not None and load.view is view else EngineLoad(view)
+            self._loads[name] = load if load is not None and load.view is view else EngineWork(view)
         self._heaps = []
         for tp_class in board.classes:
-            heap: list[tuple[float, int, EngineLoad]] = []
+            heap: list[tuple[float, int, EngineWork]] = []
             for view in tp_class.members:
                 load = self._loads[view.engine]
                 load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
@@ -125,7 +125,7 @@ class EngineLoads:
             heapify(heap)
             self._heaps.append(heap)
 
-    def first_to_finish(self, tp_class: TpClass) -> EngineLoad | None:
+    def first_to_finish(self, tp_class: TpClass) -> EngineWork | None:
         """The engine that finishes first; if it is full, the one with the fewest tokens in flight; None if all are."""
         heap = self._heaps[tp_class.level]
         while True:
@@ -143,7 +143,7 @@ class EngineLoads:
         least = tp_class.least()
         return self._loads[least.engine] if least is not None else None
 
-    def update_entry(self, load: EngineLoad) -> None:
+    def update_entry(self, load: EngineWork) -> None:
         """Lower the heap entry of a load that finishes earlier."""
         if load.finish < ENTRY_SLACK * load.entry:
             load.entry = load.finish

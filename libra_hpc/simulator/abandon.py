@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 
-class OpenTrajectory(msgspec.Struct, frozen=True):
+class UnfinishedTrajectory(msgspec.Struct, frozen=True):
     """A trajectory that started and has not ended, as `Abandons` receives it."""
 
     trajectory: str
@@ -26,7 +26,9 @@ class OpenTrajectory(msgspec.Struct, frozen=True):
 class Abandons(Protocol):
     """A policy that may abort trajectories."""
 
-    def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
+    def abandon(
+        self, open: Sequence[UnfinishedTrajectory], finished_groups: int, groups: int, now: float
+    ) -> Sequence[str]:
         """Trajectories among ``open`` to abort now; called whenever a group (all samples of a prompt) has finished.
 
         ``finished_groups`` of the ``groups`` started in this round are complete.  The simulator restarts the aborted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .abandon import Abandons, OpenTrajectory
+from .abandon import Abandons, UnfinishedTrajectory
 from .simulated_trajectory import SimulatedTrajectory
 
 
@@ -29,7 +29,7 @@ class Deferral:
         counts = self._rounds[number]
         counts[1] += 1
         views = [
-            OpenTrajectory(
+            UnfinishedTrajectory(
                 trajectory=trajectory.name,
                 prompt_id=trajectory.spec.prompt_id,
                 sample=trajectory.spec.sample,

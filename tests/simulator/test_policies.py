@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from libra_hpc.errors import UserError
 from libra_hpc.sched.baselines.least_loaded import Sticky
 from libra_hpc.sched.registry import SIMULATOR_ONLY, policy_names
-from libra_hpc.simulator.abandon import Abandons, OpenTrajectory
+from libra_hpc.simulator.abandon import Abandons, UnfinishedTrajectory
 from libra_hpc.simulator.baselines.tail_batching import TailBatching
 from libra_hpc.simulator.policies import make_simulated_policy, parse_policies, simulated_policy_names
 from tests.sched.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths
@@ -43,12 +43,12 @@ def test_tail_batching_aborts_the_tail_once() -> None:
     policy = TailBatching()
     assert isinstance(policy, Abandons)
     assert not isinstance(Sticky(), Abandons)
-    tail = [OpenTrajectory(f"t{i}", f"p{i}", 0, 100 * i, 0) for i in range(2)]
+    tail = [UnfinishedTrajectory(f"t{i}", f"p{i}", 0, 100 * i, 0) for i in range(2)]
     assert policy.abandon(tail, 7, 10, 5.0) == ()
     assert policy.abandon(tail, 8, 10, 6.0) == ["t0", "t1"], "8 of 10 are enough: 10 = 1.25 * 8"
     for t in tail:
         policy.forget(t.trajectory)
-    later = OpenTrajectory("t2", "p2", 0, 0, 1)
+    later = UnfinishedTrajectory("t2", "p2", 0, 0, 1)
     assert policy.abandon([*tail, later], 8, 10, 9.0) == ["t2"], "the long round runs to its end"
     policy.finished(ended("t0", "p0", 500), 20.0)
     assert policy.abandon([tail[0]], 8, 10, 30.0) == ["t0"]

@@ -13,7 +13,7 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.sched.protocol import Decision, TurnView
 from libra_hpc.sched.turn_migration import Move, Running
-from libra_hpc.simulator.abandon import OpenTrajectory
+from libra_hpc.simulator.abandon import UnfinishedTrajectory
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
@@ -233,7 +233,9 @@ class Tail(Spread):
         super().__init__()
         self.asked: list[tuple[list[str], int, int, float]] = []
 
-    def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
+    def abandon(
+        self, open: Sequence[UnfinishedTrajectory], finished_groups: int, groups: int, now: float
+    ) -> Sequence[str]:
         self.asked.append(([t.trajectory for t in open], finished_groups, groups, now))
         return [t.trajectory for t in open if t.prompt_id == "long"] if finished_groups == 1 else []
 

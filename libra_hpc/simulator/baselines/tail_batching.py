@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from libra_hpc.sched.baselines.least_loaded import Sticky
 from libra_hpc.sched.protocol import Finished
-from libra_hpc.simulator.abandon import OpenTrajectory
+from libra_hpc.simulator.abandon import UnfinishedTrajectory
 
 OVERSAMPLE = 1.25
 """Groups started per group needed; with 1.25 about four rounds fill one long round."""
@@ -31,7 +31,9 @@ class TailBatching(Sticky):
         self._oversample = oversample
         self._deferred: set[str] = set()
 
-    def abandon(self, open: Sequence[OpenTrajectory], finished_groups: int, groups: int, now: float) -> Sequence[str]:
+    def abandon(
+        self, open: Sequence[UnfinishedTrajectory], finished_groups: int, groups: int, now: float
+    ) -> Sequence[str]:
         """See `Abandons.abandon`: all open ones not aborted before, once ``groups`` / `OVERSAMPLE` have finished."""
         if finished_groups * self._oversample < groups:
             return ()
