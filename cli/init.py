@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,8 @@ def init(
 ) -> None:
     """Write a site profile: partitions, GPUs and MPI plugin as Slurm names them, the rest as comments to fill in."""
     environment = slurm_environment()
+    if os.sep in python:
+        python = str(Path(python).expanduser().absolute())
     listed = mpi_plugins(environment)
     plugin = PYPI if PYPI in listed or not listed else listed[0]
     text = profile_text(partitions(environment), plugin, python, account)
