@@ -1,31 +1,73 @@
-"""`libra-hpc cancel`: cancel a run's job."""
+"""`libra-hpc cancel`: have a run save and stop, or end its job at once."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libra_hpc.files import write_atomic
+from libra_hpc.telemetry.rundir import RunDir
 
 from . import jobs
-from .output import print_json, print_line
-from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run
+from .output import busy, print_json, print_line, print_note
+from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status
+
+POLL_S = 0.5
+ASK_S = 15.0
+"""Between two questions to the queue: the run itself tells of its end."""
+PATIENCE_S = 660.0
+"""For a checkpoint at the next step boundary.  Rank 0 gives it 600 s; a minute more for its own end."""
 
 
-def cancel(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
-    """Cancel the job of a run; a job that is over already is no error."""
+def cancel(
+    run: RunArgument = None,
+    now: Annotated[bool, typer.Option("--now", help="End the job at once; a checkpoint has 4 s.")] = False,
+    json: JsonOption = False,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    """Have a run save at its next step boundary and stop; a job that is over already is no error."""
     found = find_run(run, runs)
     job = jobs.state(found)
-    over = job.state in FINAL or not job.id
-    if not over:
+    over, message = job.state in FINAL or not job.id, ""
+    if not over and not now and asks(found, job):
+        message = ask(found, job.id)
+    if not over and not message:
         jobs.cancel(found)
     if json:
-        print_json(
-            {"run": found.name, "job_id": job.id, "cancelled": not over, "state": job.state if over else "cancelled"}
-        )
+        state = job.state if over else "cancelled"
+        print_json({"run": found.name, "job_id": job.id, "cancelled": not over, "state": state, "message": message})
     elif over:
-        print_line(
-            f"{found.name}: {'job ' + job.id + ' is ' + job.state + ' already' if job.id else 'was never queued'}"
-        )
+        print_line(f"{found.name}: {f'job {job.id} is {job.state} already' if job.id else 'was never queued'}")
     else:
-        print_line(
-            f"{found.name}: job {job.id} cancelled; `libra-hpc submit --resume {found.name}` goes on from its last"
-            " checkpoint"
-        )
+        resume = f"`libra-hpc submit --resume {found.name}`"
+        further = f"{resume} continues" if found.latest_checkpoint() else "it has no checkpoint"
+        print_line(f"{found.name}: job {job.id} cancelled; {f'{message}; ' if message else ''}{further}")
+
+
+def asks(run: RunDir, job: jobs.JobView) -> bool:
+    """Whether a run can be asked: rank 0 is there and trains."""
+    status = read_status(run)
+    return job.state == "running" and status is not None and status.state == "running"
+
+
+def ask(run: RunDir, job_id: str) -> str:
+    """Ask for a checkpoint and the end, and wait for both; what the run answers, empty when it does not.
+
+    An interrupt leaves the request standing.
+    """
+    write_atomic(run.stop, b"{}\n")
+    print_note(f"job {job_id} saves at its next step boundary; Ctrl-C leaves it to that, --now ends it at once")
+    deadline, asked_at = time.monotonic() + PATIENCE_S, time.monotonic()
+    with busy("saving"):
+        while time.monotonic() < deadline:
+            if result := run.read_json(run.result):
+                return str(result.get("message", "")) or "it has ended"
+            if time.monotonic() - asked_at > ASK_S:
+                asked_at = time.monotonic()
+                if jobs.state(run).state in FINAL:
+                    return "its job has ended"
+            time.sleep(POLL_S)
+    return ""

@@ -128,6 +128,15 @@ class Coordinator:
             self._event("stop_requested", signal=name)
             self._stop(name, NOTICE_S[name])
 
+    def _on_stop_request(self) -> None:
+        """Somebody asked for a checkpoint and the end, and waits for both."""
+        self._event("stop_requested", signal="")
+        if self._nodes.pool is None:
+            self._ending.end("cancelled", "stopped before the first step")
+            self._settle()
+        else:
+            self._stop("a request to stop", SAVE_S)
+
     def _stop(self, reason: str, patience_s: float, state: str = "cancelled") -> None:
         self._ending.stop(reason, patience_s, time.time(), state)
         self._context.send(self._context.layout.train_leader, wire.StopTraining(reason))
@@ -228,9 +237,11 @@ class Coordinator:
             self._settle()
 
     async def _poll_gone(self) -> None:
-        """Read what the launcher saw, in a thread: the file system may hang."""
+        """Read what the launcher saw and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
             self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
+            if not self._ending.stopping and await asyncio.to_thread(self._run_dir.stop.exists):
+                self._on_stop_request()
             if not self._job_id:
                 # The launcher writes it once it has the id, which may be after this start.
                 self._job_id = str(

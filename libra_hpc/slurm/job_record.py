@@ -47,3 +47,4 @@ def start_attempt(run: RunDir, attempt: int) -> None:
     """Make the log folder of a new attempt and remove the result of the last one."""
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     run.result.unlink(missing_ok=True)
+    run.stop.unlink(missing_ok=True)

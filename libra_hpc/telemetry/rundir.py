@@ -7,6 +7,7 @@
 - ``logs/attempt-N/*.log``: one file per process.
 - ``checkpoints/step-000050/ policy/``: folders that are complete once renamed into place.
 - ``repartition.json``: an operator's order for another layout, until rank 0 answers it.
+- ``stop.json``: a request to save and stop.
 
 Readers skip a torn last line of a ``.jsonl`` file.
 """
@@ -137,6 +138,11 @@ class RunDir:
     def order(self) -> Path:
         """An order for another layout (`libra_hpc.protocol.layout_order`) that rank 0 has not answered yet."""
         return self.path / "repartition.json"
+
+    @property
+    def stop(self) -> Path:
+        """A request to save and stop, for the attempt that runs."""
+        return self.path / "stop.json"
 
     @property
     def result(self) -> Path:

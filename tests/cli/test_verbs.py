@@ -364,6 +364,7 @@ def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
         "job_id": "4711",
         "cancelled": False,
         "state": "cancelled",
+        "message": "",
     }
     queue.answer = jobs.JobView("4711", "running")
     assert json.loads(cli("cancel", "--json").out) == {
@@ -371,8 +372,33 @@ def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
         "job_id": "4711",
         "cancelled": True,
         "state": "cancelled",
+        "message": "",
     }
     assert queue.cancelled == ["quick-001", "quick-001"]
+
+
+def test_a_run_that_trains_is_asked_to_save_and_its_answer_is_shown(
+    running: RunDir, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(seconds: float) -> None:
+        assert running.stop.exists()
+        running.write_json(running.result, {"state": "cancelled", "message": "step 41 is saved"})
+
+    monkeypatch.setattr("libra_hpc_cli.cancel.time.sleep", answered)
+    assert "job 4711 cancelled; step 41 is saved; " in cli("cancel", "quick-001").out
+    assert queue.cancelled == []
+
+
+def test_a_run_that_does_not_answer_and_one_that_shall_not_be_asked_are_ended(
+    running: RunDir, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra_hpc_cli.cancel.PATIENCE_S", 0.0)
+    assert "it has no checkpoint" in cli("cancel", "quick-001").out
+    assert queue.cancelled == ["quick-001"]
+    running.stop.unlink()
+    cli("cancel", "quick-001", "--now")
+    assert queue.cancelled == ["quick-001"] * 2
+    assert not running.stop.exists()
 
 
 def test_logs_select_by_rank_and_name_and_cut_to_the_tail(site: Path, queue: Queue, cli: Cli) -> None:

@@ -83,9 +83,10 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
 
     shown = json.loads(case.cli("status", str(run.path), "--json").stdout)["status"]
     assert {node["component"] for node in shown["nodes"]} == {"planner", "train", "hybrid", "rollout"}
-    case.cli("cancel", str(run.path))
+    done = case.cli("cancel", str(run.path))
     assert case.ended() == "cancelled"
     reached = case.steps()[-1]
+    assert f"step {reached} is saved" in done.stdout, "the run is asked first, and answers"
     trained_once(run, reached)
 
     written = lambda: len([line for line in read_lines(run.trajectories) if "index" in line])  # noqa: E731

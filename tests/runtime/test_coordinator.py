@@ -111,6 +111,23 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
     assert [e["kind"] for e in read_lines(scene.run.events)][-1] == "job_finished"
 
 
+def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+
+    async def asked() -> None:
+        running = asyncio.get_running_loop().create_task(scene.coordinator.run())
+        scene.run.stop.write_text("{}")
+        while not scene.orders(StopTraining):
+            await asyncio.sleep(0.01)
+        scene.deliver((1, TrainingFinished(7)))
+        await running
+
+    asyncio.run(asyncio.wait_for(asked(), 20.0))
+    assert scene.run.read_json(scene.run.result)["message"] == "step 7 is saved"
+    assert scene.run.read_json(scene.run.result)["state"] == "cancelled"
+
+
 def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.hello()
