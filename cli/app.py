@@ -5,6 +5,7 @@ Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm u
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -53,7 +54,7 @@ def print_version(wanted: bool) -> None:
 app = typer.Typer(
     name="libra-hpc",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -111,6 +112,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character gets a question mark for it.
+            stream.reconfigure(errors="replace")
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

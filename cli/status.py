@@ -28,7 +28,8 @@ def status(
     found = find_run(run, runs)
     found.resolved()
     if watch and not json:
-        follow(found)
+        if follow(found) != "completed":
+            raise typer.Exit(1)
         return
     snapshot = read_status(found)
     # The queue shows whether the job still runs; a finished run needs no query.

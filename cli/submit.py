@@ -85,6 +85,8 @@ def submit(
         config = load(run_file, overrides)
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
+    if run is not None:
+        refuse_if_complete(run, config)
     config, made, environment, warnings = check_all(config, slurm_required=not dry_run)
     warn(warnings)
     number = 1 if run is None else attempt(run) + 1
@@ -167,6 +169,14 @@ def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
     except OSError as error:
         why = f"the mode of {run.path} cannot be changed ({error.strerror})"
         raise invalid("run.share", config.run.share, why) from error
+
+
+def refuse_if_complete(run: RunDir, config: RunConfig) -> None:
+    """Raise `UserError` where a job would have nothing to train."""
+    newest = run.latest_checkpoint()
+    if newest is not None and newest[0] >= config.run.steps and run.read_json(run.result).get("state") == "completed":
+        why = f"the run is complete at step {newest[0]}"
+        raise invalid("run.steps", config.run.steps, why, f"a larger number, for instance -o run.steps={2 * newest[0]}")
 
 
 def refuse_if_active(run: RunDir) -> None:

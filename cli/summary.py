@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
+from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
@@ -18,7 +19,8 @@ def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption 
     """Show reward, speed, moves of nodes and failures of a run; writes summary.png into its folder."""
     found = find_run(run, runs)
     found.resolved()
-    draw(found)
+    if series.steps(found):
+        draw(found)
     if json:
         print_json(msgspec.to_builtins(summarise(found)))
     else:

@@ -503,3 +503,53 @@ def test_login_node_verbs_never_import_an_engine() -> None:
         " 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_run_that_never_wrote_a_status_ends_logs_when_its_job_has(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("submit", "run.toml")
+    logs = RunDir(site / "runs" / "quick-001").logs(1)
+    logs.mkdir(parents=True)
+    (logs / "slurm.out").write_text("No module named 'mpi4py'\n")
+    queue.answer = jobs.JobView("4711", "failed", "exit code 1")
+    outcome = cli("logs", "quick-001", "--follow")
+    assert "No module named 'mpi4py'" in outcome.out
+    assert "quick-001: job 4711 is failed" in outcome.err
+
+
+def test_watching_a_run_that_failed_exits_with_1(running: RunDir, cli: Cli) -> None:
+    write_status(running, "failed")
+    assert cli("status", "quick-001", "--watch").code == 1
+    write_status(running, "completed")
+    assert cli("status", "quick-001", "--watch").code == 0
+
+
+def test_a_complete_run_is_resumed_only_for_more_steps(running: RunDir, queue: Queue, cli: Cli) -> None:
+    folder = running.checkpoints / "step-000100"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    running.write_json(running.result, {"state": "completed", "message": "step 100 is saved"})
+    queue.answer = jobs.JobView("4711", "completed")
+    refused = cli("submit", "--resume", "quick-001")
+    assert refused.code == 2
+    assert "run.steps = 100: the run is complete at step 100; valid: a larger number" in refused.err
+    assert cli("submit", "--resume", "quick-001", "-o", "run.steps=120").code == 0
+
+
+def test_a_run_without_steps_gets_no_picture(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    assert cli("summary", "quick-001").code == 0
+    assert not RunDir(site / "runs" / "quick-001").summary_picture.exists()
+
+
+def test_a_terminal_without_unicode_is_no_traceback(running: RunDir) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "libra_hpc_cli.app", "status", str(running.path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step" in done.stdout
