@@ -6,35 +6,16 @@ Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm u
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, NamedTuple
 
 import typer
 
-from libra_hpc import compiled
 from libra_hpc.errors import OperationError, UserError
 
-from . import (
-    calibrate,
-    cancel,
-    check,
-    cluster,
-    config_show,
-    doctor,
-    init,
-    list_runs,
-    logs,
-    make_policy,
-    plan,
-    repartition,
-    simulate,
-    status,
-    submit,
-    summary,
-    trace,
-)
 from .output import print_error, print_line
 
 INTERRUPTED = 130
@@ -44,6 +25,10 @@ INTERRUPTED = 130
 def print_version(wanted: bool) -> None:
     """Print the version and exit, if ``wanted``."""
     if wanted:
+        from importlib import metadata
+
+        from libra_hpc import compiled
+
         print_line(
             f"libra-hpc {metadata.version('libra-hpc')} (scheduler"
             f" {'compiled' if compiled.in_use() else 'interpreted'})"
@@ -51,33 +36,71 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    name="libra-hpc",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("submit")(submit.submit)
-app.command("status")(status.status)
-app.command("logs")(logs.logs)
-app.command("cancel")(cancel.cancel)
-app.command("repartition")(repartition.repartition)
-app.command("list")(list_runs.list_runs)
-app.command("summary")(summary.summary)
-app.command("check")(check.check)
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.command("init")(init.init)
-app.command("doctor")(doctor.doctor)
-app.command("calibrate")(calibrate.calibrate)
-app.command("make-policy")(make_policy.make_policy)
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(config_show.app, name="config")
-app.add_typer(trace.app, name="trace")
+class Verb(NamedTuple):
+    """One verb: what its help says, and where it is."""
+
+    help: str
+    function: str
+    """``module.function``; of a group of verbs its ``typer.Typer``."""
 
 
-@app.callback()
+VERBS = {
+    "submit": Verb("Queue a run as one heterogeneous job.", "submit.submit"),
+    "status": Verb(
+        "Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason.",
+        "status.status",
+    ),
+    "logs": Verb("Print the end of a run's log files.", "logs.logs"),
+    "cancel": Verb("Have a run save at its next step boundary and stop.", "cancel.cancel"),
+    "repartition": Verb(
+        "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
+    ),
+    "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
+    "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
+    "check": Verb("Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.", "check.check"),
+    "plan": Verb("Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.", "plan.plan"),
+    "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),
+    "init": Verb("Write a site profile from what Slurm says of this cluster.", "init.init"),
+    "doctor": Verb("Examine this site: Slurm, its plugins and partitions, interpreter, folders.", "doctor.doctor"),
+    "calibrate": Verb("Measure the engine steps of a model, or take those of a run.", "calibrate.calibrate"),
+    "make-policy": Verb("Make a policy small enough to learn a built-in task.", "make_policy.make_policy"),
+    "cluster": Verb("The embedded Slurm on this machine.", "cluster.app"),
+    "config": Verb("Look at configuration.", "config_show.app"),
+    "trace": Verb("Recorded trajectories: inspect, generate, convert.", "trace.app"),
+}
+"""In the order of the help.  Only the verb that is called is imported: cold, all of them take a second."""
+COMPLETING = "_LIBRA_HPC_COMPLETE"
+"""Variable with which a shell asks for completions, of any verb."""
+
+
+def build(arguments: Sequence[str]) -> typer.Typer:
+    """The command line with the verb that ``arguments`` call."""
+    app = typer.Typer(
+        name="libra-hpc",
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(options)
+    called = next((argument for argument in arguments if not argument.startswith("-")), "")
+    for name, verb in VERBS.items():
+        if name != called and COMPLETING not in os.environ:
+            app.command(name, help=verb.help)(_not_loaded)
+            continue
+        module, _, attribute = verb.function.partition(".")
+        found = getattr(import_module(f".{module}", __package__), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name, help=verb.help)
+        else:
+            app.command(name, help=verb.help)(found)
+    return app
+
+
+def _not_loaded() -> None:
+    """Stands for a verb that is not called."""
+
+
 def options(
     version: Annotated[
         bool,
@@ -95,7 +118,7 @@ def options(
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code."""
     try:
-        code = app(args=list(arguments), prog_name="libra-hpc", standalone_mode=False)
+        code = build(arguments)(args=list(arguments), prog_name="libra-hpc", standalone_mode=False)
     except (UserError, OperationError) as error:
         print_error(str(error))
         return error.exit_code
@@ -103,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
         # Wrong usage; without a message (no command given) the help has been printed.
         message = error.format_message()
         if message:
-            print_error(f"{message.rstrip('.')}.")
+            print_error(message if message.endswith("?") else f"{message.rstrip('.')}.")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from libra_hpc_cli import follow, jobs, submit
+from libra_hpc_cli import app, follow, jobs, submit
 
 from libra_hpc import compiled
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
@@ -553,3 +553,20 @@ def test_a_terminal_without_unicode_is_no_traceback(running: RunDir) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "step" in done.stdout
+
+
+@pytest.mark.parametrize("verb", app.VERBS)
+def test_the_help_lists_every_verb_and_each_has_its_own(verb: str, cli: Cli) -> None:
+    assert f" {verb} " in cli("--help").out
+    own = cli(verb, "--help")
+    assert own.code == 0
+    assert f"libra-hpc {verb} " in own.out
+
+
+def test_the_help_imports_no_verb() -> None:
+    code = (
+        "import sys; from libra_hpc_cli import app; app.run(['--help'])\n"
+        "print(sorted({'pydantic', 'submitit', 'jinja2', 'numpy', 'libra_hpc.config'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
