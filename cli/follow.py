@@ -35,6 +35,8 @@ QUIET_S = 10.0
 LOST_S = 120.0
 """Seconds after which a job unknown to Slurm counts as failed.  It may be unknown for a moment after submission, or
 while the controller restarts."""
+LEAVES_S = 60.0
+"""A stopped run's job leaves the queue, or is queued again, within this time: Slurm's epilogues are part of it."""
 INDENT = 10 * " "
 """Indent of lines below a progress line: the width of its clock."""
 LINE_EVERY_S = 10.0
@@ -62,7 +64,7 @@ class Follower:
         now = self._clock()
         self.status = read_status(self.run)
         if self.status is not None and self.status.state in FINAL:
-            return self.status.state
+            return self._requeued(now) or self.status.state
         quiet = self.status is None or now - self.status.updated_at > QUIET_S
         if quiet and now >= self._poll_at:
             self._pause = min(max(self._pause * 2, FIRST_POLL_S), LONGEST_POLL_S)
@@ -75,6 +77,20 @@ class Follower:
         if not quiet:
             self._pause = 0.0
         return self.status.state if self.status is not None else self.job.state
+
+    def _requeued(self, now: float) -> str:
+        """State of the job of a stopped run, while that is running out or queued again (``scontrol requeue``,
+        preemption); empty once it is over."""
+        if self.status is None or self.status.state != "cancelled":
+            return ""
+        if now >= self._poll_at:
+            self._poll_at = now + FIRST_POLL_S
+            self.job = jobs.state(self.run)
+        if self.job.state == "pending":
+            self.status = None
+            return "pending"
+        leaving = self.job.state == "running" and now - self.status.updated_at < LEAVES_S
+        return "running" if leaving else ""
 
     def _ask(self, now: float) -> jobs.JobView:
         job = jobs.state(self.run)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from libra_hpc.errors import SlurmUnreachable, invalid
+from libra_hpc.errors import OperationError, SlurmUnreachable, invalid
 from libra_hpc.slurm import local, query, submit
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import JobState, Partition
+from libra_hpc.slurm.query import JobInfo, JobState, Partition
 from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
@@ -118,6 +118,30 @@ def state(run: RunDir) -> JobView:
         info = submit.state(run, None if record.get("executor") == "local" else slurm_environment())
     except SlurmUnreachable as error:
         return JobView(job_id, _result(run) or "unknown", "" if _result(run) else str(error).rstrip("."))
+    return _view(run, info)
+
+
+def states(runs: Sequence[RunDir]) -> dict[str, JobView]:
+    """The jobs of several runs by path, with one question to the queue; a run whose Slurm does not answer is left
+    out."""
+    records = {run: record for run in runs if (record := run.read_json(run.job))}
+    found = {str(run.path): state(run) for run, record in records.items() if record.get("executor") == "local"}
+    queued = [run for run, record in records.items() if record.get("executor") != "local"]
+    if not queued:
+        return found
+    try:
+        known = query.own_jobs(slurm_environment())
+    except OperationError:
+        return found
+    for run in queued:
+        job_id = str(records[run].get("job_id", ""))
+        found[str(run.path)] = _view(run, known.get(job_id, JobInfo(job_id, JobState.UNKNOWN)))
+    return found
+
+
+def _view(run: RunDir, info: JobInfo) -> JobView:
+    """A job in plain words; one that Slurm has forgotten is as its run left it."""
+    job_id = info.job_id
     if info.state is JobState.UNKNOWN:
         return JobView(job_id, _result(run) or "unknown", "" if _result(run) else "Slurm has no record of it")
     failed = info.state not in STATES

@@ -1,4 +1,4 @@
-"""`libra-hpc list`: list the runs of a folder, without a query to the queue."""
+"""`libra-hpc list`: list the runs of a folder, with one question to the queue."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.text import Text
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import STATE_STYLES, duration
 
+from . import jobs
 from .output import print_json, print_note, show
 from .runs import FINAL, RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status
 
@@ -22,7 +23,9 @@ SILENT_S = 60.0
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     """List runs, oldest first."""
-    rows = [row(run) for run in all_runs(runs)]
+    found = all_runs(runs)
+    views = jobs.states([run for run in found if not settled(run)])
+    rows = [row(run, views.get(str(run.path))) for run in found]
     if json:
         print_json(rows)
         return
@@ -43,14 +46,20 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     show(table)
 
 
-def row(run: RunDir) -> dict[str, Any]:
-    """Facts of one run, from its folder."""
+def settled(run: RunDir) -> bool:
+    """Whether no queue can say more of the run than its own folder: it is over, and no job will go on with it."""
+    status = read_status(run)
+    return not job_id(run) or (status is not None and status.state in ("completed", "failed"))
+
+
+def row(run: RunDir, job: jobs.JobView | None) -> dict[str, Any]:
+    """Facts of one run, from its folder and, where it is not settled, from the queue."""
     status = read_status(run)
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "attempt": attempt(run)}
     if status is None:
         return {
             **facts,
-            "state": "queued" if job_id(run) else "new",
+            "state": "new" if not job_id(run) else "queued" if job is None else job.state,
             **dict.fromkeys(("step", "steps", "reward_first", "reward", "updated_at")),
         }
     silent = status.state not in FINAL and time.time() - status.updated_at > SILENT_S
@@ -61,4 +70,9 @@ def row(run: RunDir) -> dict[str, Any]:
         "reward": status.reward,
         "updated_at": status.updated_at,
     }
-    return {**facts, "state": "silent" if silent else status.state, **shown}
+    state = "silent" if silent else status.state
+    if job is not None and job.state == "pending":
+        state = "requeued"
+    elif job is not None and job.state in FINAL and status.state not in FINAL:
+        state = job.state
+    return {**facts, "state": state, **shown}

@@ -15,7 +15,7 @@ from libra_hpc.telemetry.view import render
 from . import jobs
 from .follow import follow
 from .output import print_json, print_line, show
-from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status, rewards
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status, rewards
 
 
 def status(
@@ -32,8 +32,8 @@ def status(
             raise typer.Exit(1)
         return
     snapshot = read_status(found)
-    # The queue shows whether the job still runs; a finished run needs no query.
-    job = None if snapshot is not None and snapshot.state in FINAL else jobs.state(found)
+    # The queue shows whether the job still runs, and whether a run that was stopped is queued again.
+    job = None if snapshot is not None and snapshot.state in ("completed", "failed") else jobs.state(found)
     if json:
         value: dict[str, Any] = {"run": found.name, "path": str(found.path), "job": msgspec.to_builtins(job)}
         print_json({**value, "status": None if snapshot is None else status_dict(snapshot)})

@@ -170,6 +170,24 @@ def parse_partitions(text: str) -> list[Partition]:
     return list(found.values())
 
 
+def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
+    """This user's jobs by id, those that Slurm still remembers among them, in one question; raises
+    `SlurmUnreachable`."""
+    return parse_queue(call(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r"], env))
+
+
+def parse_queue(text: str) -> dict[str, JobInfo]:
+    """Jobs from lines ``id|state|reason``; of a heterogeneous one (``id+0``, ``id+1``) the first component speaks."""
+    found = {}
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        job_id, plus, component = name.partition("+")
+        if state and (not plus or component == "0"):
+            found[job_id] = JobInfo(job_id, job_state(state), _text(reason))
+    return found
+
+
 def job(env: Mapping[str, str], job_id: str) -> JobInfo:
     """The job's state; UNKNOWN when Slurm has no record of it.  Raises `SlurmUnreachable`."""
     try:

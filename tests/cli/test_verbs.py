@@ -151,6 +151,7 @@ def test_wait_ends_with_the_summary_and_the_exit_code_of_the_run(
 ) -> None:
     monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     states = iter(["starting", "running", state])
+    queue.answer = jobs.JobView("4711", state)
 
     def read_next(run: RunDir) -> object:
         write_status(run, next(states))
@@ -334,12 +335,37 @@ def test_a_snapshot_of_an_earlier_attempt_is_not_shown(site: Path, queue: Queue,
     assert json.loads(cli("status", "--json").out)["status"] is None
 
 
+def test_a_requeued_run_is_waited_for_and_listed_as_such(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    run = RunDir(site / "runs" / "quick-001")
+    write_status(run, "cancelled")
+    now = [float(run.read_json(run.status)["updated_at"])]
+    follower = follow.Follower(run, clock=lambda: now[0])
+    queue.answer = jobs.JobView("4711", "running")
+    assert follower.refresh() == "running", "the job has not ended yet"
+    now[0] += 5.0
+    queue.answer = jobs.JobView("4711", "pending", "waiting for free nodes")
+    assert follower.refresh() == "pending"
+    assert "waiting for free nodes" in follower.line()
+    assert json.loads(cli("list", "--json").out)[0]["state"] == "requeued"
+    assert json.loads(cli("status", "--json").out)["job"]["state"] == "pending"
+    now[0] += 5.0
+    queue.answer = jobs.JobView("4711", "cancelled")
+    assert follower.refresh() == "cancelled"
+
+
+def test_a_start_that_failed_is_listed_as_failed(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    queue.answer = jobs.JobView("4711", "failed", "exit code 1")
+    assert json.loads(cli("list", "--json").out)[0]["state"] == "failed"
+
+
 def test_list_names_every_run(site: Path, queue: Queue, cli: Cli) -> None:
     assert "no runs" in cli("list").err
     synthetic.make_run(site / "runs")
     cli("submit", "run.toml")
     rows = json.loads(cli("list", "--json").out)
-    assert {row["run"]: row["state"] for row in rows} == {"quick-001": "completed", "quick-002": "queued"}
+    assert {row["run"]: row["state"] for row in rows} == {"quick-001": "completed", "quick-002": "pending"}
     assert "quick-002" in cli("list").out
 
 

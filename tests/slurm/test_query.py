@@ -12,6 +12,7 @@ from libra_hpc.slurm.query import (
     parse_accounts,
     parse_job,
     parse_partitions,
+    parse_queue,
     slurm_seconds,
 )
 
@@ -135,3 +136,13 @@ def test_accounts_of_a_requeued_heterogeneous_job() -> None:
         "12+0|COMPLETED|0:0|2026-11-20T08:10:00\n"
     )
     assert parse_accounts("12", text).state is JobState.COMPLETED
+
+
+def test_one_question_gives_every_job_of_this_user() -> None:
+    text = "41+0|PENDING|Priority\n41+1|PENDING|Priority\n40|RUNNING|None\n39|TIMEOUT|TimeLimit\n\n"
+    found = parse_queue(text)
+    assert {name: (job.state.value, job.reason) for name, job in found.items()} == {
+        "41": ("PENDING", "Priority"),
+        "40": ("RUNNING", ""),
+        "39": ("TIMEOUT", "TimeLimit"),
+    }
