@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,15 +32,19 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     config, made, environment, warnings = check_all(load(run_file, override), slurm_required=False)
     if environment is None and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
+    start = None if environment is None else jobs.expected_start(config, environment)
     warn(warnings)
     if json:
         split = None if made is None else made.chosen
-        facts = {"checked_against_slurm": environment is not None, "warnings": warnings}
+        facts = {"checked_against_slurm": environment is not None, "warnings": warnings, "expected_start": start}
         print_json({"run_file": str(run_file), "good": True, **facts, "split": split})
         return
     if made is not None:
         show_split(made)
-    print_line(f"{run_file} is good")
+    when = (
+        "" if start is None else f"; Slurm would start it {time.strftime('on %d %B at %H:%M', time.localtime(start))}"
+    )
+    print_line(f"{run_file} is good{when}")
 
 
 class Checked(NamedTuple):

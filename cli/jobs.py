@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, invalid
 from libra_hpc.slurm import local, query, submit
 from libra_hpc.slurm.launch import Launch
@@ -91,6 +93,20 @@ def environment_or_none(executor: str) -> Environment | None:
 def partitions(environment: Environment) -> list[Partition]:
     """The partitions of that Slurm."""
     return query.partitions(environment)
+
+
+def expected_start(config: RunConfig, environment: Environment) -> float | None:
+    """When Slurm would start the job, in epoch seconds; None where it names no time.
+
+    Slurm checks the whole script for that: raises `UserError` for what it would refuse.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return submit.expected_start(Launch(config, RunDir(folder), 1), environment)
+
+
+def cluster(run: RunDir) -> str:
+    """Name of the cluster that has the run's job; empty for the local executor."""
+    return str(run.read_json(run.job).get("cluster", ""))
 
 
 def script(launch: Launch) -> str:

@@ -114,11 +114,13 @@ def submit(
                 "path": str(run.path),
                 "attempt": number,
                 "executor": jobs.kind(environment),
+                "cluster": jobs.cluster(run),
                 "split": split,
             }
         )
     else:
-        print_line(f"Submitted {queued}  run={run.path}")
+        where = f" to {name}" if (name := jobs.cluster(run)) else ""
+        print_line(f"Submitted {queued}{where}  run={run.path}")
     if wait:
         finish(run, queued, quiet=parsable or json)
 

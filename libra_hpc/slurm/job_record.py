@@ -20,6 +20,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     attempt: int
     submitted_at: float
     """Epoch seconds."""
+    cluster: str = ""
+    """Slurm only: the cluster that has the job."""
     pid: int = 0
     """Local only: process id and group of the launcher."""
     started: int = 0

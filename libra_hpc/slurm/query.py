@@ -170,6 +170,12 @@ def parse_partitions(text: str) -> list[Partition]:
     return list(found.values())
 
 
+def cluster_name(env: Mapping[str, str]) -> str:
+    """Name of the cluster that answers; raises `SlurmUnreachable`."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", call(["scontrol", "show", "config"], env), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
     """This user's jobs by id, those that Slurm still remembers among them, in one question; raises
     `SlurmUnreachable`."""

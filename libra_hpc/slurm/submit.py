@@ -16,7 +16,7 @@ from .command import SlurmRefused, call
 from .fit import check_fit
 from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
-from .query import JobInfo, JobState, job, partitions
+from .query import JobInfo, JobState, cluster_name, job, partitions
 from .writer import het_script
 
 SUBMIT_TIMEOUT_S = 90.0
@@ -48,7 +48,7 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     job_id = next((word for line in answer.splitlines() if (word := line.strip().split(";")[0]).isdigit()), "")
     if not job_id.isdigit():
         raise OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
-    write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time()))
+    write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster=cluster_name(env)))
     return job_id
 
 

@@ -72,6 +72,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs, "state", fake.state)
     monkeypatch.setattr(jobs, "cancel", fake.cancel)
+    monkeypatch.setattr(jobs, "expected_start", lambda config, environment: None)
     monkeypatch.setattr(jobs, "states", lambda runs: {str(run.path): fake.answer for run in runs})
     return fake
 
