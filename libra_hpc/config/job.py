@@ -38,6 +38,8 @@ class SlurmSection(Section):
     """Which wheels and collective backend the engines use."""
     time_limit: str = "01:00:00"
     """Slurm time limit, ``[days-]hours:minutes:seconds``."""
+    notice_s: Seconds = Field(120.0, ge=30)
+    """Time before the time limit at which the run begins to save and stop. A step and a checkpoint must fit in it."""
     account: str = ""
     """Slurm account that is charged; empty: the user's default."""
     qos: str = ""

@@ -44,12 +44,10 @@ ROLES_S = 2.0
 """The roles are repeated this often; agents see by them that the coordinator lives."""
 GONE_S = 1.0
 """Between two readings of what the launcher saw."""
-NOTICE_S = {"SIGTERM": 4.0, "SIGUSR1": 50.0}
-"""How long a checkpoint may take after a notice.
-
-A cancel is followed by SIGKILL after Slurm's KillWait (at least 5 s); the notice before the time limit comes 60 s
-early.
-"""
+CANCEL_S = 4.0
+"""How long a checkpoint may take after SIGTERM: SIGKILL follows after Slurm's KillWait, which is at least 5 s."""
+MARGIN_S = 10.0
+"""Of the notice before the time limit: for the agents to end."""
 SAVE_S = 600.0
 """How long a checkpoint may take when nobody else waits for it."""
 
@@ -126,7 +124,7 @@ class Coordinator:
     def on_signal(self, name: str) -> None:
         if not self._ending.over:
             self._event("stop_requested", signal=name)
-            self._stop(name, NOTICE_S[name])
+            self._stop(name, CANCEL_S if name == "SIGTERM" else self._config.slurm.notice_s - MARGIN_S)
 
     def _on_stop_request(self) -> None:
         """Somebody asked for a checkpoint and the end, and waits for both."""

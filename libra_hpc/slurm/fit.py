@@ -155,12 +155,16 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
 
 
 def _time_limit(config: RunConfig) -> int | None:
+    slurm = config.slurm
     try:
-        return slurm_seconds(config.slurm.time_limit)
+        limit = slurm_seconds(slurm.time_limit)
     except ValueError:
-        raise invalid(
-            "slurm.time_limit", config.slurm.time_limit, "not a Slurm time", "[days-]hours:minutes:seconds"
-        ) from None
+        form = "[days-]hours:minutes:seconds"
+        raise invalid("slurm.time_limit", slurm.time_limit, "not a Slurm time", form) from None
+    if limit is not None and limit <= slurm.notice_s:
+        why = f"the run begins to save slurm.notice_s = {slurm.notice_s:g} s before it"
+        raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
+    return limit
 
 
 def _check_node(field: str, component: Component, partition: Partition) -> None:

@@ -3,7 +3,7 @@
 The script is one heterogeneous job with one component per kind of node and one task per node.  `srun` starts all node
 agents as one MPI world.  Values for the template ``sbatch/run.sbatch.j2`` are checked (no spaces) or quoted here.
 
-- The time limit is `WARNING_S` away -> the agents get SIGUSR1.
+- The time limit is ``slurm.notice_s`` away -> the agents get SIGUSR1.
 - The job is cancelled or preempted -> the agents get SIGTERM.
 - A rank prints -> ``agent-<rank>.log``; it writes to descriptor `OUTPUT_FD` -> Slurm's own output.
 - All ranks have ended -> `libra_hpc.slurm.outcome` decides.
@@ -11,6 +11,7 @@ agents as one MPI world.  Values for the template ``sbatch/run.sbatch.j2`` are c
 
 from __future__ import annotations
 
+import math
 import shlex
 from importlib import resources
 from typing import NamedTuple
@@ -27,8 +28,6 @@ from .outcome import OUTPUT, OUTPUT_FD, REASON, RECOVERIES
 from .pmi import GONE
 from .ranks import STRAGGLERS_S
 
-WARNING_S = 60
-"""Seconds before the time limit at which Slurm signals: a checkpoint of the policy takes a few."""
 RESERVED = {
     "--signal": "",
     "--output": "",
@@ -85,7 +84,7 @@ def het_script(launch: Launch) -> str:
             # Slurm expands % in file names; doubled it stands for itself.
             f'--output="{str(logs / "slurm.out").replace("%", "%%")}"',
             "--open-mode=append",
-            f"--signal=B:USR1@{WARNING_S}",
+            f"--signal=B:USR1@{math.ceil(config.slurm.notice_s)}",
             *_mail(config),
         ],
         setup=config.compute.setup,

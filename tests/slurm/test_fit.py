@@ -113,3 +113,11 @@ def test_cpus_and_memory_are_the_share_that_the_gpus_have_of_their_node() -> Non
     assert (parts.train.cpus, parts.train.mem) == (node.cpus, "0")
     assert (parts.rollout.cpus, parts.rollout.mem) == (node.cpus // 4, "9G")
     assert (parts.hybrid.cpus, parts.hybrid.mem) == (4, "0")
+
+
+def test_a_time_limit_leaves_time_before_the_notice() -> None:
+    with pytest.raises(
+        UserError, match=r"slurm.time_limit = '00:02:00': the run begins to save slurm.notice_s = 120 s"
+    ):
+        fit({}, time_limit="00:02:00")
+    fit({}, time_limit="00:02:00", notice_s=60.0)
