@@ -83,8 +83,12 @@ def warn(warnings: Sequence[str]) -> None:
 
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load a run file with every path made absolute, because the job starts in another folder."""
-    config = load_run_file(run_file, overrides, site_profile().values)
+    """Load a run file over the site profile, with every path made absolute."""
+    return with_absolute_paths(load_run_file(run_file, overrides, site_profile().values))
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """``config`` for a job that starts in another folder."""
     task = config.task.name
     path, separator, name = task.rpartition(":")
     if separator:

@@ -25,7 +25,7 @@ from libra_hpc.telemetry.rundir import MODES, RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
 from . import jobs
-from .check import check_all, load, warn
+from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show
@@ -156,7 +156,7 @@ def resumed(run: RunDir, before: RunConfig, overrides: list[str]) -> RunConfig:
     data = before.model_dump()
     for override in overrides:
         apply_override(data, override)
-    config = validate(data)
+    config = with_absolute_paths(validate(data))
     if run.path.parent != Path(config.run.dir) or not run.path.name.startswith(config.run.name):
         raise invalid("--resume", run.name, "a resumed run keeps its run.name and run.dir")
     return config

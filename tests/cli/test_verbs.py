@@ -596,3 +596,13 @@ def test_the_help_imports_no_verb() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_relative_paths_of_a_resumed_run_are_those_of_the_working_folder(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    queue.answer = jobs.JobView("4711", "failed")
+    (site / "other").mkdir()
+    for path in (site / "model").iterdir():
+        (site / "other" / path.name).write_bytes(path.read_bytes())
+    assert cli("submit", "--resume", "quick-001", "-o", "model.path=other").code == 0
+    assert RunDir(site / "runs" / "quick-001").resolved()["model"]["path"] == str(site / "other")
