@@ -18,7 +18,9 @@ from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit, with_resources
 from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
+from libra_hpc.telemetry.rundir import RunDir
 
 from . import jobs
 from .config_show import OverrideOption, RunFileArgument
@@ -73,6 +75,8 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
         known = jobs.partitions(environment)
         config = with_resources(config, known)
         check_fit(config, known)
+    # The writer refuses what cannot stand in a script; a local run has none.
+    jobs.script(Launch(config, RunDir(config.run.dir), 1))
     return Checked(config, made, environment, warnings)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from libra_hpc.config.load import apply_override, validate
+from libra_hpc.config.load import apply_override, validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.files import write_atomic
@@ -52,6 +52,9 @@ EngineOption = Annotated[
 
 def submit(
     run_file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="Run file.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Argument(metavar="-- OPTION", help="Further sbatch options, e.g. -- --exclusive.")
+    ] = None,
     override: OverrideOption = [],  # noqa: B006
     resume: Annotated[
         str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
@@ -85,6 +88,8 @@ def submit(
         config = load(run_file, overrides)
     if run is not None and config.components.split == "auto":
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
+    if sbatch:
+        config = with_values(config, {"slurm.extra": [*config.slurm.extra, *sbatch]})
     if run is not None:
         refuse_if_complete(run, config)
     config, made, environment, warnings = check_all(config, slurm_required=not dry_run)

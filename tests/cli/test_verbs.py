@@ -606,3 +606,12 @@ def test_relative_paths_of_a_resumed_run_are_those_of_the_working_folder(site: P
         (site / "other" / path.name).write_bytes(path.read_bytes())
     assert cli("submit", "--resume", "quick-001", "-o", "model.path=other").code == 0
     assert RunDir(site / "runs" / "quick-001").resolved()["model"]["path"] == str(site / "other")
+
+
+def test_options_behind_two_dashes_are_sbatchs(site: Path, queue: Queue, cli: Cli) -> None:
+    shown = cli("submit", "run.toml", "--executor", "slurm", "--dry-run", "--", "--exclusive", "--nice=10")
+    assert shown.out.count("#SBATCH --exclusive\n#SBATCH --nice=10") == 4
+    refused = cli("submit", "run.toml", "other.toml")
+    assert refused.code == 2
+    assert "slurm.extra[0] = 'other.toml': not an sbatch option" in refused.err
+    assert not (site / "runs").exists()
