@@ -18,6 +18,8 @@ from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run, re
 POLL_S = 0.5
 ASK_S = 15.0
 """Between two questions to the queue: the run itself tells of its end."""
+LEAVES_S = 60.0
+"""For the other ranks of a run that has ended, so that it can be resumed at once; two seconds are the rule."""
 PATIENCE_S = 660.0
 """For a checkpoint at the next step boundary.  Rank 0 gives it 600 s; a minute more for its own end."""
 
@@ -64,6 +66,7 @@ def ask(run: RunDir, job_id: str) -> str:
     with busy("saving"):
         while time.monotonic() < deadline:
             if result := run.read_json(run.result):
+                _leaves(run)
                 return str(result.get("message", "")) or "it has ended"
             if time.monotonic() - asked_at > ASK_S:
                 asked_at = time.monotonic()
@@ -71,3 +74,10 @@ def ask(run: RunDir, job_id: str) -> str:
                     return "its job has ended"
             time.sleep(POLL_S)
     return ""
+
+
+def _leaves(run: RunDir) -> None:
+    """Return once the job of a run that has ended is over."""
+    deadline = time.monotonic() + LEAVES_S
+    while jobs.state(run).state == "running" and time.monotonic() < deadline:
+        time.sleep(2.0 * POLL_S)

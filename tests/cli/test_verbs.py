@@ -408,11 +408,14 @@ def test_a_run_that_trains_is_asked_to_save_and_its_answer_is_shown(
 ) -> None:
     def answered(seconds: float) -> None:
         assert running.stop.exists()
+        if running.result.exists():
+            queue.answer = jobs.JobView("4711", "cancelled")
         running.write_json(running.result, {"state": "cancelled", "message": "step 41 is saved"})
 
     monkeypatch.setattr("libra_hpc_cli.cancel.time.sleep", answered)
     assert "job 4711 cancelled; step 41 is saved; " in cli("cancel", "quick-001").out
     assert queue.cancelled == []
+    assert queue.answer.state == "cancelled", "only once the job is over, so that the run can be resumed at once"
 
 
 def test_a_run_that_does_not_answer_and_one_that_shall_not_be_asked_are_ended(
