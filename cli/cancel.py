@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.telemetry.rundir import RunDir
 
@@ -60,7 +61,11 @@ def ask(run: RunDir, job_id: str) -> str:
 
     An interrupt leaves the request standing.
     """
-    write_atomic(run.stop, b"{}\n")
+    try:
+        write_atomic(run.stop, b"{}\n")
+    except OSError as error:
+        print_note(f"the run cannot be asked to save: {run.stop}: {error_text(error)}")
+        return ""
     print_note(f"job {job_id} saves at its next step boundary; Ctrl-C leaves it to that, --now ends it at once")
     deadline, asked_at = time.monotonic() + PATIENCE_S, time.monotonic()
     with busy("saving"):

@@ -20,6 +20,7 @@ from libra_hpc.slurm.node_job import submit_probe
 from libra_hpc.slurm.site import slurm_environment
 
 from . import jobs
+from .check import with_absolute_paths
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 
@@ -35,7 +36,7 @@ def doctor(
 ) -> None:
     """Examine this site: Slurm, its plugins and partitions, the nodes' interpreter, the shared folder."""
     profile = site_profile()
-    config = validate(profile.values)
+    config = with_absolute_paths(validate(profile.values))
     why = ""
     try:
         environment = slurm_environment()
@@ -62,7 +63,7 @@ def doctor(
 
 def on_nodes(config: RunConfig, environment: jobs.Environment, nodes: int) -> list[Finding]:
     """Findings of a job on train nodes; its folder stays where something failed."""
-    parent = Path(config.run.dir).expanduser().absolute()
+    parent = Path(config.run.dir)
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent))
     handle = submit_probe(probe, config, environment, folder, nodes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -238,7 +239,7 @@ class Coordinator:
         """Read what the launcher saw and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
             self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
-            if not self._ending.stopping and await asyncio.to_thread(self._run_dir.stop.exists):
+            if not self._ending.stopping and await asyncio.to_thread(os.path.exists, self._run_dir.stop):
                 self._on_stop_request()
             if not self._job_id:
                 # The launcher writes it once it has the id, which may be after this start.

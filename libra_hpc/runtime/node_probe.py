@@ -44,10 +44,11 @@ def probe(device: str, interface: str, local_dir: str, meeting: str) -> list[tup
         nonlocal world
         from libra_hpc.runtime.world import meet
 
-        world = meet(interface)
+        met = meet(interface)
         expected = int(os.environ.get("SLURM_NTASKS", "1"))
-        if world.size != expected:
-            raise RuntimeError(f"a world of {world.size} instead of {expected}: slurm.mpi does not fit the MPI")
+        if met.size != expected:
+            raise RuntimeError(f"a world of {met.size} instead of {expected}: slurm.mpi does not fit the MPI")
+        world = met
         return f"{world.size} ranks, this one at {', '.join(world.endpoints[world.rank].addresses)}", ""
 
     found.append(_asked(f"{host}: MPI world", meet))

@@ -147,8 +147,6 @@ def site_partitions(config: RunConfig, facts: SlurmFacts) -> list[Finding]:
 
 def interpreter(config: RunConfig) -> Finding:
     """The compute nodes' interpreter has what a run needs."""
-    if config.compute.container != "none":
-        return Finding("interpreter", "warning", "inside the container", "libra-hpc doctor --submit looks there")
     try:
         warnings = check_python(config)
     except UserError as error:

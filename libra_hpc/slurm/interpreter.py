@@ -35,7 +35,12 @@ print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *missing)
 
 def compute_python(config: RunConfig) -> str:
     """The interpreter that starts the agents: ``compute.python``, else the one that submits."""
-    return config.compute.python or sys.executable
+    return config.compute.python or ("python3" if in_container(config) else sys.executable)
+
+
+def in_container(config: RunConfig) -> bool:
+    """Whether agents start inside the image of ``[compute]``; the local executor starts them as they are."""
+    return config.compute.container != "none" and config.slurm.executor != "local"
 
 
 def check_python(config: RunConfig) -> list[str]:
@@ -44,6 +49,12 @@ def check_python(config: RunConfig) -> list[str]:
     Returns a warning when it is not visible from here, or when its MPI may not fit the plugin.
     """
     named, python = config.compute.python, compute_python(config)
+    if in_container(config):
+        if not config.compute.image:
+            raise invalid(
+                "compute.image", "", f"compute.container is {config.compute.container!r}", "a container image"
+            )
+        return [f"{python} is inside {config.compute.image}, so what the nodes need was not checked"]
     if not os.path.isabs(python):
         where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
         raise invalid("compute.python", named, where, "the absolute path of an interpreter")

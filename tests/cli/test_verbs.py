@@ -618,3 +618,17 @@ def test_options_behind_two_dashes_are_sbatchs(site: Path, queue: Queue, cli: Cl
     assert refused.code == 2
     assert "slurm.extra[0] = 'other.toml': not an sbatch option" in refused.err
     assert not (site / "runs").exists()
+
+
+def test_a_run_that_cannot_be_asked_to_save_is_ended_all_the_same(
+    running: RunDir, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("libra_hpc_cli.cancel.write_atomic", full)
+    outcome = cli("cancel", "quick-001")
+    assert outcome.code == 0
+    assert "cannot be asked to save" in outcome.err
+    assert "No space left on device" in outcome.err
+    assert queue.cancelled == ["quick-001"]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError
-from libra_hpc.slurm import submit
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.slurm import query, submit
 from libra_hpc.slurm.command import call
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import JobInfo, JobState
@@ -200,3 +200,17 @@ def test_a_job_nobody_knows(slurm_env: dict[str, str], run: RunDir) -> None:
     with pytest.raises(UserError, match="was never submitted"):
         submit.state(run, slurm_env)
     assert submit.cancel("1", slurm_env) is False
+
+
+def test_nothing_is_queued_where_the_cluster_cannot_be_named(
+    slurm_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(env: object) -> str:
+        raise OperationError("Slurm does not answer scontrol")
+
+    monkeypatch.setattr(submit, "cluster_name", unreachable)
+    run = RunDir.create(tmp_path, "t")
+    before = set(query.own_jobs(slurm_env))
+    with pytest.raises(OperationError, match="does not answer"):
+        submit.submit(Launch(RunConfig.model_validate(CONFIG), run, 1), slurm_env)
+    assert set(query.own_jobs(slurm_env)) == before

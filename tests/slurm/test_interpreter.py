@@ -122,3 +122,16 @@ def test_what_cannot_be_an_interpreter_is_refused_and_what_only_the_nodes_have_i
     )
     (line,) = check_python(configured("/nodes/only/python"))
     assert line.startswith("compute.python = '/nodes/only/python' is not visible from here, ")
+
+
+def test_inside_a_container_the_interpreter_is_the_images_and_not_looked_for_here() -> None:
+    compute = {"container": "apptainer", "image": "/shared/libra.sif"}
+    config = RunConfig.model_validate({"compute": compute})
+    assert compute_python(config) == "python3"
+    assert check_python(config) == ["python3 is inside /shared/libra.sif, so what the nodes need was not checked"]
+    named = RunConfig.model_validate({"compute": {**compute, "python": "/opt/bin/python"}})
+    assert compute_python(named) == "/opt/bin/python"
+    local = RunConfig.model_validate({"compute": compute, "slurm": {"executor": "local"}})
+    assert compute_python(local) == sys.executable
+    with pytest.raises(UserError, match=r"compute\.image = ''.*compute\.container is 'pyxis'"):
+        check_python(RunConfig.model_validate({"compute": {"container": "pyxis"}}))
