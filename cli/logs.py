@@ -13,15 +13,11 @@ import typer
 
 from libra_hpc.errors import UserError, invalid
 
-from . import jobs
+from .follow import Follower
 from .output import print_line, print_note
-from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, read_status
+from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, job_id
 
 POLL_S = 0.5
-QUIET_S = 10.0
-"""A run writes its status every second; one that has not for so long may have died."""
-ASK_S = 10.0
-"""Between two questions to the queue."""
 LOG_SUFFIXES = (".log", ".out")
 _RANK = re.compile(r"^(?:agent-|[rt])(\d+)(?:\.|$)")
 """``agent-2.log`` is the agent of rank 2, ``t2.0.log`` its first trainer, ``r2.0.log`` its first rollout engine."""
@@ -60,22 +56,19 @@ def logs(
         print_line(f"==> {path} <==")
         for line in last_lines(path, tail):
             print_line(line)
-    ended, ask_at = "", time.monotonic()
+    if follow and not job_id(found):
+        print_note(f"{found.name} was never queued")
+        return
+    follower = Follower(found)
     while follow:
         # Read before the files, so that lines from before the end are still printed.
-        status = read_status(found)
-        if status is not None and status.state in FINAL:
-            ended = f"{found.name} is {status.state}"
-        elif time.monotonic() >= ask_at and (status is None or time.time() - status.updated_at > QUIET_S):
-            ask_at = time.monotonic() + ASK_S
-            job = jobs.state(found)
-            if job.state in FINAL or not job.id:
-                ended = f"{found.name}: job {job.id} is {job.state}" if job.id else f"{found.name} was never queued"
+        state = follower.refresh()
         for path in select(folder, rank, process):
             for line in new_lines(path, offsets):
                 print_line(f"{path.stem}: {line}")
-        if ended:
-            print_note(ended)
+        if state in FINAL:
+            ended = f": {follower.waiting()}" if follower.status is None else f" is {state}"
+            print_note(f"{found.name}{ended}")
             return
         time.sleep(POLL_S)
 

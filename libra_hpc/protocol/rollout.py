@@ -70,6 +70,21 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
+def refusal(rid: str, why: str) -> Generated:
+    """The answer to a request that is not begun."""
+    return Generated(
+        rid=rid,
+        tokens=b"",
+        logprobs=b"",
+        finish="error",
+        versions=(),
+        cached_tokens=0,
+        queue_s=0.0,
+        run_s=0.0,
+        error=why,
+    )
+
+
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """Load and totals since the start.
 

@@ -107,11 +107,11 @@ def _all_reduce(rank: int, size: int, device: str, meeting: str) -> tuple[str, s
     import torch
     import torch.distributed as dist
 
-    from libra_hpc.train.device import file_store
+    from libra_hpc.train.device import backend, file_store
 
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        backend(place),
         store=file_store(f"{meeting}/store", size),
         rank=rank,
         world_size=size,

@@ -27,6 +27,7 @@ from libra_hpc.protocol.rollout import (
     Generated,
     UpdateWeights,
     WeightsApplied,
+    refusal,
 )
 from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
@@ -125,10 +126,10 @@ class SimulatedEngine:
         try:
             context = tokens.read(message.prompt)
         except tokens.Unreadable as error:
-            return [_refusal(message.rid, str(error))]
+            return [refusal(message.rid, str(error))]
         if self._refuses or room < 1 or message.max_tokens < 1:
             return [
-                _refusal(
+                refusal(
                     message.rid,
                     self._refuses
                     or f"prompt: {context.tokens} tokens, max_tokens = {message.max_tokens}: no room for one more.",
@@ -250,17 +251,3 @@ class SimulatedEngine:
         return msgspec.structs.replace(
             stats, busy_s=stats.busy_s / speedup, update_s=stats.update_s / speedup, asleep=self._asleep
         )
-
-
-def _refusal(rid: str, why: str) -> Generated:
-    return Generated(
-        rid=rid,
-        tokens=b"",
-        logprobs=b"",
-        finish="error",
-        versions=(),
-        cached_tokens=0,
-        queue_s=0.0,
-        run_s=0.0,
-        error=why,
-    )

@@ -16,9 +16,10 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 
 from .command import call
+from .fit import COMPONENTS
 from .interpreter import check_python, compute_python
 from .plugins import PYPI, mpi_plugins
-from .query import Partition, partitions
+from .query import Partition, partitions, settings
 
 COMMANDS = ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 OLDEST = (20, 11)
@@ -67,9 +68,8 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
 
 def slurm_facts(env: Mapping[str, str]) -> SlurmFacts:
     """Ask the controller; raises `OperationError` when it does not answer."""
-    text = call(["scontrol", "show", "config"], env)
-    settings = {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in text.splitlines())}
-    return SlurmFacts(call(["sinfo", "--version"], env).strip(), settings, mpi_plugins(env), partitions(env))
+    version = call(["sinfo", "--version"], env).strip()
+    return SlurmFacts(version, settings(env), mpi_plugins(env), partitions(env))
 
 
 def commands(env: Mapping[str, str]) -> Finding:
@@ -137,7 +137,7 @@ def site_partitions(config: RunConfig, facts: SlurmFacts) -> list[Finding]:
     """The partitions that the site profile names exist and are up."""
     up = {part.name for part in facts.partitions if part.state == "up"}
     parts = config.components
-    named = {name: getattr(parts, name).partition for name in ("planner", "train", "hybrid", "rollout")}
+    named = {name: getattr(parts, name).partition for name in COMPONENTS}
     return [
         Finding(f"partition of {name}", "bad", f"{wanted}: no such partition that is up", f"one of {sorted(up)}")
         for name, wanted in named.items()

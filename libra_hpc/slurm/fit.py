@@ -87,8 +87,7 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
     GPUs bring their share of the node; where its partition is not known, a CPU each and all of the node's memory.
     Nodes without GPUs get `PLAIN_CPUS` and `PLAIN_MEM`.
     """
-    known = {partition.name: partition for partition in partitions}
-    default = next((partition.name for partition in partitions if partition.default), "")
+    known, default = _by_name(partitions)
     filled = {}
     for name in COMPONENTS:
         component: Component = getattr(config.components, name)
@@ -103,6 +102,12 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
     return config.model_copy(update={"components": config.components.model_copy(update=filled)})
 
 
+def _by_name(partitions: Sequence[Partition]) -> tuple[dict[str, Partition], str]:
+    """Partitions by name, and the name of the default one; empty where there is none."""
+    default = next((partition.name for partition in partitions if partition.default), "")
+    return {partition.name: partition for partition in partitions}, default
+
+
 def _gpus(component: Component, partition: Partition) -> int:
     """GPUs of the component's type that a node of the partition has."""
     return partition.gpus.get(component.gpu_type, 0) if component.gpu_type else sum(partition.gpus.values())
@@ -115,8 +120,7 @@ def memory_mb(text: str) -> float:
 
 def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     """Raise `UserError` naming field, value and limit when the cluster could never start the job."""
-    known = {partition.name: partition for partition in partitions}
-    default = next((partition.name for partition in partitions if partition.default), "")
+    known, default = _by_name(partitions)
     limit = _time_limit(config)
     used: dict[str, int] = {}
     for name, component, _ in het_groups(config):

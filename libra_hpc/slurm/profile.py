@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .fit import COMPONENTS
 from .query import Partition
 
 TEXT = """\
@@ -31,7 +32,7 @@ mpi = "{mpi}"
 [compute.env]
 # NCCL_IB_HCA = "mlx5"
 """
-GPU_COMPONENTS = ("train", "hybrid", "rollout")
+GPU_COMPONENTS = COMPONENTS[1:]
 
 
 def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account: str = "") -> str:

@@ -170,10 +170,15 @@ def parse_partitions(text: str) -> list[Partition]:
     return list(found.values())
 
 
+def settings(env: Mapping[str, str]) -> dict[str, str]:
+    """The controller's configuration by key; raises `SlurmUnreachable`."""
+    lines = call(["scontrol", "show", "config"], env).splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in lines)}
+
+
 def cluster_name(env: Mapping[str, str]) -> str:
     """Name of the cluster that answers; raises `SlurmUnreachable`."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", call(["scontrol", "show", "config"], env), re.MULTILINE)
-    return found[1] if found else ""
+    return settings(env).get("ClusterName", "")
 
 
 def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:

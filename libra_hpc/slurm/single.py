@@ -115,9 +115,12 @@ class Handle:
         self._unknown_since = self._unknown_since or time.monotonic()
         return JobState.UNKNOWN if time.monotonic() - self._unknown_since > FORGOTTEN_AFTER_S else JobState.PENDING
 
-    def wait(self) -> None:
-        """Return when the job has ended, in whatever way."""
+    def wait(self, timeout: float = math.inf) -> None:
+        """Return when the job has ended, in whatever way; raises ``TimeoutError`` after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
         while not self.done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {self.job_id} ({self.name}) has not ended after {timeout:.0f} s")
             time.sleep(POLL_S)
 
     def result(self, timeout: float = math.inf) -> Any:
@@ -126,11 +129,7 @@ class Handle:
         Raises ``TimeoutError`` when it has not ended by then.  Raises `OperationError` with the function's traceback
         when it raised, or with the job's state and error output when it died without a result.
         """
-        deadline = time.monotonic() + timeout
-        while not self.done():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"job {self.job_id} ({self.name}) has not ended after {timeout:.0f} s")
-            time.sleep(POLL_S)
+        self.wait(timeout)
         try:
             outcome, value = self.job._get_outcome_and_result()
         except UncompletedJobError as error:

@@ -23,7 +23,15 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequ
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from libra_hpc.protocol.rollout import EngineReady, EngineStats, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.rollout import (
+    EngineReady,
+    EngineStats,
+    Generate,
+    Generated,
+    UpdateWeights,
+    WeightsApplied,
+    refusal,
+)
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 
@@ -31,7 +39,7 @@ from .pinning import PinningScheduler
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
-from .turns import TurnInFlight, TurnRejected, read_prompt, refusal
+from .turns import TurnInFlight, TurnRejected, read_prompt
 from .warm_up import profile
 
 SLEEP_LEVEL = 2

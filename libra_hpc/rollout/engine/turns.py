@@ -42,20 +42,6 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
     return prompt
 
 
-def refusal(rid: str, why: str) -> Generated:
-    return Generated(
-        rid=rid,
-        tokens=b"",
-        logprobs=b"",
-        finish="error",
-        versions=(),
-        cached_tokens=0,
-        queue_s=0.0,
-        run_s=0.0,
-        error=why,
-    )
-
-
 class TurnInFlight:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
