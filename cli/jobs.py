@@ -147,7 +147,8 @@ def states(runs: Sequence[RunDir]) -> dict[str, JobView]:
         return found
     try:
         known = query.own_jobs(slurm_environment())
-    except OperationError:
+    except OperationError as error:
+        print_note(f"jobs are shown as their runs left them: {error}")
         return found
     for run in queued:
         job_id = str(records[run].get("job_id", ""))

@@ -632,3 +632,17 @@ def test_a_run_that_cannot_be_asked_to_save_is_ended_all_the_same(
     assert "cannot be asked to save" in outcome.err
     assert "No space left on device" in outcome.err
     assert queue.cancelled == ["quick-001"]
+
+
+def test_a_queue_that_does_not_answer_is_said(
+    site: Path, queue: Queue, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable() -> dict[str, str]:
+        raise SlurmUnreachable("No Slurm controller answers.")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(jobs, "slurm_environment", unreachable)
+    run = RunDir.create(site / "runs", "quick")
+    run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": 1.0})
+    assert jobs.states([run]) == {}
+    assert "as their runs left them: No Slurm controller answers." in capsys.readouterr().err
