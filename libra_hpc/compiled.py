@@ -30,6 +30,7 @@ MODULES = (
     "concurrency",
     "speed",
     "board",
+    "residency",
     "engine_loads",
     "ttl",
     "cmlfq",

@@ -18,6 +18,7 @@ from bisect import insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
+from math import inf
 from typing import Final
 
 from libra_hpc.protocol.rollout import EngineStats
@@ -152,6 +153,8 @@ class Board:
         """In ascending TP; the index is the level."""
         self.free = 0
         """Free slots of all open engines."""
+        self.room_key = inf
+        """Key of the first turn that waits for room in a KV cache; the `Dispatcher` writes it."""
         self.generation = next(_generations)
         """Changes with engines and class costs; unique across boards."""
         self._controllers: dict[str, CapController] = {}

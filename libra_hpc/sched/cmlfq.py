@@ -1,6 +1,7 @@
 """C-MLFQ: a multi-level feedback queue whose feedback is causal: prompt, siblings and tool results, not only run time.
 
-A level is one TP class of the engines present.  Estimates: `remaining_work`; step costs: `costs`.
+A level is one TP class of the engines present.  Estimates: `remaining_work`; step costs: `costs`.  Where contexts exceed
+the KV caches, `residency` decides which trajectories keep theirs and which wait.
 
 - A turn is ready -> the engine where it adds least to ``sum over engines of finish ** 4`` (`engine_loads`).  The sum
   stands for the makespan: it sends long trajectories to fast engines and fills slow engines with short ones.
@@ -23,10 +24,11 @@ from msgspec.structs import astuple
 
 from libra_hpc.protocol.env import Signal
 
-from .board import Board, EngineView
-from .engine_loads import EngineLoads, EngineWork, Resident
+from .board import Board
+from .engine_loads import EngineLoads, EngineWork, Placed
 from .protocol import Decision, Finished, TurnView
 from .remaining_work import Cursor, RemainingWorkEstimator
+from .residency import Claim, release
 from .ttl import KeepTimes
 from .turn_migration import MAX_OPEN_PER_ENGINE, MIGRATES, Move, OpenTrajectory, Running, choose_moves
 
@@ -62,6 +64,7 @@ LEAVES: Final = (
     " tokens expected"
 )
 WAITS_FOR_CACHE: Final = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
+NO_ROOM: Final = "wait: the KV caches are full with contexts under way; {remaining:.0f} tokens expected"
 WAITS: Final = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 
 
@@ -69,14 +72,15 @@ _Fields = tuple[str, str, int, str, int, int, int, float, str, tuple[Signal, ...
 """Types of the fields of a `TurnView`, in order."""
 
 
-class _Tracked(Resident):
-    """An open trajectory and its place in the engine loads."""
+class _Tracked(Placed):
+    """An open trajectory, its place in the engine loads, and its room in a KV cache."""
 
-    __slots__ = ("cursor", "migration", "priority", "prompt_id", "version")
+    __slots__ = ("claim", "cursor", "migration", "priority", "prompt_id", "version")
 
-    def __init__(self, cursor: Cursor, prompt_id: str) -> None:
+    def __init__(self, cursor: Cursor, turn: TurnView) -> None:
         super().__init__()
-        self.cursor, self.prompt_id = cursor, prompt_id
+        self.cursor, self.prompt_id = cursor, turn.prompt_id
+        self.claim = Claim(turn.prompt_id, 0 if turn.turns else turn.context_tokens)
         self.priority = 0
         """Engine priority of its next turn."""
         self.version = -1
@@ -114,6 +118,7 @@ class CausalMlfq:
         credit = AGEING_S * (MIN_LATER_SHARE + (1.0 - MIN_LATER_SHARE) * share if turns else first)
         key = ready_at - credit
         tracked.priority = int(key * PRIORITIES_PER_S)
+        tracked.claim.key, tracked.claim.running = key, False
         return key
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
@@ -132,10 +137,20 @@ class CausalMlfq:
         if load_before is not None:
             load_before.remove(tracked)
         last_load, full, limit = loads.get(last), False, inf
+        claim, roomless = tracked.claim, False
+        if claim.cache is not None:
+            if last_load is not None and last_load.cache is claim.cache:
+                claim.cache.hold(claim, context)
+            if last_load is None or last_load.cache is not claim.cache or not claim.cache.fits(claim):
+                release(claim)
+        if claim.cache is None and claim.key > board.room_key:
+            return self._wait(tracked, load_before, None, roomless=True)
         prefill_cached, prefill_uncached = cursor.future, context + cursor.future
         if last_load is not None:
             view = last_load.view
-            if view.open and view.version == tracked.version and view.kv_capacity >= context:
+            if not last_load.cache.has_room(claim, context):
+                last_load, roomless = None, True
+            elif view.open and view.version == tracked.version and view.kv_capacity >= context:
                 if turn.signals:
                     prefill_cached += turn.signals[-1].payload_tokens
                 stay_finish = last_load.finish_with(reach, work, prefill_cached)
@@ -149,6 +164,8 @@ class CausalMlfq:
         best_finish = 0.0
         for tp_class in board.classes:
             load = loads.first_to_finish(tp_class)
+            if load is not None and not load.cache.has_room(claim, context):
+                load, roomless = loads.first_with_room(tp_class, claim, context), True
             if load is None or load is last_load or (load.kv_capacity < context and self._fits(board, context)):
                 continue
             alone = load.finish
@@ -159,7 +176,7 @@ class CausalMlfq:
                 if add < best_add:
                     best, best_add, best_finish = load, add, finish
         starts, shared = not turn.attained_tokens, False
-        if starts and (sibling := self._sibling_load(turn.prompt_id)) is not None:
+        if starts and (sibling := self._sibling_load(turn.prompt_id, claim, context)) is not None:
             finish = sibling.finish_with(reach, work, cursor.future)
             add = _added(sibling.finish, finish) + TIE_BREAK * (finish - sibling.finish)
             if add < best_add * SIBLING_MARGIN:
@@ -178,15 +195,14 @@ class CausalMlfq:
         elif last_load is not None and not full:
             load, finish, prefill, template = last_load, stay_finish, prefill_cached, STAYS
         else:
-            return self._wait(tracked, load_before, None)
+            return self._wait(tracked, load_before, None, roomless=roomless and claim.cache is None)
         load.add(tracked, reach=reach, work=work, prefill=prefill, finish=finish)
         if load_before is not None:
             loads.update_entry(load_before)
         if starts:
             self._started[turn.prompt_id] = tracked
-        view = load.view
-        numbers["finish_s"], numbers["engine"] = finish, view.engine
-        return self._send(tracked, view, template, numbers)
+        numbers["finish_s"], numbers["engine"] = finish, load.view.engine
+        return self._send(tracked, load, template, numbers, context)
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
         """See `Rebalances.rebalance`: each move counts at its target at once."""
@@ -253,14 +269,13 @@ class CausalMlfq:
             self.estimator.drop(tracked.cursor)
 
     def _track(self, turn: TurnView) -> _Tracked:
-        tracked = self._tracked[turn.trajectory] = _Tracked(
-            self.estimator.cursor(turn.prompt_id, turn.task), turn.prompt_id
-        )
+        tracked = self._tracked[turn.trajectory] = _Tracked(self.estimator.cursor(turn.prompt_id, turn.task), turn)
         if len(self._tracked) > MAX_TRACKED:
             self.forget(next(iter(self._tracked)))
         return tracked
 
     def _end(self, tracked: _Tracked) -> None:
+        release(tracked.claim)
         self._remove_load(tracked)
         if self._started.get(tracked.prompt_id) is tracked:
             del self._started[tracked.prompt_id]
@@ -274,27 +289,27 @@ class CausalMlfq:
     def _migrate(self, tracked: _Tracked, move: Move, turn: TurnView, board: Board) -> Decision | None:
         """Send an interrupted turn to its target; None if it ended by itself, or if the target takes no turn."""
         tracked.migration = None
-        view = board.engines.get(move.target)
-        if (
-            turn.turns != move.turns
-            or view is None
-            or not view.free
-            or tracked.load is None
-            or tracked.load.view is not view
-        ):
+        view, load = board.engines.get(move.target), tracked.load
+        if turn.turns != move.turns or view is None or not view.free or load is None or load.view is not view:
             return None
-        return self._send(tracked, view, MIGRATES, move.numbers)
+        return self._send(tracked, load, MIGRATES, move.numbers, turn.context_tokens)
 
-    def _sibling_load(self, prompt_id: str) -> EngineWork | None:
-        """The engine that has the prompt cached for the sibling that started last, if it has a free slot."""
+    def _sibling_load(self, prompt_id: str, claim: Claim, context: int) -> EngineWork | None:
+        """The engine that has the prompt cached for the sibling that started last, if it has a free slot and room."""
         sibling = self._started.get(prompt_id)
         if sibling is None or sibling.load is None:
             return None
         load, view = sibling.load, sibling.load.view
-        return load if view.free and view.version == sibling.version and self._loads.get(view.engine) is load else None
+        if not view.free or view.version != sibling.version or self._loads.get(view.engine) is not load:
+            return None
+        return load if load.cache.has_room(claim, context) else None
 
-    def _send(self, tracked: _Tracked, view: EngineView, template: str, numbers: Mapping[str, float | str]) -> Decision:
-        tracked.version = view.version
+    def _send(
+        self, tracked: _Tracked, load: EngineWork, template: str, numbers: Mapping[str, float | str], context: int
+    ) -> Decision:
+        view = load.view
+        tracked.version, tracked.claim.running = view.version, True
+        load.cache.hold(tracked.claim, context)
         tp_class = view.tp_class
         keep_s = self.keep_times.keep_s(tracked.cursor.last[0], tp_class.tp, tp_class.prefill_s, view.kv_capacity)
         return Decision(
@@ -306,13 +321,19 @@ class CausalMlfq:
             keep_s=keep_s,
         )
 
-    def _wait(self, tracked: _Tracked, load_before: EngineWork | None, wanted: EngineWork | None) -> Decision:
+    def _wait(
+        self, tracked: _Tracked, load_before: EngineWork | None, wanted: EngineWork | None, roomless: bool = False
+    ) -> Decision:
         """Let the turn wait; it stays in the load of its last engine."""
         left, priority = tracked.cursor.left, tracked.priority
         if load_before is not None:
             reach, work, prefill = tracked.reach, tracked.work, tracked.prefill
             finish = load_before.finish_with(reach, work, prefill)
             load_before.add(tracked, reach=reach, work=work, prefill=prefill, finish=finish)
+        if roomless:
+            return Decision(
+                engine="", priority=priority, level=0, template=NO_ROOM, numbers={"remaining": left}, wait="room"
+            )
         if wanted is None:
             return Decision(engine="", priority=priority, level=0, template=WAITS, numbers={"remaining": left})
         name = wanted.view.engine

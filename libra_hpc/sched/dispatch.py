@@ -4,6 +4,7 @@
 - It waits for any slot -> it returns to its place.
 - It waits for a sibling -> it is set aside until a trajectory of its prompt ends.
 - It waits for one engine -> it is set aside until that engine has a free slot or is closed.
+- It waits for room in a KV cache -> it is set aside, and offered first, until the first of these still has no room.
 - Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from math import inf
 
 from .board import Board
 from .protocol import Decision, Finished, Policy, TurnView
@@ -42,6 +44,7 @@ class Dispatcher:
         self._entries: dict[str, _Entry] = {}
         self._prompts: dict[str, dict[str, _Entry]] = {}
         self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
+        self._roomless: list[tuple[float, int, _Entry]] = []
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
         self._rebalance_at = 0.0
@@ -73,6 +76,8 @@ class Dispatcher:
         heap, board, route = self._heap, self.board, self.policy.route
         if self._wanted:
             self._requeue()
+        if self._roomless:
+            self._offer_room(routed, now)
         while heap and board.free > 0 and len(refused) < MAX_REFUSED:
             key, _, entry = heappop(heap)
             if not entry.alive or entry.parked or key != entry.key:
@@ -80,11 +85,13 @@ class Dispatcher:
             turn = entry.turn
             decision = route(turn, board, now)
             if decision.engine:
-                board.sent(decision.engine, turn.context_tokens)
-                self._remove(entry)
-                routed.append((turn, decision))
+                self._send(entry, decision, routed)
             elif decision.wait == "sibling":
                 entry.parked = True
+            elif decision.wait == "room":
+                entry.parked = True
+                heappush(self._roomless, (key, entry.number, entry))
+                board.room_key = min(key, board.room_key)
             elif decision.wait == "engine":
                 entry.parked = True
                 heappush(self._wanted.setdefault(decision.wanted, []), (key, entry.number, entry))
@@ -127,6 +134,34 @@ class Dispatcher:
             if entry.parked or key != entry.key:
                 entry.parked, entry.key = False, key
                 self._push(entry)
+
+    def _offer_room(self, routed: list[tuple[TurnView, Decision]], now: float) -> None:
+        """Route the turns that wait for room, in order, until one still has none."""
+        waiting, board = self._roomless, self.board
+        while waiting:
+            key, _, entry = waiting[0]
+            if not entry.alive or not entry.parked or key != entry.key:
+                heappop(waiting)
+                continue
+            board.room_key = key
+            if board.free == 0:
+                return
+            decision = self.policy.route(entry.turn, board, now)
+            if decision.engine:
+                heappop(waiting)
+                self._send(entry, decision, routed)
+            elif decision.wait == "room":
+                return
+            else:
+                heappop(waiting)
+                entry.parked = False
+                self._push(entry)
+        board.room_key = inf
+
+    def _send(self, entry: _Entry, decision: Decision, routed: list[tuple[TurnView, Decision]]) -> None:
+        self.board.sent(decision.engine, entry.turn.context_tokens)
+        self._remove(entry)
+        routed.append((entry.turn, decision))
 
     def _requeue(self) -> None:
         """Requeue turns whose engine has free slots; all of them if it is closed or gone."""

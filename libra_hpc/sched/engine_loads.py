@@ -19,12 +19,13 @@ from math import sqrt
 from typing import Final
 
 from .board import Board, EngineView, TpClass
+from .residency import Claim, EngineCache
 
 ENTRY_SLACK: Final = 0.998
 """A heap entry may be 0.2 % too high, which saves pushes; 5 % would miss five of a hundred trajectories."""
 
 
-class Resident:
+class Placed:
     """What one trajectory adds to the load of its engine."""
 
     __slots__ = ("prefill", "reach", "load", "work")
@@ -38,7 +39,19 @@ class Resident:
 class EngineWork:
     """Sums over the trajectories placed at one engine."""
 
-    __slots__ = ("entry", "finish", "heap", "tp_class", "kv_capacity", "prefill", "reach4", "residents", "view", "work")
+    __slots__ = (
+        "cache",
+        "entry",
+        "finish",
+        "heap",
+        "kv_capacity",
+        "placed",
+        "prefill",
+        "reach4",
+        "tp_class",
+        "view",
+        "work",
+    )
 
     def __init__(self, view: EngineView) -> None:
         self.view = view
@@ -46,9 +59,10 @@ class EngineWork:
         self.kv_capacity = float(max(1, view.kv_capacity))
         self.reach4 = self.work = self.prefill = 0.0
         """Sums of reach ** 4, of work, and of tokens to prefill."""
-        self.residents = 0
+        self.cache = EngineCache(self.kv_capacity)
+        self.placed = 0
         self.finish = 0.0
-        """Seconds until all residents are done."""
+        """Seconds until all that is placed here is done."""
         self.entry = 0.0
         """Its value in the heap, a lower bound of ``finish``."""
         self.heap: list[tuple[float, int, EngineWork]] = []
@@ -64,24 +78,24 @@ class EngineWork:
             steps = work / self.kv_capacity
         return tp_class.base_s * steps + tp_class.slope_s * work + tp_class.prefill_s * (self.prefill + prefill)
 
-    def add(self, resident: Resident, reach: float, work: float, prefill: float, finish: float) -> None:
+    def add(self, placed: Placed, reach: float, work: float, prefill: float, finish: float) -> None:
         """Place a trajectory; ``finish`` is what `finish_with` returned."""
-        resident.reach, resident.work, resident.prefill, resident.load = reach, work, prefill, self
+        placed.reach, placed.work, placed.prefill, placed.load = reach, work, prefill, self
         reach *= reach
         self.reach4 += reach * reach
         self.work += work
         self.prefill += prefill
-        self.residents += 1
+        self.placed += 1
         self.finish = finish
 
-    def remove(self, resident: Resident) -> None:
+    def remove(self, placed: Placed) -> None:
         """Remove a trajectory."""
-        resident.load = None
-        self.residents -= 1
-        if self.residents:
-            self.work -= resident.work
-            self.prefill -= resident.prefill
-            reach = resident.reach * resident.reach
+        placed.load = None
+        self.placed -= 1
+        if self.placed:
+            self.work -= placed.work
+            self.prefill -= placed.prefill
+            reach = placed.reach * placed.reach
             self.reach4 = max(0.0, self.reach4 - reach * reach)
         else:
             # An empty engine clears the rounding errors of the sums.
@@ -142,6 +156,15 @@ class EngineLoads:
             return load
         least = tp_class.least()
         return self._loads[least.engine] if least is not None else None
+
+    def first_with_room(self, tp_class: TpClass, claim: Claim, context: int) -> EngineWork | None:
+        """Of the engines with a free slot and room in the cache for ``context`` tokens, the one that finishes first."""
+        best: EngineWork | None = None
+        for view in tp_class.members:
+            load = self._loads[view.engine]
+            if (best is None or load.finish < best.finish) and view.free and load.cache.has_room(claim, context):
+                best = load
+        return best
 
     def update_entry(self, load: EngineWork) -> None:
         """Lower the heap entry of a load that finishes earlier."""

@@ -52,8 +52,9 @@ class Decision(msgspec.Struct, frozen=True):
     numbers: Mapping[str, float | str]
     keep_s: float = 0.0
     """Seconds to retain the KV cache after this turn; 0 leaves it to the engine's eviction."""
-    wait: Literal["slot", "sibling", "engine"] = "slot"
-    """What a waiting turn waits for: any free slot, the end of a sibling, or a slot of the engine ``wanted``."""
+    wait: Literal["slot", "sibling", "engine", "room"] = "slot"
+    """What a waiting turn waits for: any free slot, the end of a sibling, a slot of the engine ``wanted``, or room in
+    any KV cache."""
     wanted: str = ""
     """The engine it waits for, because its prefix is cached there."""
 
