@@ -57,6 +57,9 @@ VERBS = {
     ),
     "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
+    "report": Verb(
+        "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
+    ),
     "check": Verb("Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.", "check.check"),
     "plan": Verb("Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.", "plan.plan"),
     "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),

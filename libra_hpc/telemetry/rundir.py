@@ -160,6 +160,11 @@ class RunDir:
         return self.path / "summary.png"
 
     @property
+    def report(self) -> Path:
+        """One page about the run for others."""
+        return self.path / "report.html"
+
+    @property
     def rendezvous(self) -> Path:
         """torch FileStore files, one per membership generation."""
         return self.path / "rendezvous"

@@ -264,7 +264,7 @@ def test_long_series_are_averaged_down() -> None:
 
 
 def test_smoothing_is_unbiased_at_the_start_and_passes_over_gaps() -> None:
-    assert plot.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
+    assert series.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
 
 
 def test_the_picture_is_a_png_of_useful_size(run: RunDir, tmp_path: Path) -> None:
