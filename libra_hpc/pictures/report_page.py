@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from libra_hpc.telemetry.summary import Summary, duration, summarise
 
 from .report_charts import charts
 from .report_tables import Table, attempts, changed_layouts, decisions, faults, moves, nodes
-from .svg_chart import svg
+from .svg_chart import MOST_POINTS, svg
 
 HIDDEN = "(hidden)"
 SHORTEST_HIDDEN = 4
@@ -71,6 +72,7 @@ def page(run: RunDir, ending: Ending, now: float) -> str:
         version=metadata.version("libra-hpc"),
         heading=_heading(run, config, begun, ending),
         figures=_figures(config, summary, begun) if rows else [],
+        averaged=math.ceil(len(rows) / MOST_POINTS),
         charts=[(chart, svg(chart)) for chart in drawn] if rows else [],
         phases=_phases(summary),
         decisions=decisions(log, summary),
@@ -98,7 +100,11 @@ def _heading(run: RunDir, config: Mapping[str, Any], begun: Sequence[Start], end
     facts = [
         ("model", model or "-"),
         ("task", str(_get(config, "task.name", "-"))),
-        ("cluster", str(job.get("cluster") or job.get("executor") or "-") + (f", {len(hosts)} hosts" if hosts else "")),
+        (
+            "cluster",
+            str(job.get("cluster") or job.get("executor") or "-")
+            + (f", {len(hosts)} host{'' if len(hosts) == 1 else 's'}" if hosts else ""),
+        ),
         ("submitted", when(submitted) if submitted else "-"),
     ]
     if begun:

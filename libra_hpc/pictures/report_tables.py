@@ -24,7 +24,7 @@ FAULTS = {
     "slow": "slow",
     "own_stall": "rank 0 was stopped",
     "restart": "restart of all ranks",
-    "recovered": "recovered",
+    "recovered": "restarted from a checkpoint",
     "experience_kept": "trajectories recovered",
     "experience_refused": "trajectories not recovered",
     "admission_paused": "admission paused",

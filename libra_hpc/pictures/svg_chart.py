@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -17,6 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 40
 """Margins of the plot, for the tick labels."""
 MOST_POINTS = 500
 """Most points of a line: about one for each pixel of the plot."""
+Point = tuple[float, float]
 TICKS = 6
 """Most ticks of an axis, less one."""
 CLOCK = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -90,32 +92,42 @@ def svg(chart: Chart) -> Markup:
         Markup('<svg x="{0}" y="{1}" width="{2}" height="{3}" viewBox="{0} {1} {2} {3}">').format(
             LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
         ),
-        *(_line(line, x, y) for line in chart.lines),
+        *(path for line in chart.lines for path in _line(line, x, y)),
         *(_mark(mark, x) for mark in chart.marks),
         Markup("</svg></svg>"),
     ]
     return Markup("\n").join(parts)
 
 
-def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> Iterator[list[tuple[float, float]]]:
-    """The uninterrupted parts of a line with about ``most`` points in all: of each stretch its extremes."""
-    parts: list[list[tuple[float, float]]] = [[]]
+def parts_of(xs: Sequence[float], ys: Sequence[float]) -> list[list[Point]]:
+    """The uninterrupted parts of a line."""
+    parts: list[list[Point]] = [[]]
     for x, y in zip(xs, ys, strict=True):
-        if math.isfinite(y) and math.isfinite(x):
+        if math.isfinite(x) and math.isfinite(y):
             parts[-1].append((x, y))
         elif parts[-1]:
             parts.append([])
-    # Each stretch keeps two points.
-    stretch = math.ceil(2 * sum(map(len, parts)) / most)
-    for part in filter(None, parts):
-        if stretch <= 2:
-            yield part
-            continue
-        kept = {0, len(part) - 1}
-        for first in range(0, len(part), stretch):
-            indices = range(first, min(first + stretch, len(part)))
-            kept |= {min(indices, key=lambda i: part[i][1]), max(indices, key=lambda i: part[i][1])}
-        yield [part[index] for index in sorted(kept)]
+    return [part for part in parts if part]
+
+
+def stretches(part: Sequence[Point], length: int) -> list[Sequence[Point]]:
+    """``part`` in pieces of ``length`` points."""
+    return [part[first : first + length] for first in range(0, len(part), length)]
+
+
+def extremes(part: Sequence[Point], length: int) -> list[Point]:
+    """The ends of a part, and of each stretch its lowest and its highest point."""
+    if length <= 2:
+        return list(part)
+    found = {part[0], part[-1]}
+    for piece in stretches(part, length):
+        found |= {min(piece, key=_value), max(piece, key=_value)}
+    return sorted(found)
+
+
+def means(part: Sequence[Point], length: int) -> list[Point]:
+    """Of each stretch its mean."""
+    return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in stretches(part, length)]
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -186,22 +198,42 @@ def _axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[Markup]:
     yield Markup('<text class="side" transform="translate(11 {}) rotate(-90)">{}</text>').format(TOP, chart.y_label)
 
 
-def _line(line: Line, x: _Scale, y: _Scale) -> Markup:
-    parts = [[(x.at(a), y.at(b)) for a, b in part] for part in thinned(line.xs, line.ys)]
+def _line(line: Line, x: _Scale, y: _Scale) -> Iterator[Markup]:
+    """A long line as means over stretches, before a band from the least to the greatest value of each."""
+    parts = [[(x.at(a), y.at(b)) for a, b in part] for part in parts_of(line.xs, line.ys)]
+    length = math.ceil(sum(map(len, parts)) / MOST_POINTS)
     if line.shape == "points":
-        drawn = "".join(f"M{a:.1f} {b:.1f}h0" for part in parts for a, b in part)
+        drawn = "".join(f"M{a:.1f} {b:.1f}h0" for part in parts for a, b in extremes(part, 2 * length))
     elif line.shape == "area":
-        floor = y.at(0.0)
-        drawn = "".join(
-            f"M{part[0][0]:.1f} {floor:.1f}L{' '.join(f'{a:.1f} {b:.1f}' for a, b in part)}V{floor:.1f}z"
-            for part in parts
-        )
+        drawn = "".join(_area(part, [(part[-1][0], y.at(0.0)), (part[0][0], y.at(0.0))]) for part in parts)
     else:
+        if length > 1 and line.shape == "line":
+            yield _path("band", line.style, "".join(_band(part, length) for part in parts))
         # A part of one point is a dot: the line's round end.
-        drawn = "".join(
-            f"M{' '.join(f'{a:.1f} {b:.1f}' for a, b in part)}{'h0' if len(part) == 1 else ''}" for part in parts
-        )
-    return Markup('<path class="{} {}" d="{}"/>').format(line.shape, line.style, drawn)
+        drawn = "".join(f"M{_joined(means(part, length))}{'h0' if len(part) <= length else ''}" for part in parts)
+    yield _path(line.shape, line.style, drawn)
+
+
+def _band(part: Sequence[Point], length: int) -> str:
+    pieces = stretches(part, length)
+    low, high = ([(piece[0][0], choose(map(_value, piece))) for piece in pieces] for choose in (min, max))
+    return _area(low, high[::-1])
+
+
+def _area(there: Sequence[Point], back: Sequence[Point]) -> str:
+    return f"M{_joined([*there, *back])}z"
+
+
+def _joined(points: Sequence[Point]) -> str:
+    return " ".join(f"{a:.1f} {b:.1f}" for a, b in points)
+
+
+def _path(shape: str, style: str, drawn: str) -> Markup:
+    return Markup('<path class="{} {}" d="{}"/>').format(shape, style, drawn)
+
+
+def _value(point: Point) -> float:
+    return point[1]
 
 
 def _mark(mark: Mark, x: _Scale) -> Markup:

@@ -485,6 +485,7 @@ VERBS = [
         "repartition",
         "list",
         "summary",
+        "report",
         "check",
         "plan",
         "simulate",

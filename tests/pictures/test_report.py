@@ -14,7 +14,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pictures.report_charts import charts
 from libra_hpc.pictures.report_page import Ending, page
-from libra_hpc.pictures.svg_chart import MOST_POINTS, clock_text, clock_ticks, short_number, thinned, ticks
+from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_text, clock_ticks, short_number, svg, ticks
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
@@ -201,22 +201,23 @@ def test_ten_thousand_steps_stay_a_small_page(tmp_path: Path) -> None:
     assert "node 2 to train" in text, "holds are left out first"
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, MOST_POINTS, 12_345])
-def test_a_thinned_line_keeps_its_ends_and_extremes(count: int) -> None:
-    xs = [float(x) for x in range(count)]
-    ys = [math.sin(x / 50.0) + 100.0 * (x == count // 3) for x in xs]
-    parts = list(thinned(xs, ys))
-    kept = [point for part in parts for point in part]
-    assert len(kept) <= MOST_POINTS + 4
-    assert kept == sorted(kept)
-    if count:
-        assert (kept[0][0], kept[-1][0]) == (0.0, count - 1.0)
-        assert max(y for _, y in kept) == max(ys)
+@pytest.mark.parametrize("count", [1, 2, 7, 500, 12_345])
+def test_a_long_line_is_its_means_before_a_band_of_its_extremes(count: int) -> None:
+    ys = [1.0] * count
+    ys[count // 3] = 100.0
+    chart = Chart("t", "d", "step", "y", [Line("l", "train", list(map(float, range(count))), ys)])
+    paths = dict(re.findall(r'<path class="(\w+) train" d="([^"]*)"', svg(chart)))
+    assert (set(paths) == {"band", "line"}) == (count > MOST_POINTS)
+    assert len(paths["line"].split()) <= 2 * MOST_POINTS + 2
+    heights = [float(y) for y in re.findall(r"[ M][-\d.]+ ([-\d.]+)", paths.get("band", paths["line"]))]
+    assert min(heights) < 25.0, "the peak must show"
 
 
-def test_a_thinned_line_stays_interrupted() -> None:
-    parts = list(thinned([0.0, 1.0, 2.0, 3.0], [1.0, math.nan, math.nan, 2.0]))
-    assert parts == [[(0.0, 1.0)], [(3.0, 2.0)]]
+def test_an_interrupted_line_stays_interrupted() -> None:
+    line = Line("l", "train", [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, math.nan, math.nan, 2.0, 2.5])
+    drawn = re.findall(r'class="line train" d="([^"]*)"', svg(Chart("t", "d", "step", "y", [line])))[0]
+    assert drawn.count("M") == 2
+    assert drawn.index("h0") < drawn.rindex("M"), "a part of one point is a dot"
 
 
 def test_ticks_are_round() -> None:
