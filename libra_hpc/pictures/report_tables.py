@@ -60,18 +60,20 @@ def decisions(log: Sequence[series.Record], summary: Summary) -> Table:
     """The planner's decisions, the oldest first; a hold that was repeated is one row."""
     begin = log[0]["t"] if log else 0.0
     rows: list[list[str]] = []
-    left_moves, left_layouts = list(summary.moves), [each for each in summary.layouts if each.by == "planner"]
+    left_moves, layouts = list(summary.moves), iter(summary.layouts)
     for event in log:
         if event["kind"] == "held" and rows:
             rows[-1][1] = f"hold, {1 + int(series.number(event, 'looks', 0.0))} times"
+        if event["kind"] == "repartitioned":
+            layout = next(layouts, None)
+            asked = next((row for row in reversed(rows) if row[1] == "repartition"), None)
+            if asked is not None and layout is not None and layout.by == "planner":
+                asked[4] = _seconds(_layout_gain(layout))
         if event["kind"] != "decision":
             continue
         action = str(event.get("action", "hold"))
-        at_s, realised = event["t"] - begin, None
-        if action == "repartition":
-            realised = _layout_gain(left_layouts)
-        elif action != "hold":
-            realised = _move_gain(left_moves, at_s, event)
+        at_s = event["t"] - begin
+        realised = _move_gain(left_moves, at_s, event) if action.startswith("to_") else None
         predicted = event.get("predicted_gain_s")
         rows.append(
             [
@@ -153,11 +155,11 @@ def _cut(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left
 
 
 def _action(action: str, event: series.Record) -> str:
-    ranks = event.get("nodes") or [event.get("node")]
-    names = ", ".join(map(str, ranks)) if isinstance(ranks, list) else str(ranks)
     if not action.startswith("to_"):
         return action
-    return f"node{'s' if len(ranks) > 1 else ''} {names} to {action.removeprefix('to_')}"
+    ranks = event.get("nodes")
+    ranks = ranks if isinstance(ranks, list) and ranks else [event.get("node")]
+    return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} to {action.removeprefix('to_')}"
 
 
 def _move_gain(left: list[MoveSummary], at_s: float, event: series.Record) -> float | None:
@@ -169,12 +171,9 @@ def _move_gain(left: list[MoveSummary], at_s: float, event: series.Record) -> fl
     return None
 
 
-def _layout_gain(left: list[LayoutSummary]) -> float | None:
-    """Seconds that the next layout of the planner saved in the median step."""
-    if not left:
-        return None
-    first = left.pop(0)
-    return None if first.before_s is None or first.after_s is None else first.before_s - first.after_s
+def _layout_gain(layout: LayoutSummary) -> float | None:
+    """Seconds that a layout saved in the median step."""
+    return None if layout.before_s is None or layout.after_s is None else layout.before_s - layout.after_s
 
 
 def _where(event: series.Record) -> str:
