@@ -46,11 +46,11 @@ def ending(run: RunDir) -> Ending:
     """How the run stands: by its last status, else by the queue, which knows of a job that was killed."""
     snapshot = read_status(run)
     if snapshot is not None and snapshot.state in FINAL:
-        return Ending(snapshot.state, snapshot.message, running=False)
+        return Ending(snapshot.state, snapshot.message, over=True)
     job = jobs.state(run)
     cause = job.reason or str(run.read_json(run.result).get("message", ""))
     if job.state in FINAL:
-        return Ending(job.state, cause, running=False)
+        return Ending(job.state, cause, over=True)
     if snapshot is None or job.state == "pending":
-        return Ending("not queued" if not job.id else job.state, job.reason, running=bool(job.id))
-    return Ending(snapshot.state, snapshot.message if job.state == "running" else job.reason, running=True)
+        return Ending("not queued" if not job.id else job.state, job.reason, over=False)
+    return Ending(snapshot.state, snapshot.message if job.state == "running" else job.reason, over=False)

@@ -1,7 +1,7 @@
 """A headless browser for tests of pages: Debian 12's `chromium-headless-shell`, unpacked without root and without a
 network of its own.
 
-- A Chromium on ``PATH`` -> that one.
+- That program on ``PATH`` -> it.
 - Else the packages of the browser, and those it needs and this machine lacks, into the cache folder of the embedded
   Slurm: about 100 MB to download, 340 MB unpacked.
 - No packages -> `OperationError`: a page that no browser has shown is not tested.
@@ -23,7 +23,6 @@ from matplotlib import get_data_path
 from libra_hpc.errors import OperationError
 from libra_hpc.slurm.devcluster.packages import apt_environment, cache_folder, locked
 
-PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
 PACKAGE = "chromium-headless-shell"
 SERIES = "bookworm"
 """Its security updates replace each other on the mirrors, so that no version of the browser can be pinned."""
@@ -101,9 +100,8 @@ class Browser:
 
 def ensure_browser() -> Browser:
     """The browser, after a download when this machine has none."""
-    for name in PROGRAMS:
-        if found := shutil.which(name):
-            return Browser(Path(found))
+    if found := shutil.which(PACKAGE):
+        return Browser(Path(found))
     machine, cache = platform.machine(), cache_folder()
     root = cache / f"chromium-{SERIES}-{machine}"
     cache.mkdir(parents=True, exist_ok=True)

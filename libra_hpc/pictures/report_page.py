@@ -41,7 +41,8 @@ class Ending(NamedTuple):
 
     state: str
     cause: str
-    running: bool
+    over: bool
+    """Whether its end is known."""
 
 
 class Figure(NamedTuple):
@@ -67,7 +68,7 @@ def page(run: RunDir, ending: Ending, now: float) -> str:
         run=run.name,
         state=ending.state,
         cause=ending.cause,
-        running=ending.running,
+        over=ending.over,
         written=when(now),
         version=metadata.version("libra-hpc"),
         heading=_heading(run, config, begun, ending),
@@ -109,7 +110,7 @@ def _heading(run: RunDir, config: Mapping[str, Any], begun: Sequence[Start], end
     ]
     if begun:
         facts.append(("started", when(begun[0].start)))
-        facts.append(("last news" if ending.running else "ended", when(begun[-1].end)))
+        facts.append(("ended" if ending.over else "last news", when(begun[-1].end)))
     return facts
 
 

@@ -41,12 +41,22 @@ def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Que
     write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
     queue.answer = jobs.JobView("4711", "running")
     cli("report", "quick-001")
-    assert "This run has not ended." in run.report.read_text()
+    assert "No end of this run is recorded." in run.report.read_text()
     queue.answer = jobs.JobView("4711", "failed", "node failure")
     cli("report", "quick-001")
     text = run.report.read_text()
-    assert "This run has not ended." not in text
+    assert "No end of this run is recorded." not in text
     assert "node failure" in text
+
+
+def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
+    queue.answer = jobs.JobView("4711", "unknown", "Slurm has no record of it")
+    cli("report", "quick-001")
+    text = run.report.read_text()
+    assert "No end of this run is recorded." in text
+    assert "Slurm has no record of it" in text
 
 
 def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli: Cli) -> None:

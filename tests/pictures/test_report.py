@@ -25,7 +25,7 @@ from tests.telemetry.synthetic import make_run
 from .eventful import HOSTILE, SECRET, STEP_S, make_eventful_run
 
 NOW = 1_800_000_000.0
-CANCELLED = Ending("cancelled", HOSTILE, running=False)
+CANCELLED = Ending("cancelled", HOSTILE, over=True)
 WIDTHS = (390, 1280)
 """CSS pixels of a phone and of a laptop."""
 LAYOUT = """({
@@ -164,15 +164,15 @@ def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir) -> N
 
 
 def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
-    text = page(eventful, Ending("running", "", running=True), NOW)
-    assert "This run has not ended. The page shows it as of 2027-01-15 08:00 UTC." in text
+    text = page(eventful, Ending("running", "", over=False), NOW)
+    assert "No end of this run is recorded. The page shows it as of 2027-01-15 08:00 UTC." in text
     assert "last news" in text
 
 
 def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "young")
     run.write_json(run.config, RunConfig().model_dump())
-    text = page(run, Ending("pending", "waiting for free nodes", running=True), NOW)
+    text = page(run, Ending("pending", "waiting for free nodes", over=False), NOW)
     assert "has committed no step yet" in text
     assert "waiting for free nodes" in text
     assert "<svg" not in text
@@ -181,7 +181,7 @@ def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
 def test_a_run_of_another_version_is_reported_as_far_as_it_goes(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.write_json(run.config, {"run": {"steps": "many", "colour": 3}, "components": {"train": 7}})
-    text = page(run, Ending("completed", "", running=False), NOW)
+    text = page(run, Ending("completed", "", over=True), NOW)
     assert text.count("<figure>") == 5, "what was not measured has no chart"
     assert "engine lost" in text
 
