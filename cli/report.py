@@ -45,9 +45,12 @@ def report(
 def ending(run: RunDir) -> Ending:
     """How the run stands: by its last status, else by the queue, which knows of a job that was killed."""
     snapshot = read_status(run)
-    if snapshot is not None and snapshot.state in FINAL:
+    if snapshot is not None and snapshot.state in ("completed", "failed"):
         return Ending(snapshot.state, snapshot.message, over=True)
     job = jobs.state(run)
+    # Slurm may have queued a stopped run again.
+    if snapshot is not None and snapshot.state in FINAL and job.state != "pending":
+        return Ending(snapshot.state, snapshot.message, over=True)
     cause = job.reason or str(run.read_json(run.result).get("message", ""))
     if job.state in FINAL:
         return Ending(job.state, cause, over=True)

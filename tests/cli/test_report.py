@@ -59,6 +59,15 @@ def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site:
     assert "Slurm has no record of it" in text
 
 
+def test_a_stopped_run_that_is_queued_again_is_not_over(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state="cancelled")))
+    for state, shown in (("cancelled", "cancelled"), ("pending", "pending")):
+        queue.answer = jobs.JobView("4711", state)
+        cli("report", "quick-001")
+        assert f'<p class="state {shown}">{shown}</p>' in run.report.read_text()
+
+
 def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
     assert cli("report").code == 0
