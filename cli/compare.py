@@ -27,8 +27,10 @@ from .output import busy, print_json, print_line, print_note, show
 from .runs import RUNS, JsonOption, RunsOption, all_runs, find_run
 
 PICTURE = Path("compare.png")
-LEGEND = """{metric}: mean of the last fifth of the steps; s/step, tokens/s: medians over steps;
-stale: mean weight versions; lost: engines; failed: attempts of trajectories"""
+LEGEND = (
+    "{metric}: mean of the last fifth of the steps; s/step, tokens/s: medians over steps; stale: mean weight versions;"
+    " lost: engines; failed: attempts of trajectories"
+)
 """Under the table of results."""
 REWARD = "reward"
 
@@ -65,7 +67,7 @@ def compare(
         return
     show(settings_table(comparison, states))
     show(results_table(comparison))
-    print_line(LEGEND.format(metric=metric))
+    show(Text(LEGEND.format(metric=metric)))
     if any(len(group.members) > 1 for group in comparison.groups):
         show(seeds_table(comparison))
     if picture is not None:

@@ -40,6 +40,9 @@ OverOption = Annotated[
     typer.Option("--over", metavar="KEY=V1,V2", help="A key and its values, e.g. run.seed=0,1,2; repeatable."),
 ]
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the sweep; default: run.name.")]
+MostOption = Annotated[
+    int, typer.Option("--most", metavar="N", min=0, help="Most runs at a time; default: as the queue has room.")
+]
 
 
 class Member(NamedTuple):
@@ -62,6 +65,7 @@ def sweep(
     override: OverrideOption = [],  # noqa: B006
     executor: ExecutorOption = None,
     engine: EngineOption = None,
+    most: MostOption = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and show the runs, and queue none.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help=f"Queue more than {MOST_RUNS} runs.")] = False,
     json: JsonOption = False,
@@ -86,11 +90,14 @@ def sweep(
     earlier = sweep_record.members(all_runs(parent), name)
     record = planned(name, configs, combinations, sweep_record.read_sweep(parent, name) if earlier else None)
     members = check_each(configs, combinations, earlier, slurm_required=not dry_run)
+    if most and members[0].checked.config.slurm.executor == "local":
+        raise invalid("--most", most, "the local executor has no queue", 'slurm.executor = "slurm"')
     warn(sorted({line for member in members for line in member.checked.warnings}))
     queued = {member.name: member.run for member in members if member.run is not None}
     if not dry_run:
         print_note(f"sweep {name}: {count} combinations are good; runs to queue: {count - len(queued)}")
-        queue_all(run_file, name, members, record, queued)
+        write_record(parent, name, record)
+        queue_all(run_file, name, members, queued, most)
     report(name, members, queued, json=json)
 
 
@@ -161,38 +168,40 @@ def check_each(
     return members
 
 
-def queue_all(
-    run_file: Path, name: str, members: Sequence[Member], record: SweepRecord, queued: dict[str, RunDir]
-) -> None:
-    """Queue the missing runs, and add them to ``queued``, the run directories by ``run.name``.
-
-    A refusal in the middle -> the same error, with what is queued and how to go on.
-    """
-    parent = Path(members[0].checked.config.run.dir)
+def write_record(parent: Path, name: str, record: SweepRecord) -> None:
+    """Record the sweep in the folder of its runs; raises `UserError` when it cannot be written."""
     try:
         sweep_record.write_sweep(parent, name, record)
     except OSError as error:
-        raise invalid(
-            "run.dir", str(parent), f"no sweep can be recorded there ({error.strerror})", "a writable folder"
-        ) from error
-    missing = [member for member in members if member.run is None]
+        why = f"no sweep can be recorded there ({error.strerror})"
+        raise invalid("run.dir", str(parent), why, "a writable folder") from error
+
+
+def queue_all(run_file: Path, name: str, members: Sequence[Member], queued: dict[str, RunDir], most: int) -> None:
+    """Queue the missing runs, and add them to ``queued``, the run directories by ``run.name``.
+
+    - ``most`` runs at a time -> each starts after the end of the run as many places before it; 0: no limit.
+    - A refusal in the middle -> the same error, with what is queued and how to go on.
+    """
     try:
         with busy("queueing") as shown:
-            for number, member in enumerate(missing, start=1):
-                shown.update(f"queueing {number} of {len(missing)}: {member.name}")
-                queued[member.name] = queue_one(run_file, name, member)
+            for place, member in enumerate(members):
+                if member.run is None:
+                    shown.update(f"queueing {place + 1} of {len(members)}: {member.name}")
+                    after = job_id(queued[members[place - most].name]) if most and place >= most else ""
+                    queued[member.name] = queue_one(run_file, name, member, after)
     except (UserError, OperationError) as error:
         done = ", ".join(run.name for run in queued.values())
         text = f"{len(queued)} of {len(members)} runs are queued{f' ({done})' if done else ''}"
         raise type(error)(f"{str(error).rstrip('.')}; {text}. The same command queues the others.") from error
 
 
-def queue_one(run_file: Path, name: str, member: Member) -> RunDir:
+def queue_one(run_file: Path, name: str, member: Member, after: str) -> RunDir:
     """Queue one run that belongs to a sweep; a refusal leaves no run directory."""
     config, made, environment, _ = member.checked
     run = create(config, run_file)
     sweep_record.write_member(run, SweepMember(name, member.combination.values))
-    queue(Launch(config, run, 1), environment, made)
+    queue(Launch(config, run, 1, after=after), environment, made)
     return run
 
 

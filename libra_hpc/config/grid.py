@@ -106,7 +106,7 @@ def combinations(axes: Sequence[Axis], run_name: str) -> list[Combination]:
     labels = short_keys([axis.key for axis in axes])
     chosen = list(itertools.product(*(range(len(axis.texts)) for axis in axes)))
     names = [
-        ".".join(f"{labels[axis.key]}{plain(axis.texts[i])}" for axis, i in zip(axes, picks, strict=True))
+        ".".join(label(labels[axis.key], plain(axis.texts[i])) for axis, i in zip(axes, picks, strict=True))
         for picks in chosen
     ]
     room = NAME_LENGTH - len(run_name) - 1
@@ -129,6 +129,11 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if names.count(name) == 1 else key for key, name in last.items()}
 
 
+def label(key: str, value: str) -> str:
+    """A key and its value in a name: ``lr3e-6``, ``batch_order_finish``."""
+    return f"{key}{value}" if value[0].isdigit() else f"{key}_{value}"
+
+
 def plain(text: str) -> str:
     """A value with the characters that ``run.name`` allows; of a path the last part."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", text.strip("\"'").rstrip("/").rpartition("/")[2]).strip("_.-") or "0"
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", text.strip("\"'").rstrip("/").rpartition("/")[2]).strip("_.-") or "empty"

@@ -90,12 +90,11 @@ def compare(runs: Sequence[RunDir], metric: str) -> tuple[Comparison, list[Curve
 
 
 def differing(configs: Sequence[dict[str, Any]], unless: frozenset[str] = frozenset()) -> list[str]:
-    """Dotted keys whose values are not the same in all configurations, in the order of the run file."""
+    """Dotted keys whose values are not the same in all configurations, sorted."""
     flats = [flat(config) for config in configs]
-    keys = dict.fromkeys(key for one in flats for key in one)
     return [
         key
-        for key in keys
+        for key in sorted({key for one in flats for key in one})
         if key not in OWN_KEYS and key not in unless and any(one.get(key) != flats[0].get(key) for one in flats)
     ]
 
