@@ -145,46 +145,50 @@ def value_text(value: object) -> str:
 
 
 def settings_table(comparison: Comparison, states: Sequence[str]) -> Table:
-    """Number, name, state and settings of every run."""
+    """Number, name, state, progress and settings of every run."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("#", justify="right")
+    table.add_column("#", justify="right", no_wrap=True)
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
     table.add_column("differs in", overflow="fold")
     for number, (run, state) in enumerate(zip(comparison.runs, states, strict=True), start=1):
         shown = Text(state, style=STATE_STYLES.get(state, "yellow"))
-        table.add_row(str(number), run.run, shown, words(run.values) or "nothing")
+        step = f"{run.steps}/{run.steps_wanted}"
+        table.add_row(str(number), run.run, shown, step, words(run.values) or "nothing")
     return table
 
 
 def results_table(comparison: Comparison) -> Table:
     """Results by the number of the run; at most 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    metric = comparison.metric
-    best = "best" if metric == REWARD else "highest"
-    for name in ("#", "step", metric, best, "s/step", "tokens/s", "stale", "lost", "failed", "GPU h"):
+    table.add_column("#", justify="right", no_wrap=True)
+    for name in (comparison.metric, "best" if comparison.metric == REWARD else "highest"):
+        table.add_column(name, justify="right", overflow="fold")
+    for name in ("s/step", "tokens/s", "stale", "lost", "failed", "GPU h"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, run in enumerate(comparison.runs, start=1):
         table.add_row(
             str(number),
-            f"{run.steps}/{run.steps_wanted}",
             number_text(run.last),
             number_text(run.highest),
-            number_text(run.step_s, ".2f"),
+            number_text(run.step_s, ",.2f"),
             number_text(run.tokens_per_s, ",.0f"),
             number_text(run.staleness_mean, ".2f"),
             str(run.engines_lost),
             str(run.failed_attempts),
-            f"{run.gpu_hours:.2f}",
+            f"{run.gpu_hours:,.2f}",
         )
     return table
 
 
 def seeds_table(comparison: Comparison) -> Table:
     """Medians over the seeds of every setting, the highest metric first."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="over seeds", title_justify="left", title_style="dim")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title="median over seeds", title_justify="left", title_style="dim"
+    )
     table.add_column("setting", overflow="fold")
-    for name in ("seeds", f"{comparison.metric}: median", "lowest", "highest", "s/step"):
+    for name in ("seeds", comparison.metric, "lowest", "highest", "s/step"):
         table.add_column(name, justify="right", no_wrap=True)
     for group in sorted(comparison.groups, key=lambda group: -group.last[1] if group.last else float("inf")):
         low, middle, high = group.last or (None, None, None)
@@ -198,5 +202,6 @@ def seeds_table(comparison: Comparison) -> Table:
     return table
 
 
-def number_text(value: float | None, form: str = ".3f") -> str:
-    return "-" if value is None else format(value, form)
+def number_text(value: float | None, form: str = "") -> str:
+    """A number in a table, without ``form`` to a thousandth or, from 1000 on, whole; None as ``-``."""
+    return "-" if value is None else format(value, form or (".3f" if abs(value) < 1000.0 else ",.0f"))

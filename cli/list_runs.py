@@ -33,7 +33,9 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
         print_note(f"no runs below {runs}/")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "job", "state"):
+    # The run of a sweep has a long name.
+    table.add_column("run", overflow="fold")
+    for name in ("job", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("attempt", "step", "reward", "updated"):
         table.add_column(name, no_wrap=True, justify="right")

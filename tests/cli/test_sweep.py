@@ -146,7 +146,8 @@ def test_compare_prints_differing_keys_results_and_seeds_and_draws(site: Path, q
     assert (site / printed["picture"]).read_bytes().startswith(b"\x89PNG")
     shown = cli("compare", "a-001", "b-001", "--metric", "train_s", "--out", "t.png").out
     assert "seed=1" in shown
-    assert "train_s: median" in shown
+    assert "median over seeds" in shown
+    assert "train_s" in shown
     assert (site / "t.png").exists()
 
 
