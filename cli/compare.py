@@ -19,7 +19,7 @@ from libra_hpc.telemetry import series
 from libra_hpc.telemetry.comparison import SEED, Comparison, Curve
 from libra_hpc.telemetry.comparison import compare as side_by_side
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.summary import STATE_STYLES
+from libra_hpc.telemetry.summary import STATE_STYLES, duration
 from libra_hpc.telemetry.sweep_record import members, read_member
 
 from .list_runs import all_rows
@@ -28,8 +28,8 @@ from .runs import RUNS, JsonOption, RunsOption, all_runs, find_run
 
 PICTURE = Path("compare.png")
 LEGEND = (
-    "{metric}: mean of the last fifth of the steps; s/step, tokens/s: medians over steps; stale: mean weight versions;"
-    " lost: engines; failed: attempts of trajectories"
+    "{metric}: mean of the last fifth of the steps; s/step, tokens/s: without the first step; stale: mean"
+    " weight versions; lost: engines; failed: attempts of trajectories; time: from the first event to the last"
 )
 """Under the table of results."""
 REWARD = "reward"
@@ -165,7 +165,7 @@ def results_table(comparison: Comparison) -> Table:
     table.add_column("#", justify="right", no_wrap=True)
     for name in (comparison.metric, "best" if comparison.metric == REWARD else "highest"):
         table.add_column(name, justify="right", overflow="fold")
-    for name in ("s/step", "tokens/s", "stale", "lost", "failed", "GPU h"):
+    for name in ("s/step", "tokens/s", "stale", "lost", "failed", "time", "GPU h"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, run in enumerate(comparison.runs, start=1):
         table.add_row(
@@ -177,6 +177,7 @@ def results_table(comparison: Comparison) -> Table:
             number_text(run.staleness_mean, ".2f"),
             str(run.engines_lost),
             str(run.failed_attempts),
+            duration(run.wall_s) if run.wall_s else "-",
             f"{run.gpu_hours:,.2f}",
         )
     return table

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,9 +38,12 @@ class ComparedRun(msgspec.Struct, frozen=True):
     """Mean of the metric over the last fifth of the steps so far."""
     highest: float | None
     step_s: float | None
-    """Median."""
+    """Mean over all steps but the first, which has the start of the engines.
+
+    No median: with a staleness bound steps come in bursts, and most of them seem short.
+    """
     tokens_per_s: float | None
-    """Median over steps of trained tokens, prompts included, per second."""
+    """Trained tokens, prompts included, over the same steps."""
     staleness_mean: float | None
     engines_lost: int
     failed_attempts: int
@@ -58,7 +61,7 @@ class SeedGroup(msgspec.Struct, frozen=True):
     last: list[float]
     """Lowest, median and highest of the members; empty without steps."""
     step_s: float | None
-    """Median of the members' medians."""
+    """Median of the members."""
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -80,61 +83,67 @@ class Comparison(msgspec.Struct, frozen=True):
     groups: list[SeedGroup]
 
 
+class Settings(NamedTuple):
+    """What a run was started with."""
+
+    config: dict[str, Any]
+    """By dotted key."""
+    changed: frozenset[str]
+    """Keys that a repartition changed since, and no sweep set."""
+
+
 def compare(runs: Sequence[RunDir], metric: str) -> tuple[Comparison, list[Curve]]:
     """Read ``runs`` and lay their facts side by side; the curves are in the order of the runs."""
-    configs = [run.resolved() for run in runs]
-    keys = differing(configs, unless=changed_by_repartition(runs))
-    read = [read_run(run, config, keys, metric) for run, config in zip(runs, configs, strict=True)]
+    found = [settings(run) for run in runs]
+    keys = differing([one.config for one in found], frozenset().union(*(one.changed for one in found)))
+    read = [
+        read_run(run, {key: one.config.get(key) for key in keys}, metric) for run, one in zip(runs, found, strict=True)
+    ]
     facts = [one for one, _ in read]
     return Comparison(metric, keys, facts, seed_groups(facts)), [curve for _, curve in read]
 
 
-def differing(configs: Sequence[dict[str, Any]], unless: frozenset[str] = frozenset()) -> list[str]:
+def settings(run: RunDir) -> Settings:
+    """The configuration of a run; a key that a sweep set and a repartition changed has the sweep's value."""
+    changed: set[str] = set()
+    for event in series.events(run):
+        if event["kind"] == "repartitioned" and isinstance(event.get("changes"), dict):
+            changed |= set(event["changes"])
+    member = read_member(run)
+    swept = {} if member is None else {key: value for key, value in member.values.items() if key in changed}
+    return Settings({**flat(run.resolved()), **swept}, frozenset(changed - set(swept)))
+
+
+def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = frozenset()) -> list[str]:
     """Dotted keys whose values are not the same in all configurations, sorted."""
-    flats = [flat(config) for config in configs]
     return [
         key
-        for key in sorted({key for one in flats for key in one})
-        if key not in OWN_KEYS and key not in unless and any(one.get(key) != flats[0].get(key) for one in flats)
+        for key in sorted({key for one in configs for key in one})
+        if key not in OWN_KEYS and key not in unless and any(one.get(key) != configs[0].get(key) for one in configs)
     ]
 
 
-def changed_by_repartition(runs: Sequence[RunDir]) -> frozenset[str]:
-    """Keys that the planner or an operator changed in a running job, without those that a sweep set."""
-    changed: set[str] = set()
-    for run in runs:
-        for event in series.events(run):
-            if event["kind"] == "repartitioned" and isinstance(event.get("changes"), dict):
-                changed |= set(event["changes"])
-    set_by_sweep = {key for run in runs if (member := read_member(run)) is not None for key in member.values}
-    return frozenset(changed - set_by_sweep)
-
-
-def read_run(run: RunDir, config: dict[str, Any], keys: Sequence[str], metric: str) -> tuple[ComparedRun, Curve]:
-    """Facts and curve of one run."""
+def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, Curve]:
+    """Facts and curve of one run, whose differing keys have ``values``."""
     rows, log = series.steps(run), series.events(run)
-    known = flat(config)
-    values = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
+    known = flat(run.resolved())
+    measured = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
     times = [event["t"] for event in log] + [t for t in series.column(rows, "t") if math.isfinite(t)]
     start = min(times, default=0.0)
-    speeds = [
-        tokens / seconds
-        for tokens, seconds in zip(series.column(rows, "tokens"), series.column(rows, "step_s"), strict=True)
-        if math.isfinite(tokens) and seconds > 0.0
-    ]
-    step_s = [seconds for seconds in series.column(rows, "step_s") if math.isfinite(seconds)]
+    timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]
+    trained, seconds = (sum(series.number(row, key, 0.0) for row in timed) for key in ("tokens", "step_s"))
     staleness = series.mean(series.column(rows, "staleness_mean"))
     attempts = attempt_seconds(log, times)
     facts = ComparedRun(
         run=run.name,
         path=str(run.path),
-        values={key: known.get(key) for key in keys},
+        values=values,
         steps=len(rows),
         steps_wanted=int(known.get("run.steps", 0)),
-        last=first_and_last([value for _, value in values])[1],
-        highest=max((value for _, value in values), default=None),
-        step_s=statistics.median(step_s) if step_s else None,
-        tokens_per_s=statistics.median(speeds) if speeds else None,
+        last=first_and_last([value for _, value in measured])[1],
+        highest=max((value for _, value in measured), default=None),
+        step_s=seconds / len(timed) if timed else None,
+        tokens_per_s=trained / seconds if timed else None,
         staleness_mean=staleness if math.isfinite(staleness) else None,
         engines_lost=sum(event["kind"] == "engine_lost" for event in log),
         failed_attempts=sum(found.count for found in failed_in(log, run.read_json(run.status))),
@@ -142,9 +151,9 @@ def read_run(run: RunDir, config: dict[str, Any], keys: Sequence[str], metric: s
         gpu_hours=gpus(known) * attempts / 3600.0,
     )
     curve = Curve(
-        [int(row["step"]) for row, _ in values],
-        [series.number(row, "t") - start for row, _ in values],
-        [value for _, value in values],
+        [int(row["step"]) for row, _ in measured],
+        [series.number(row, "t") - start for row, _ in measured],
+        [value for _, value in measured],
     )
     return facts, curve
 
