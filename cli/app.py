@@ -56,6 +56,8 @@ VERBS = {
         "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
     ),
     "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
+    "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
+    "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.png.", "compare.compare"),
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import STATE_STYLES, duration
+from libra_hpc.telemetry.sweep_record import read_member
 
 from . import jobs
 from .output import print_json, print_note, show
@@ -23,9 +25,7 @@ SILENT_S = 60.0
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     """List runs, oldest first."""
-    found = all_runs(runs)
-    views = jobs.states([run for run in found if not settled(run)])
-    rows = [row(run, views.get(str(run.path))) for run in found]
+    rows = all_rows(all_runs(runs))
     if json:
         print_json(rows)
         return
@@ -33,17 +33,30 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
         print_note(f"no runs below {runs}/")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "job", "state"):
+    # The run of a sweep has a long name.
+    table.add_column("run", overflow="fold")
+    for name in ("job", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("attempt", "step", "reward", "updated"):
         table.add_column(name, no_wrap=True, justify="right")
-    for fact in rows:
+    section = ""
+    for fact in sorted(rows, key=lambda fact: fact["sweep"]):
+        if fact["sweep"] != section:
+            section = fact["sweep"]
+            table.add_section()
+            table.add_row(Text(f"sweep {section}", style="bold"))
         step = "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}"
         reward = "-" if not fact["step"] else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
         updated = "-" if fact["updated_at"] is None else f"{duration(max(time.time() - fact['updated_at'], 0.0))} ago"
         state = Text(fact["state"], style=STATE_STYLES.get(fact["state"], "yellow"))
         table.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)
     show(table)
+
+
+def all_rows(found: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """Facts of several runs, with one question to the queue."""
+    views = jobs.states([run for run in found if not settled(run)])
+    return [row(run, views.get(str(run.path))) for run in found]
 
 
 def settled(run: RunDir) -> bool:
@@ -56,6 +69,8 @@ def row(run: RunDir, job: jobs.JobView | None) -> dict[str, Any]:
     """Facts of one run, from its folder and, where it is not settled, from the queue."""
     status = read_status(run)
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "attempt": attempt(run)}
+    member = read_member(run)
+    facts["sweep"] = "" if member is None else member.sweep
     if status is None:
         return {
             **facts,

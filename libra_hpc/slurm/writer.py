@@ -85,6 +85,7 @@ def het_script(launch: Launch) -> str:
             f'--output="{str(logs / "slurm.out").replace("%", "%%")}"',
             "--open-mode=append",
             f"--signal=B:USR1@{math.ceil(config.slurm.notice_s)}",
+            *([f"--dependency=afterany:{launch.after}"] if launch.after else []),
             *_mail(config),
         ],
         setup=config.compute.setup,

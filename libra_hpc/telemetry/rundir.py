@@ -1,6 +1,7 @@
 """File names of a run directory, and reading and writing of its JSON files.
 
 - ``run.toml config.json job.sbatch job.json``: the run file, resolved, and what was queued.
+- ``sweep.json``: of a run of a sweep, its name and the run's values.
 - ``plan.json``: where the planner chose the split, its inputs and result.
 - ``events.jsonl metrics.jsonl status.json result.json``: written by rank 0.
 - ``trajectories.jsonl decisions.jsonl experience/``: written by the rollout leader.
@@ -93,6 +94,11 @@ class RunDir:
     def plan(self) -> Path:
         """The planner's choice of the split and its alternatives; only with ``components.split = "auto"``."""
         return self.path / "plan.json"
+
+    @property
+    def sweep(self) -> Path:
+        """The sweep that the run belongs to (`libra_hpc.telemetry.sweep_record`)."""
+        return self.path / "sweep.json"
 
     @property
     def script(self) -> Path:
