@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 import tomllib
@@ -46,6 +47,11 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mappin
 
     ``below``: values of keys that the file does not have (`libra_hpc.config.site`).
     """
+    return validate(merged(below or {}, run_file_values(path, overrides)))
+
+
+def run_file_values(path: Path | str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables of a run file with ``overrides``, not validated yet."""
     own = read_toml(Path(path))
     for override in overrides:
         apply_override(own, override)
@@ -53,7 +59,7 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mappin
     if isinstance(components, dict) and isinstance(components.get("hybrid"), dict):
         # A site profile may describe hybrid nodes; only the run file says that there are some.
         components["hybrid"].setdefault("nodes", 1)
-    return validate(merged(below or {}, own))
+    return own
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,9 +142,11 @@ def _override_value(text: str, *, as_text: bool) -> Any:
 def validate(data: Mapping[str, Any]) -> RunConfig:
     """Check a parsed run file against the schema; raises `UserError` for the first mistake."""
     try:
-        for field, value in _numbers(data, ""):
-            if not math.isfinite(value):
+        for field, value in _scalars(data, ""):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise invalid(field, value, "not a finite number")
+            if isinstance(value, (datetime.date, datetime.time)):
+                raise invalid(field, str(value), "a date or time must be in quotes", _valid(field))
     except RecursionError as error:
         raise UserError("The configuration is nested too deeply.") from error
     try:
@@ -151,7 +159,7 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
 def translate(error: ErrorDetails) -> UserError:
     """Turn a pydantic error into one sentence: field, value, what is valid, nearest match."""
     names = [str(part) for part in error["loc"] if part not in _BRANCHES]
-    dotted, value, kind = ".".join(names), _shown(error["input"]), error["type"]
+    dotted, value, kind = ".".join(names), error["input"], error["type"]
     if kind == "extra_forbidden":
         return _unknown(names, value)
     field = _field(names)
@@ -161,9 +169,7 @@ def translate(error: ErrorDetails) -> UserError:
         return invalid(dotted, value, "unknown value", [str(choice) for choice in typing.get_args(field.annotation)])
     if kind == "model_type":
         return invalid(dotted, value, "wrong type", "a table")
-    if value is not error["input"]:
-        why = "a date or time must be in quotes"
-    elif kind in _RANGE_ERRORS:
+    if kind in _RANGE_ERRORS:
         why = "out of range"
     elif kind == "string_pattern_mismatch":
         why = "malformed"
@@ -241,18 +247,19 @@ def _field(names: Sequence[str]) -> FieldInfo | None:
     return _field(names[:-1]) if len(names) > 1 else None
 
 
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Every float of a nested document with its dotted name."""
-    if isinstance(value, float):
-        yield name, value
-    elif isinstance(value, Mapping):
+def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every value of a nested document that is no table or list, with its dotted name."""
+    if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+            yield from _scalars(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _numbers(inner, f"{name}.{index}")
+            yield from _scalars(inner, f"{name}.{index}")
+    else:
+        yield name, value
 
 
-def _shown(value: Any) -> Any:
-    """A value as the user wrote it: TOML dates and times as text."""
-    return value if isinstance(value, (str, int, float, bool, list, dict)) else str(value)
+def _valid(name: str) -> str:
+    """Valid values of a dotted key in words; empty where the schema does not have it."""
+    field = _field(name.split("."))
+    return "" if field is None else describe(field)
