@@ -30,7 +30,6 @@ from .split import resolve, show_split
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
-    """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
     config, made, environment, warnings = check_all(load(run_file, override), slurm_required=False)
     if environment is None and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")

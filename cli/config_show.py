@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -11,19 +12,45 @@ from libra_hpc.config.load import load_run_file
 from libra_hpc.config.reference import Present, as_records, as_text, select, tables
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
-from libra_hpc.config.sources import DEFAULT, as_toml, queued_sources, run_file_sources, values
+from libra_hpc.config.sources import DEFAULT, DEFAULTS, as_toml, queued_sources, run_file_sources, values
 from libra_hpc.errors import UserError
 from libra_hpc.telemetry.run_config import load_resolved
 
 from .output import print_json, print_line
-from .runs import RUNS, JsonOption, find_run
+from .runs import RUNS, JsonOption, find_run, run_names
 
 app = typer.Typer(no_args_is_help=True)
+
+
+def keys(incomplete: str) -> list[str]:
+    """Sections and keys that a shell offers."""
+    sections = {key.rpartition(".")[0]: None for key in DEFAULTS}
+    return [name for name in (*sections, *DEFAULTS) if name.startswith(incomplete)]
+
+
+def assignments(incomplete: str) -> list[str]:
+    """Beginnings of an override that a shell offers."""
+    return [f"{key}=" for key in DEFAULTS if key.startswith(incomplete)]
+
+
+def run_files(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Run files of the working folder and runs, where either may be named."""
+    return [
+        *run_names(ctx, incomplete),
+        *(str(path) for path in sorted(Path().glob(f"{glob.escape(incomplete)}*.toml"))),
+    ]
+
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")]
 OverrideOption = Annotated[
     list[str],
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key, e.g. -o algorithm.eta=2; repeatable."),
+    typer.Option(
+        "-o",
+        "--override",
+        metavar="KEY=VALUE",
+        help="Change one key, e.g. -o algorithm.eta=2; repeatable.",
+        autocompletion=assignments,
+    ),
 ]
 
 
@@ -34,14 +61,11 @@ class Resolved(NamedTuple):
     sources: dict[str, str]
 
 
-@app.callback()
-def config() -> None:
-    """Without it a group with one verb would be that verb."""
-
-
 @app.command("show")
 def show(
-    wanted: Annotated[str, typer.Argument(metavar="RUN.toml|RUN", help="Run file, or a run.")],
+    wanted: Annotated[
+        str, typer.Argument(metavar="RUN.toml|RUN", help="Run file, or a run.", autocompletion=run_files)
+    ],
     override: OverrideOption = [],  # noqa: B006
     toml: Annotated[bool, typer.Option("--toml", help="Print a run file, without the defaults.")] = False,
     sources: Annotated[bool, typer.Option("--sources", help="With where each value comes from.")] = False,
@@ -60,9 +84,17 @@ def show(
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A section or a key, e.g. rollout or rollout.tp.")] = "",
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A section or a key, e.g. rollout or rollout.tp.", autocompletion=keys)
+    ] = "",
     run: Annotated[
-        str, typer.Option("--run", metavar="RUN.toml|RUN", help="With the present value in a run file or a run.")
+        str,
+        typer.Option(
+            "--run",
+            metavar="RUN.toml|RUN",
+            help="With the present value in a run file or a run.",
+            autocompletion=run_files,
+        ),
     ] = "",
     override: OverrideOption = [],  # noqa: B006
     json: JsonOption = False,

@@ -22,7 +22,6 @@ SILENT_S = 60.0
 
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
-    """List runs, oldest first."""
     found = all_runs(runs)
     views = jobs.states([run for run in found if not settled(run)])
     rows = [row(run, views.get(str(run.path))) for run in found]

@@ -74,7 +74,6 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw completions and engines.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Replay a trace on simulated engines under several scheduling policies."""
     names = parse_policies(policy)
     if ORACLE not in names and not no_oracle:
         names.append(ORACLE)

@@ -19,7 +19,7 @@ from libra_hpc.traces.trace_stats import Spread
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 
-app = typer.Typer(help="Traces of trajectories: what a simulation replays.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 DEFAULTS = Dials()
 SHOWN_TOOLS, SHOWN_OUTCOMES = 12, 6
 """Tools of the table, and outcomes of a tool; further tools are summed up in its last row (all are in the JSON)."""
@@ -43,11 +43,6 @@ FormatOption = Annotated[
 ]
 SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Pass over lines that cannot be read, and count them.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N trajectories.")]
-
-
-@app.callback()
-def trace() -> None:
-    """Inspect, convert and generate traces."""
 
 
 @app.command("inspect")
