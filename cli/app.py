@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -150,13 +151,24 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except typer.TyperException as error:
         # Wrong usage; without a message (no command given) the help has been printed.
-        message = error.format_message()
+        message = sentence(error, arguments)
         if message:
-            print_error(message if message.endswith("?") else f"{message.rstrip('.')}.")
+            print_error(f"{message.rstrip('.')}.")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """Typer's message as the others are: option, value, what is valid; the nearest name in parentheses."""
+    options = () if getattr(error, "param", None) is None else error.param.opts  # type: ignore[attr-defined]
+    for name, value in pairwise([*arguments, ""]):
+        given, mark, after = name.partition("=")
+        if isinstance(error, typer.BadParameter) and given in options:
+            return f"{given} = {(after if mark else value)!r}: {error.message[:1].lower()}{error.message[1:]}"
+    what, mark, name = error.format_message().partition(". Did you mean ")
+    return f"{what} (did you mean {name})" if mark else what
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ _TYPE_NAMES: dict[Any, str] = {
 }
 _BRANCHES = ("one", "each")
 """Names that pydantic adds to the location of an error in a `PerNode` field."""
+LARGEST = 2**63 - 1
+"""Largest integer of TOML, and of the messages between the processes of a run."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -71,22 +73,22 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file; raises `UserError` naming file and line."""
+def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
+    """Parse a TOML file; raises `UserError` naming file and line, and what it is when it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         place = _TOML_PLACE.match(str(error))
         if place is None:
             raise UserError(f"{path}: not valid TOML: {str(error).rstrip('.')}.") from error
-        what = place["what"][:1].lower() + place["what"][1:]
-        raise UserError(f"{path}:{place['line']}: not valid TOML: {what} (column {place['column']}).") from error
+        why = place["what"][:1].lower() + place["what"][1:]
+        raise UserError(f"{path}:{place['line']}: not valid TOML: {why} (column {place['column']}).") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid TOML: byte {error.start} is not UTF-8.") from error
     except RecursionError as error:
         raise UserError(f"{path}: not valid TOML: it is nested too deeply.") from error
     except OSError as error:
-        raise UserError(f"{path}: the run file cannot be read: {error.strerror}.") from error
+        raise UserError(f"{path}: the {what} cannot be read: {error.strerror}.") from error
 
 
 def parse_override(override: str, example: str = "algorithm.eta=2") -> tuple[str, Any]:
@@ -146,7 +148,9 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
             if isinstance(value, float) and not math.isfinite(value):
                 raise invalid(field, value, "not a finite number")
             if isinstance(value, (datetime.date, datetime.time)):
-                raise invalid(field, str(value), "a date or time must be in quotes", _valid(field))
+                raise invalid(field, str(value), "a date or time must be in quotes")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise invalid(field, value, "more than 64 bits", f"an integer of at most {LARGEST}")
     except RecursionError as error:
         raise UserError("The configuration is nested too deeply.") from error
     try:
@@ -162,11 +166,14 @@ def translate(error: ErrorDetails) -> UserError:
     dotted, value, kind = ".".join(names), error["input"], error["type"]
     if kind == "extra_forbidden":
         return _unknown(names, value)
+    if names[-1:] == ["[key]"]:
+        # pydantic's location of a table's key; the key itself is the value.
+        return invalid(".".join(names[:-2]), value, "malformed name", _described(names[:-2]))
     field = _field(names)
     if field is None:
         return invalid(dotted, value, "wrong type", "a table" if kind == "model_type" else "")
     if kind == "literal_error":
-        return invalid(dotted, value, "unknown value", [str(choice) for choice in typing.get_args(field.annotation)])
+        return invalid(dotted, value, "unknown value", _choices(field))
     if kind == "model_type":
         return invalid(dotted, value, "wrong type", "a table")
     if kind in _RANGE_ERRORS:
@@ -175,6 +182,8 @@ def translate(error: ErrorDetails) -> UserError:
         why = "malformed"
     elif kind == "string_too_long":
         why = "too long"
+    elif kind == "too_short":
+        why = "too short"
     else:
         why = "wrong type"
     return invalid(dotted, value, why, describe(field))
@@ -193,6 +202,20 @@ def _unknown(names: Sequence[str], value: Any) -> UserError:
     return UserError(f"{what} in {where}; valid: {', '.join(valid)}{nearest(names[-1], valid)}.")
 
 
+def _choices(field: FieldInfo) -> list[str]:
+    """Valid values of a field, or of the items of a list."""
+    options = typing.get_args(field.annotation)
+    if typing.get_origin(field.annotation) is list:
+        options = typing.get_args(options[0])
+    return [str(choice) for choice in options]
+
+
+def _described(names: Sequence[str]) -> str:
+    """Valid values of a dotted key in words; empty where the schema does not have it."""
+    field = _field(names)
+    return "" if field is None else describe(field)
+
+
 def describe(field: FieldInfo) -> str:
     """Valid values of a field in words: ``an integer >= 0``."""
     for rule in field.metadata:
@@ -204,13 +227,14 @@ def describe(field: FieldInfo) -> str:
         return " or ".join(repr(choice) for choice in typing.get_args(kind))
     if origin is list:
         item = typing.get_args(kind)[0]
-        words = f"a list of {'strings' if item is str else 'values'}"
+        words = f"a list of {'strings' if item is str else ', '.join(_choices(field)) or 'values'}"
     elif origin in (Union, types.UnionType):
         words = " or ".join(_TYPE_NAMES.get(option, str(option)) for option in typing.get_args(kind))
     else:
         words = _TYPE_NAMES.get(origin or kind, "a table")
     limits = [f"{sign} {bound:g}" for sign, bound in _bounds(field)]
     rest = [f"matching {m.pattern}" for m in field.metadata if getattr(m, "pattern", None)]
+    rest += [f"with at least {m.min_length}" for m in field.metadata if isinstance(m, annotated_types.MinLen)]
     rest += [f"of at most {m.max_length} characters" for m in field.metadata if isinstance(m, annotated_types.MaxLen)]
     return " ".join([words, " and ".join(limits), *rest]).replace("  ", " ").strip()
 
@@ -257,9 +281,3 @@ def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _scalars(inner, f"{name}.{index}")
     else:
         yield name, value
-
-
-def _valid(name: str) -> str:
-    """Valid values of a dotted key in words; empty where the schema does not have it."""
-    field = _field(name.split("."))
-    return "" if field is None else describe(field)

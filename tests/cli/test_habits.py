@@ -108,4 +108,4 @@ def test_the_help_of_a_verb_fits_80_columns_and_names_no_types_of_switches(
 
 
 def test_a_misspelt_verb_ends_with_one_mark(cli: Cli) -> None:
-    assert cli("staus").err == "error: No such command 'staus'. Did you mean 'status'?\n"
+    assert cli("staus").err == "error: No such command 'staus' (did you mean 'status'?).\n"
