@@ -89,7 +89,7 @@ def _environment(config: RunConfig) -> jobs.Environment | None:
         real = config.run.engine == "real" and config.slurm.device == "cuda"
         needed = sum(group.component.nodes * group.component.gpus for group in het_groups(config)) if real else 0
         here = gpus_here()
-        if needed <= here:
+        if needed <= here or "--executor local" not in str(error):
             raise
         what = str(error).partition(";")[0].rstrip(".")
         raise SlurmUnreachable(
