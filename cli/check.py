@@ -18,6 +18,7 @@ from libra_hpc.errors import SlurmUnreachable, invalid
 from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.preflight.field_names import naming
+from libra_hpc.slurm.command import WAYS_OUT
 from libra_hpc.slurm.fit import check_fit, het_groups, with_resources
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
@@ -82,16 +83,17 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
 
 
 def _environment(config: RunConfig) -> jobs.Environment | None:
-    """As `jobs.environment`; the error proposes a run without Slurm only where this machine has the GPUs."""
+    """As `jobs.environment`; the error proposes a run without Slurm where this machine has the GPUs."""
     try:
         return jobs.environment(config.slurm.executor)
     except SlurmUnreachable as error:
         real = config.run.engine == "real" and config.slurm.device == "cuda"
         needed = sum(group.component.nodes * group.component.gpus for group in het_groups(config)) if real else 0
         here = gpus_here()
-        if needed <= here or "--executor local" not in str(error):
-            raise
-        what = str(error).partition(";")[0].rstrip(".")
+        text = str(error).rstrip(".")
+        if needed <= here:
+            raise SlurmUnreachable(f"{text}, or run without Slurm with `--executor local`.") from error
+        what = text.removesuffix(f"; {WAYS_OUT}")
         raise SlurmUnreachable(
             f"{what}; submit where `sinfo` answers: the run needs {needed} GPUs, and this machine has {here}."
         ) from error

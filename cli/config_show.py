@@ -70,8 +70,11 @@ def show(
     toml: Annotated[bool, typer.Option("--toml", help="Print a run file, without the defaults.")] = False,
     sources: Annotated[bool, typer.Option("--sources", help="With where each value comes from.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="With --toml: the defaults too.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Print the merged configuration, as JSON or as a run file; checks the schema only."""
+    """Print the merged configuration, as JSON (the default) or as a run file; checks the schema only."""
+    if toml and json:
+        raise UserError("--toml and --json are two forms of one output; give one of them.")
     found, origin = resolve(wanted, override)
     if toml:
         keys = list(values(found)) if everything else [*origin, *site_profile().sources]

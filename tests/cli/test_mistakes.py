@@ -14,6 +14,7 @@ from libra_hpc_cli import jobs
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.files import write_atomic
+from libra_hpc.slurm.command import WAYS_OUT
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import encode_status
 from tests.preflight.test_checks import MODEL
@@ -530,7 +531,7 @@ def test_without_slurm_the_way_out_is_one_that_can_work(
     site: Path, queue: Queue, cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable() -> dict[str, str]:
-        raise SlurmUnreachable("No Slurm controller answers; start one, or run without Slurm with `--executor local`.")
+        raise SlurmUnreachable(f"No Slurm controller answers; {WAYS_OUT}.")
 
     monkeypatch.undo()
     monkeypatch.chdir(site)
@@ -538,7 +539,7 @@ def test_without_slurm_the_way_out_is_one_that_can_work(
     monkeypatch.setattr("libra_hpc_cli.check.gpus_here", lambda: 0)
     small = cli("submit", "run.toml")
     assert (small.code, small.out) == (3, "")
-    assert "--executor local" in small.err
+    assert "`libra-hpc cluster up`, or run without Slurm with `--executor local`." in small.err
     large = cli("submit", "run.toml", *GPU_NODES, "-o", "components.train.mem=0")
     assert (large.code, large.out) == (3, "")
     assert large.err == (
