@@ -90,13 +90,10 @@ def _environment(config: RunConfig) -> jobs.Environment | None:
         real = config.run.engine == "real" and config.slurm.device == "cuda"
         needed = sum(group.component.nodes * group.component.gpus for group in het_groups(config)) if real else 0
         here = gpus_here()
-        text = str(error).rstrip(".")
-        if needed <= here:
-            raise SlurmUnreachable(f"{text}, or run without Slurm with `--executor local`.") from error
-        what = text.removesuffix(f"; {WAYS_OUT}")
-        raise SlurmUnreachable(
-            f"{what}; submit where `sinfo` answers: the run needs {needed} GPUs, and this machine has {here}."
-        ) from error
+        way = f"{WAYS_OUT}, or run without Slurm with `--executor local`"
+        if needed > here:
+            way = f"submit where `sinfo` answers: the run needs {needed} GPUs, and this machine has {here}"
+        raise SlurmUnreachable(str(error).replace(WAYS_OUT, way)) from error
 
 
 def gpus_here() -> int:
