@@ -69,7 +69,6 @@ def calibrate(
     runs: RunsOption = Path("runs"),
     json: JsonOption = False,
 ) -> None:
-    """Measure the engine steps of a model here, or take those of a run, and write a calibration file."""
     if (model is None) == (run is None):
         raise invalid(
             "--model, --run",

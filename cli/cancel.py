@@ -31,7 +31,6 @@ def cancel(
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Have a run save at its next step boundary and stop; a job that is over already is no error."""
     found = find_run(run, runs)
     job = jobs.state(found)
     over, message = job.state in FINAL or not job.id, ""

@@ -52,7 +52,6 @@ def compare(
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Show runs side by side: settings, reward, speed; draws a picture."""
     found = chosen(wanted or [], sweep, runs)
     with busy("reading the runs"):
         check_metric(metric, found)

@@ -34,7 +34,6 @@ def doctor(
     nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Nodes of that job.")] = 2,
     json: JsonOption = False,
 ) -> None:
-    """Examine this site: Slurm, its plugins and partitions, the nodes' interpreter, the shared folder."""
     profile = site_profile()
     config = with_absolute_paths(validate(profile.values))
     why = ""

@@ -24,7 +24,6 @@ SILENT_S = 60.0
 
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
-    """List runs, oldest first."""
     rows = all_rows(all_runs(runs))
     if json:
         print_json(rows)

@@ -38,7 +38,6 @@ def logs(
     ] = None,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Print the end of a run's log files."""
     found = find_run(run, runs)
     folder = found.logs(which or max(attempt(found), 1))
     files = select(folder, rank, process)

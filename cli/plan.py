@@ -104,7 +104,6 @@ def plan(
     json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Show the best plans for a run: split of the nodes, parallelism, stage times, memory; needs no GPU."""
     if layouts not in ("any", "node"):
         raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
     low, high = gpu_range(gpus)

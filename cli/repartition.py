@@ -28,14 +28,15 @@ from libra_hpc.telemetry.status import Status
 from . import jobs
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show
-from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_status
+from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_status, run_names
 
 
 def repartition(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id.", autocompletion=run_names)
+    ],
     changes: Annotated[
-        list[str],
-        typer.Argument(metavar="KEY=VALUE...", help="What changes, e.g. train.tp=2 components.train.nodes=2."),
+        list[str], typer.Argument(metavar="KEY=VALUE", help="What changes, e.g. train.tp=2 components.train.nodes=2.")
     ],
     wait: Annotated[
         bool,
@@ -50,10 +51,6 @@ def repartition(
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Repartition a running job: core nodes, TP and PP of training, engines of a node.
-
-    It saves a checkpoint and restarts inside the job.
-    """
     found = find_run(run, runs)
     check_running(found)
     values = dict(parse_override(change, example="train.tp=2") for change in changes)

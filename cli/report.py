@@ -26,7 +26,6 @@ def report(
     ] = None,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Write one page with the plots, decisions, failures and configuration of a run, and print its path."""
     found = find_run(run, runs)
     found.resolved()
     where = found.report if out is None else out

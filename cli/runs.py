@@ -19,8 +19,26 @@ RUNS = "runs"
 """Default of ``run.dir``."""
 FINAL = ("completed", "failed", "cancelled")
 
+
+def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of the runs that a shell offers: those in the folder of ``--runs``."""
+    parent = ctx.params.get("runs") or RUNS
+    try:
+        names = sorted(os.listdir(parent))
+    except OSError:
+        return []
+    return [
+        name
+        for name in names
+        if name.startswith(incomplete) and os.path.isfile(os.path.join(parent, name, "config.json"))
+    ]
+
+
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.")
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.", autocompletion=run_names
+    ),
 ]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -24,7 +24,6 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason."""
     found = find_run(run, runs)
     found.resolved()
     if watch and not json:

@@ -29,7 +29,7 @@ from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show
-from .runs import FINAL, RUNS, JsonOption, attempt, find_run
+from .runs import FINAL, RUNS, JsonOption, attempt, find_run, run_names
 from .split import show_split
 from .summary import draw
 
@@ -57,7 +57,10 @@ def submit(
     ] = None,
     override: OverrideOption = [],  # noqa: B006
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Go on with a run from its last checkpoint.", autocompletion=run_names
+        ),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")
@@ -68,7 +71,6 @@ def submit(
     parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Queue a run as one heterogeneous job."""
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
     overrides = [

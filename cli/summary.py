@@ -16,7 +16,6 @@ from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 
 def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
-    """Show reward, speed, moves of nodes and failures of a run; writes summary.png into its folder."""
     found = find_run(run, runs)
     found.resolved()
     if series.steps(found):

@@ -70,7 +70,6 @@ def sweep(
     yes: Annotated[bool, typer.Option("--yes", help=f"Queue more than {MOST_RUNS} runs.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Queue a run for every combination of some values."""
     overrides = [
         *override,
         *([f"slurm.executor={executor}"] if executor else []),

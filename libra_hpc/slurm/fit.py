@@ -188,4 +188,4 @@ def _check_node(field: str, component: Component, partition: Partition) -> None:
         raise invalid(f"{field}.gpu_type", component.gpu_type, f"{here} none", types)
     most = _gpus(component, partition)
     if component.gpus > most:
-        raise invalid(f"{field}.gpus", component.gpus, f"{here} {most} GPUs", f"0 to {most}")
+        raise invalid(f"{field}.gpus", component.gpus, f"{here} {most} GPUs", f"0 to {most}" if most else "0")

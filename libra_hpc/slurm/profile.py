@@ -9,7 +9,7 @@ from .query import Partition
 
 TEXT = """\
 # Facts of this cluster, for every run: a run file wins over what stands here.
-# All keys: libra-hpc config keys; where else a profile may stand: docs/site.md.
+# All keys: libra-hpc config explain; where else a profile may stand: docs/site.md.
 
 [run]
 # dir = "/shared/$USER/runs"          # a folder that every node sees

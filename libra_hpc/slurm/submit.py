@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm import local
 from libra_hpc.telemetry.rundir import RunDir
 
 from .command import SlurmRefused, call
-from .fit import check_fit
+from .fit import COMPONENTS, check_fit
 from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
 from .query import JobInfo, JobState, cluster_name, job, partitions
@@ -97,6 +98,13 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     return job(_required(env, record.job_id), record.job_id)
 
 
+def extra_options(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Field and text of every sbatch option that was given verbatim."""
+    given = {"slurm.extra": config.slurm.extra}
+    given |= {f"components.{name}.extra": getattr(config.components, name).extra for name in COMPONENTS}
+    return ((f"{field}[{i}]", option) for field, options in given.items() for i, option in enumerate(options))
+
+
 def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     if env is None:
         raise SlurmUnreachable(f"Job {job_id} is a Slurm job, and no Slurm controller is known here.")
@@ -122,5 +130,8 @@ def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
     except SlurmRefused as refusal:
         reason = str(refusal)
         if any(word in reason.lower() for word in USER_MISTAKES):
+            for field, option in extra_options(launch.config):
+                if option.split("=")[0] in reason:
+                    raise invalid(field, option, f"Slurm refuses it ({reason})") from None
             raise UserError(f"Slurm refuses the job of run {name!r}: {reason}.") from None
         raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.") from None

@@ -90,7 +90,7 @@ def het_script(launch: Launch) -> str:
         ],
         setup=config.compute.setup,
         local_dir=config.compute.local_dir,
-        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
+        exports=[f"{name}={_value(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
         het_groups=",".join(str(index) for index in range(len(groups))) if len(groups) > 1 else "",
         container=shlex.join(started.step),
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
@@ -111,6 +111,11 @@ def het_script(launch: Launch) -> str:
             [*started.batch, launch.python, "-m", "libra_hpc.slurm.outcome", str(run.path), str(launch.attempt)]
         ),
     )
+
+
+def _value(text: str) -> str:
+    """The right side of a shell assignment; one that begins with ``=`` is quoted, because ``==`` looks like a test."""
+    return f"'{text}'" if text.startswith("=") and shlex.quote(text) == text else shlex.quote(text)
 
 
 class StartCommand(NamedTuple):

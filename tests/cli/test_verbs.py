@@ -492,7 +492,7 @@ VERBS = [
         "calibrate",
         "make-policy",
     ),
-    *("config show", "config keys"),
+    *("config show", "config explain"),
     *(
         "cluster up",
         "cluster env",
@@ -514,12 +514,12 @@ def test_the_help_of_a_verb_names_its_arguments_plainly(verb: str, cli: Cli) -> 
     assert "<int" not in outcome.out
 
 
-def test_config_keys_prints_the_reference_as_text_and_as_json(cli: Cli) -> None:
-    text = cli("config", "keys", "rollout.block_size").out
+def test_config_explain_prints_the_reference_as_text_and_as_json(cli: Cli) -> None:
+    text = cli("config", "explain", "rollout.block_size").out
     assert "- `block_size`: an integer >= 8, in tokens; default `32`." in text
-    printed = json.loads(cli("config", "keys", "--json").out)
+    printed = json.loads(cli("config", "explain", "--json").out)
     assert {"rollout.block_size", "components.hybrid.nodes"} <= {record["key"] for record in printed}
-    assert cli("config", "keys", "rollout.block").code == 2
+    assert cli("config", "explain", "rollout.block").code == 2
 
 
 def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
