@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from libra_hpc.telemetry.comparison import Curve
+from libra_hpc.telemetry.series import smooth
 from libra_hpc.telemetry.summary import duration
 
 from .figure_style import GRID, figure, save, style
-from .run_picture import smooth
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Of Okabe and Ito, distinct for colour-blind readers; their yellow is too pale on white."""
