@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, SlurmUnreachable, invalid
 from libra_hpc.slurm import local, query, submit
 from libra_hpc.slurm.launch import Launch
@@ -195,6 +197,8 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     Raises `OperationError` when the job fails; its logs then stay beside ``out``.
     """
     found = environment(executor)
+    compute = validate(site_profile().values).compute
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(compute.env.items())]
     folder, unfinished = out.with_name(f".{out.name}.job"), out.with_name(f".{out.name}.unfinished")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +216,9 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         executor=kind(found),
         mem=POLICY_MEMORY,
         time_limit=POLICY_TIME,
+        # A container would not see ``out``: there the submitting interpreter makes the policy.
+        python=shlex.quote(compute.python) if compute.container == "none" and compute.python else "",
+        parameters={"setup": [*compute.setup, *exports]},
     )
     print_note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:
