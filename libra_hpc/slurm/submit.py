@@ -73,12 +73,11 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
         record = read_job(target)
         if record.executor == "local":
             return local.cancel(target)
-        job_id = record.job_id
+        job_id, found = record.job_id, state(target, env)
     else:
-        job_id = target
+        job_id, found = target, job(_required(env, target), target)
     env = _required(env, job_id)
-    found = job(env, job_id).state
-    if found.ended or found is JobState.UNKNOWN:
+    if found.state.ended or found.state is JobState.UNKNOWN:
         return False
     try:
         call(["scancel", job_id], env)
@@ -94,7 +93,8 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     record = read_job(run)
     if record.executor == "local":
         return local.state(run)
-    return job(_required(env, record.job_id), record.job_id)
+    found = job(_required(env, record.job_id), record.job_id)
+    return found if found.of(run.name) else JobInfo(record.job_id, JobState.UNKNOWN)
 
 
 def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:

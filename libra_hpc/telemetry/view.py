@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -19,7 +20,8 @@ from rich.text import Text
 
 from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
-from .status import DecisionStatus, NodeStatus, StageStatus, Status, because
+from .phases import first_and_last
+from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, because
 from .summary import STATE_STYLES, duration
 
 WIDTH = 100
@@ -44,8 +46,8 @@ ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost
 
 
 def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
-    """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step (for the sparkline)."""
-    over = status.state in ("completed", "failed", "cancelled")
+    """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts."""
+    over = status.state in FINAL
     parts: list[RenderableType] = [
         _progress(status, over=over, now=now),
         Text(),
@@ -53,12 +55,12 @@ def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> Rend
         Text(),
         _side_by_side(status),
     ]
-    parts += [Text(), _nodes(status.nodes), Text(), *_footer(status, over=over, now=now)]
+    parts += [Text(), _nodes(status.nodes, over=over), Text(), *_footer(status, over=over, now=now)]
     job = f"job {status.job_id}" if status.job_id else "no job"
     title = Text.assemble(
         (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
     )
-    state = Text(f" {status.state} ", style=STATE_STYLES.get(status.state, ""))
+    state = Text(f" {status.state.replace('_', ' ')} ", style=STATE_STYLES.get(status.state, ""))
     return Panel(
         Group(*parts),
         title=Text.assemble(title, "  ", state),
@@ -108,11 +110,12 @@ def _learning(status: Status, rewards: Sequence[float]) -> Table:
     grid = Table.grid(padding=(0, 3), expand=True)
     grid.add_column(no_wrap=True, ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    style = "bold green" if status.reward > status.reward_first else "bold"
-    reward = Text.assemble(
-        ("reward ", "dim"),
-        *((f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style)) if status.step else ("-",)),
-    )
+    first, last = first_and_last(rewards, status.steps)
+    reward = Text.assemble(("reward ", "dim"))
+    if first is None or last is None:
+        reward.append("-")
+    else:
+        reward.append(f"{first:.3f} → ").append(f"{last:.3f}", style="bold green" if last > first else "bold")
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
     limits = Text.assemble(
@@ -145,13 +148,16 @@ def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
     return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
 
 
-def _nodes(nodes: Sequence[NodeStatus]) -> Table:
+def _nodes(nodes: Sequence[NodeStatus], *, over: bool) -> Table:
     table = _table(
         ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
     )
     table.expand = True
     for node in nodes:
         lost = node.role == "lost"
+        if over and not lost:
+            # A rank 0 that was killed left them as they were.
+            node = msgspec.structs.replace(node, role="ended", engines={}, version=-1, heartbeat_age_s=0.0)
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
         engines = Text(", ").join(
             [
@@ -177,8 +183,8 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
 def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     counts = {
         "trajectories": (
-            f"{status.open_trajectories} open, {status.trained_trajectories:,} trained, {status.resubmitted}"
-            " re-submitted"
+            f"{status.open_trajectories} open, {status.trained_trajectories:,} trained"
+            + (f", {status.resubmitted} re-submitted" if status.resubmitted else "")
         ),
         "queue": (
             f"{status.waiting_turns} turns waiting, {status.tools_running} tools running, {status.ready_groups} groups"
