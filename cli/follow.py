@@ -116,7 +116,8 @@ class Follower:
 
 def job_line(job_id: str, state: RunState) -> str:
     """A run's job and its state in one line."""
-    return f"job {job_id or '?'} is {state.words}" + (f" ({state.reason})" if state.reason else "")
+    words = "stopped by its time limit" if state.state == "time_limit" else state.words
+    return f"job {job_id or '?'} is {words}" + (f" ({state.reason})" if state.reason else "")
 
 
 def follow(run: RunDir, until: Until = lambda status: False) -> RunState:

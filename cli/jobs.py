@@ -108,7 +108,7 @@ class JobQueue:
         except OperationError as error:
             # Next time a ping comes first, which a dead controller fails at once.
             self._found = None
-            return NoAnswer(str(error).rstrip("."))
+            return _silence(error)
 
     def ask_all(self, runs: Sequence[RunDir]) -> dict[str, JobInfo | NoAnswer]:
         """The jobs of several runs by path, with one question to the queue, and one to the accounting for those that
@@ -124,7 +124,7 @@ class JobQueue:
             known.update(query.accounts(self._slurm(), forgotten) if forgotten else {})
         except OperationError as error:
             print_note(f"runs are shown as their folders have them: {error}")
-            return {**found, **{str(run.path): NoAnswer(str(error).rstrip(".")) for run in queued}}
+            return {**found, **{str(run.path): _silence(error) for run in queued}}
         for run, job_id in queued.items():
             info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN))
             found[str(run.path)] = info if info.of(run.name) else JobInfo(job_id, JobState.UNKNOWN)
@@ -172,6 +172,11 @@ def run_folder(job_id: str) -> Path | None:
     except OperationError:
         return None
     return None if script is None else script.parent
+
+
+def _silence(error: OperationError) -> NoAnswer:
+    """Why no queue answered, without the ways out."""
+    return NoAnswer(str(error).partition(";")[0].rstrip("."))
 
 
 def _record(run: RunDir) -> JobRecord | None:

@@ -17,7 +17,7 @@ from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import STATE_STYLES, duration
 
 from . import jobs
-from .output import busy, print_json, print_note, show
+from .output import busy, console, print_json, print_note, show
 from .runs import RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status, rewards
 
 PLAIN = ("running", "completed")
@@ -44,18 +44,15 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     for fact in rows:
         step = "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}"
         reward = "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
-        updated = "-" if fact["updated_at"] is None else duration(max(time.time() - fact["updated_at"], 0.0))
+        updated = "-" if fact["updated_at"] is None else f"{duration(max(time.time() - fact['updated_at'], 0.0))} ago"
         state = Text(fact["state"].replace("_", " "), style=STATE_STYLES.get(fact["state"], "yellow"))
         table.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)
     show(table)
-    reasons = Table.grid(padding=(0, 2))
-    reasons.add_column(style="dim", no_wrap=True)
-    reasons.add_column(no_wrap=True, overflow="ellipsis")
     for fact in rows:
         if fact["reason"] and fact["state"] not in PLAIN:
-            reasons.add_row(fact["run"], fact["reason"])
-    if reasons.row_count:
-        show(reasons)
+            line = Text.assemble((f" {fact['run']}: ", "dim"), fact["reason"])
+            line.truncate(console().width, overflow="ellipsis")
+            show(line)
 
 
 def row(run: RunDir, state: RunState) -> dict[str, Any]:

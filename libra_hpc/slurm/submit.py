@@ -41,7 +41,8 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met,
     `SlurmUnreachable` when no controller answers, and `OperationError` when Slurm refuses for another reason.
     """
-    _write_script(launch, env)
+    check_fit(launch.config, partitions(env))
+    write_atomic(launch.run.script, het_script(launch).encode())
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     cluster = cluster_name(env)
@@ -57,7 +58,7 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
 def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
     """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns the time at which it would start,
     in epoch seconds, None where Slurm names none.  Raises as `submit` does."""
-    _write_script(launch, env)
+    write_atomic(launch.run.script, het_script(launch).encode())
     answer = _sbatch(["--test-only"], launch, env)
     times = re.findall(r"to start at (\S+)", answer)
     # The last component to start starts the job.
@@ -101,11 +102,6 @@ def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     if env is None:
         raise SlurmUnreachable(f"Job {job_id} is a Slurm job, and no Slurm controller is known here.")
     return env
-
-
-def _write_script(launch: Launch, env: Mapping[str, str]) -> None:
-    check_fit(launch.config, partitions(env))
-    write_atomic(launch.run.script, het_script(launch).encode())
 
 
 def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:

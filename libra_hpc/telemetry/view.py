@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,6 +26,8 @@ from .summary import STATE_STYLES, duration
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
+NARROW = 90
+"""Columns inside the frame below which nothing stands side by side."""
 SPARK_WIDTH = 24
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
@@ -106,10 +108,24 @@ def _progress(status: Status, *, over: bool, now: float) -> Table:
     return grid
 
 
-def _learning(status: Status, rewards: Sequence[float]) -> Table:
-    grid = Table.grid(padding=(0, 3), expand=True)
-    grid.add_column(no_wrap=True, ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
+class Beside:
+    """Two renderables side by side, the second at the right edge; one above the other on a narrow screen."""
+
+    def __init__(self, left: RenderableType, right: RenderableType) -> None:
+        self._parts = (left, right)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < NARROW:
+            yield from self._parts
+            return
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, justify="right")
+        grid.add_row(*self._parts)
+        yield grid
+
+
+def _learning(status: Status, rewards: Sequence[float]) -> Beside:
     first, last = first_and_last(rewards, status.steps)
     reward = Text.assemble(("reward ", "dim"))
     if first is None or last is None:
@@ -124,11 +140,10 @@ def _learning(status: Status, rewards: Sequence[float]) -> Table:
         ("   staleness ", "dim"),
         f"{status.staleness_mean:.2f} mean, {status.staleness_max} max",
     )
-    grid.add_row(reward, limits)
-    return grid
+    return Beside(reward, limits)
 
 
-def _side_by_side(status: Status) -> Table:
+def _side_by_side(status: Status) -> Beside:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
@@ -136,11 +151,7 @@ def _side_by_side(status: Status) -> Table:
     for bucket in status.buckets:
         cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
         buckets.add_row(f"TP {bucket.tp}", *cells)
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_row(stages, buckets)
-    return grid
+    return Beside(stages, buckets)
 
 
 def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
@@ -159,6 +170,8 @@ def _nodes(nodes: Sequence[NodeStatus], *, over: bool) -> Table:
             # A rank 0 that was killed left them as they were.
             node = msgspec.structs.replace(node, role="ended", engines={}, version=-1, heartbeat_age_s=0.0)
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
+        if node.role == "ended":
+            beat = Text("-")
         engines = Text(", ").join(
             [
                 Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, "")))
