@@ -40,6 +40,9 @@ def cancel(
         print_note(f"job {job} is not asked to save: {state.reason}")
     elif not state.over and not now and state.state == "running":
         message = ask(found, job, queue)
+        if message and not jobs.state(found, queue).over:
+            # Slurm, or the run itself, has queued it again.
+            jobs.cancel(found)
     cancelled = not state.over and (bool(message) or jobs.cancel(found))
     if json:
         facts = {"cancelled": cancelled, "state": "cancelled" if cancelled else state.state, "message": message}

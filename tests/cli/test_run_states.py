@@ -142,6 +142,22 @@ def test_a_silent_run_is_not_asked_to_save_and_one_that_falls_silent_is_ended(
     assert (queue.cancelled, run.stop.exists()) == (["quick-001"] * 2, True)
 
 
+def test_a_run_that_is_queued_again_while_it_stops_is_cancelled_all_the_same(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(site / "runs")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
+    write_status(run, time.time())
+
+    def rank_0(text: str) -> None:
+        run.write_json(run.result, {"state": "cancelled", "message": "saved", "attempt": 1, "t": time.time()})
+        queue.answer = JobInfo("4711", JobState.PENDING, "BeginTime")
+
+    monkeypatch.setattr("libra_hpc_cli.cancel.print_note", rank_0)
+    assert "job 4711 cancelled; saved" in cli("cancel").out
+    assert queue.cancelled == ["quick-001"]
+
+
 def test_nothing_is_cancelled_where_slurm_has_no_record_of_the_job(
     site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
