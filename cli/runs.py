@@ -14,7 +14,7 @@ from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.slurm.run_state import RunState
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import Status
+from libra_hpc.telemetry.status import FINAL, Status, as_ended
 from libra_hpc.telemetry.status import read_status as last_status
 
 from . import jobs
@@ -87,7 +87,8 @@ def read_status(run: RunDir) -> Status | None:
 
 def with_state(status: Status, state: RunState) -> Status:
     """A snapshot with the state of its run, which knows more: of the queue, and of the time since."""
-    return msgspec.structs.replace(status, state=state.state, message=state.reason)
+    known = msgspec.structs.replace(status, state=state.state, message=state.reason)
+    return as_ended(known) if state.state in FINAL else known
 
 
 def rewards(run: RunDir) -> list[float]:

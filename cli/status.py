@@ -41,7 +41,8 @@ def status(
             "attempt": attempt(found),
             **msgspec.to_builtins(state),
         }
-        print_json({**facts, "status": None if snapshot is None else status_dict(snapshot)})
+        shown = None if snapshot is None else status_dict(with_state(snapshot, state))
+        print_json({**facts, "status": shown})
         return
     if snapshot is not None:
         show(render(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
@@ -49,4 +50,6 @@ def status(
         print_line(f"{found.name}: was never queued; files in {found.path}")
     elif snapshot is None or state.state != "running":
         where = f" on {name}" if (name := jobs.cluster(found)) else ""
-        print_line(f"{found.name}: {job_line(job_id(found) + where, state)}; files in {found.path}")
+        # The screen has the reason.
+        line = state if snapshot is None else msgspec.structs.replace(state, reason="")
+        print_line(f"{found.name}: {job_line(job_id(found) + where, line)}; files in {found.path}")

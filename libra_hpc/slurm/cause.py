@@ -30,10 +30,11 @@ TELLING = (
     re.compile(
         r"No module named|command not found|No such file or directory|Permission denied|No space left on device"
     ),
-    re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: "),
+    # An agent whose coordinator is gone notes an effect.
+    re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: (?!the coordinator)"),
     re.compile(r"DUE TO NODE FAILURE|DUE TO TIME LIMIT"),
     re.compile(
-        r"^(?:slurmstepd|srun|slurmd)[^:]*: error: (?!.*(?:Exited with exit code|Terminat|aborted|CANCELLED|: Killed))"
+        r"^(?:slurmstepd|srun|slurmd)[^:]*: error: (?!.*(?:Exited with exit code|Terminat|aborted|CANCELLED))"
     ),
     re.compile(r"^(?:bash|/\S+): .*error|^(?:Segmentation fault|Bus error|Illegal instruction)", re.IGNORECASE),
 )

@@ -143,6 +143,17 @@ def read_status(run: RunDir, attempt: int) -> Status | None:
     return status if status.attempt >= attempt else None
 
 
+def as_ended(status: Status) -> Status:
+    """The last snapshot of a run: a rank 0 that was killed left its nodes as they were."""
+    nodes = [
+        node
+        if node.role == "lost"
+        else msgspec.structs.replace(node, role="ended", engines={}, version=-1, heartbeat_age_s=0.0)
+        for node in status.nodes
+    ]
+    return msgspec.structs.replace(status, nodes=nodes)
+
+
 def status_dict(status: Status) -> dict[str, Any]:
     """A snapshot as a plain dictionary, for ``--json``."""
     value: dict[str, Any] = msgspec.to_builtins(status)

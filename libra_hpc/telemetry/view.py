@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-import msgspec
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -21,7 +20,7 @@ from rich.text import Text
 from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
 from .phases import first_and_last
-from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, because
+from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, as_ended, because
 from .summary import STATE_STYLES, duration
 
 WIDTH = 100
@@ -50,6 +49,8 @@ ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost
 def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
     """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts."""
     over = status.state in FINAL
+    if over:
+        status = as_ended(status)
     parts: list[RenderableType] = [
         _progress(status, over=over, now=now),
         Text(),
@@ -57,7 +58,7 @@ def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> Rend
         Text(),
         _side_by_side(status),
     ]
-    parts += [Text(), _nodes(status.nodes, over=over), Text(), *_footer(status, over=over, now=now)]
+    parts += [Text(), _nodes(status.nodes), Text(), *_footer(status, over=over, now=now)]
     job = f"job {status.job_id}" if status.job_id else "no job"
     title = Text.assemble(
         (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
@@ -159,16 +160,13 @@ def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
     return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
 
 
-def _nodes(nodes: Sequence[NodeStatus], *, over: bool) -> Table:
+def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     table = _table(
         ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
     )
     table.expand = True
     for node in nodes:
         lost = node.role == "lost"
-        if over and not lost:
-            # A rank 0 that was killed left them as they were.
-            node = msgspec.structs.replace(node, role="ended", engines={}, version=-1, heartbeat_age_s=0.0)
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
         if node.role == "ended":
             beat = Text("-")

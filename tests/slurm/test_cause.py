@@ -36,6 +36,13 @@ CASES = {
         "slurm: *** JOB 12 ON a CANCELLED AT 2026-11-20 DUE TO NODE FAILURE ***",
     ),
     "plugin": ({"slurm.out": "srun: error: Couldn't find the plugin\n" + SLURM}, "slurm: Couldn't find the plugin"),
+    "killed": (
+        {
+            "slurm.out": "srun: error: cpu-0: task 0: Killed\n" + SLURM,
+            "agent-1.log": "2026-11-20 08:00:00,123 ERROR libra_hpc.agent: the coordinator's process ended: leaving\n",
+        },
+        "slurm: cpu-0: task 0: Killed",
+    ),
     "nothing": ({"slurm.out": SLURM, "agent-0.log": "hello\n"}, ""),
     "own words": ({"slurm.out": "the run failed: node 1: CUDAError: No such file or directory\n"}, ""),
     "no logs": ({}, ""),
