@@ -165,6 +165,8 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
         ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
     )
     table.expand = True
+    # The only column that may take several lines: a node has as many engines as GPUs.
+    table.columns[4].no_wrap = False
     for node in nodes:
         lost = node.role == "lost"
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")

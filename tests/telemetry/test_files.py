@@ -202,6 +202,16 @@ def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: st
         assert fact in text, fact
 
 
+@pytest.mark.parametrize("state", ["running", "completed"])
+def test_the_screen_on_80_columns_cuts_nothing_off(run: RunDir, state: str) -> None:
+    status = synthetic.make_status(run, state=state, step=41)
+    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=REWARDS), width=80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+    for fact in ("0.310 → 0.710", "tokens/s", "2,346", "KV cache", "0.48 mean, 1 max"):
+        assert fact in text, fact
+
+
 def test_there_is_no_reward_before_the_first_step(run: RunDir) -> None:
     status = synthetic.make_status(run)
     assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at, rewards=REWARDS))
