@@ -15,7 +15,7 @@ from libra_hpc.telemetry.rundir import RunDir
 
 from . import jobs
 from .output import busy, print_line
-from .runs import FINAL, RUNS, RunArgument, RunsOption, find_run, read_status
+from .runs import RUNS, RunArgument, RunsOption, find_run
 
 
 def report(
@@ -42,17 +42,6 @@ def report(
 
 
 def ending(run: RunDir) -> Ending:
-    """How the run stands: by its last status, else by the queue, which knows of a job that was killed."""
-    snapshot = read_status(run)
-    if snapshot is not None and snapshot.state in ("completed", "failed"):
-        return Ending(snapshot.state, snapshot.message, over=True)
-    job = jobs.state(run)
-    # Slurm may have queued a stopped run again.
-    if snapshot is not None and snapshot.state in FINAL and job.state != "pending":
-        return Ending(snapshot.state, snapshot.message, over=True)
-    cause = job.reason or str(run.read_json(run.result).get("message", ""))
-    if job.state in FINAL:
-        return Ending(job.state, cause, over=True)
-    if snapshot is None or job.state == "pending":
-        return Ending("not queued" if not job.id else job.state, job.reason, over=False)
-    return Ending(snapshot.state, snapshot.message if job.state == "running" else job.reason, over=False)
+    """How the run stands."""
+    now = jobs.state(run)
+    return Ending(now.words, now.reason or str(run.read_json(run.result).get("message", "")), over=now.over)

@@ -29,13 +29,21 @@ from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show
-from .runs import FINAL, RUNS, JsonOption, attempt, find_run, run_names
+from .runs import RUNS, JsonOption, attempt, find_run, job_id, run_names
 from .split import show_split
 from .summary import draw
 
 EXECUTORS = ("auto", "slurm", "local")
 
 ENGINES = ("real", "simulated")
+ENDS = {
+    "failed": "the run failed",
+    "cancelled": "the run was cancelled",
+    "time_limit": "the run was stopped by its time limit",
+    "preempted": "the run was preempted",
+    "unknown": "it is not known how the run ended",
+}
+"""First words of the error of `submit --wait` by the state of a run that did not complete."""
 
 ExecutorOption = Annotated[
     str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")
@@ -190,12 +198,12 @@ def refuse_if_complete(run: RunDir, config: RunConfig) -> None:
 
 def refuse_if_active(run: RunDir) -> None:
     """Raise `UserError` while an earlier attempt may still run: two jobs would overwrite each other's files."""
-    job = jobs.state(run)
-    if job.id and job.state not in (*FINAL, "unknown"):
+    state = jobs.state(run)
+    if not state.over and state.state != "unknown":
         raise invalid(
             "--resume",
             run.name,
-            f"its job {job.id} is {job.state}",
+            f"its job {job_id(run)} is {state.words}",
             f"a run that has ended (libra-hpc cancel {run.name} ends it)",
         )
 
@@ -212,11 +220,10 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
         raise typer.Exit(130) from None
     if not quiet:
         draw(run)
-        show(render_summary(msgspec.structs.replace(summarise(run), state=state)))
-    if state != "completed":
-        message = str(run.read_json(run.result).get("message", "")).rstrip(".")
-        why = f" ({message})" if message else ""
-        ended = "was cancelled" if state == "cancelled" else state
-        raise OperationError(
-            f"the run {ended}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})"
-        )
+        show(render_summary(msgspec.structs.replace(summarise(run), state=state.state)))
+    if state.state != "completed":
+        why = f": {state.reason.rstrip('.')}" if state.reason else ""
+        further = f"`libra-hpc submit --resume {run.name}` goes on"
+        if state.state in ("failed", "unknown"):
+            further = f"its logs are in {run.logs(attempt(run))} (`libra-hpc logs {run.name}`)"
+        raise OperationError(f"{ENDS[state.state]}{why}; {further}.")

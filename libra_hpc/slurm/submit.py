@@ -42,7 +42,8 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met,
     `SlurmUnreachable` when no controller answers, and `OperationError` when Slurm refuses for another reason.
     """
-    _write_script(launch, env)
+    check_fit(launch.config, partitions(env))
+    write_atomic(launch.run.script, het_script(launch).encode())
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     cluster = cluster_name(env)
@@ -58,7 +59,7 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
 def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
     """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns the time at which it would start,
     in epoch seconds, None where Slurm names none.  Raises as `submit` does."""
-    _write_script(launch, env)
+    write_atomic(launch.run.script, het_script(launch).encode())
     answer = _sbatch(["--test-only"], launch, env)
     times = re.findall(r"to start at (\S+)", answer)
     # The last component to start starts the job.
@@ -74,12 +75,11 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
         record = read_job(target)
         if record.executor == "local":
             return local.cancel(target)
-        job_id = record.job_id
+        job_id, found = record.job_id, state(target, env)
     else:
-        job_id = target
+        job_id, found = target, job(_required(env, target), target)
     env = _required(env, job_id)
-    found = job(env, job_id).state
-    if found.ended or found is JobState.UNKNOWN:
+    if found.state.ended or found.state is JobState.UNKNOWN:
         return False
     try:
         call(["scancel", job_id], env)
@@ -95,7 +95,8 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     record = read_job(run)
     if record.executor == "local":
         return local.state(run)
-    return job(_required(env, record.job_id), record.job_id)
+    found = job(_required(env, record.job_id), record.job_id)
+    return found if found.of(run.name) else JobInfo(record.job_id, JobState.UNKNOWN)
 
 
 def extra_options(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -109,11 +110,6 @@ def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     if env is None:
         raise SlurmUnreachable(f"Job {job_id} is a Slurm job, and no Slurm controller is known here.")
     return env
-
-
-def _write_script(launch: Launch, env: Mapping[str, str]) -> None:
-    check_fit(launch.config, partitions(env))
-    write_atomic(launch.run.script, het_script(launch).encode())
 
 
 def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:

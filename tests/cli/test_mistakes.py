@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from libra_hpc_cli import jobs
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.command import WAYS_OUT
+from libra_hpc.slurm.query import JobInfo, JobState
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import encode_status
 from tests.preflight.test_checks import MODEL
@@ -450,12 +453,12 @@ LAYOUTS = {
     "ended": (
         "completed",
         ["train.tp=2"],
-        "RUN = 'quick-001': it is over (completed); valid: a run whose job is running",
+        "RUN = 'quick-001': it is over (job 4711 is completed); valid: a run whose job is running",
     ),
-    "starting": ("starting", ["train.tp=2"], "RUN = 'quick-001': it has not started yet (its job 4711 is running)"),
-    "starting again": ("restarting", ["train.tp=2"], "RUN = 'quick-001': its state is restarting"),
-    "killed": ("job failed", ["train.tp=2"], "RUN = 'quick-001': it is over (its job 4711 is failed)"),
-    "queued": ("job pending", ["train.tp=2"], "RUN = 'quick-001': it has not started yet (its job 4711 is pending)"),
+    "starting": ("starting", ["train.tp=2"], "RUN = 'quick-001': it does not run (job 4711 is starting)"),
+    "starting again": ("restarting", ["train.tp=2"], "RUN = 'quick-001': it does not run (job 4711 is starting)"),
+    "killed": ("job failed", ["train.tp=2"], "RUN = 'quick-001': it is over (job 4711 is failed ("),
+    "queued": ("job pending", ["train.tp=2"], "RUN = 'quick-001': it does not run (job 4711 is pending)"),
     "ordered": ("ordered", ["train.tp=2"], "RUN = 'quick-001': another layout is ordered already"),
 }
 
@@ -467,18 +470,15 @@ def test_a_mistake_in_an_order_for_another_layout(
     state, arguments, sentence = LAYOUTS[case]
     cli("submit", "run.toml")
     run = RunDir(site / "runs" / "quick-001")
-    queue.answer = jobs.JobView("4711", "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
     if state.startswith("job "):
-        queue.answer = jobs.JobView("4711", state.removeprefix("job "))
+        queue.answer = JobInfo("4711", JobState[state.removeprefix("job ").upper()])
     if state != "job pending":
-        write_atomic(
-            run.status,
-            encode_status(
-                synthetic.make_status(
-                    run, state=state if state in ("completed", "starting", "restarting") else "running"
-                )
-            ),
-        )
+        known = state if state in ("completed", "starting", "restarting") else "running"
+        status = msgspec.structs.replace(synthetic.make_status(run, state=known), updated_at=time.time())
+        write_atomic(run.status, encode_status(status))
+        if known == "completed":
+            run.write_json(run.result, {"state": known, "t": time.time()})
     if state == "ordered":
         run.order.write_text("{}")
     before = sorted(site.rglob("*"))
@@ -515,7 +515,9 @@ def test_a_mistake_in_a_resume(case: str, site: Path, queue: Queue, cli: Callabl
     cli("submit", "run.toml")
     queue.submitted.clear()
     run = RunDir(site / "runs" / "quick-001")
-    queue.answer = jobs.JobView("4711", case if case in ("running", "pending") else "failed")
+    queue.answer = JobInfo(
+        "4711", {"running": JobState.RUNNING, "pending": JobState.PENDING}.get(case, JobState.FAILED)
+    )
     if case == "complete":
         folder = run.path / "checkpoints" / "step-000100"
         folder.mkdir(parents=True)
