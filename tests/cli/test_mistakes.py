@@ -497,7 +497,7 @@ def test_check_finds_the_same_mistakes_and_prints_one_line(site: Path, cli: Call
 
 
 RESUMED = {
-    "running": ([], "--resume = 'quick-001': its job 4711 is running; valid: a run that has ended"),
+    "running": ([], "--resume = 'quick-001': its job 4711 is starting; valid: a run that has ended"),
     "pending": ([], "--resume = 'quick-001': its job 4711 is pending; valid: a run that has ended"),
     "another name": (["-o", "run.name=x"], "--resume = 'quick-001': a resumed run keeps its run.name and run.dir."),
     "another split": (

@@ -37,6 +37,7 @@ def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> No
 
 def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
+    run.result.unlink()
     write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
     queue.answer = JobInfo("4711", JobState.RUNNING)
     cli("report", "quick-001")
@@ -50,6 +51,7 @@ def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Que
 
 def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
+    run.result.unlink()
     write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
     queue.answer = JobInfo("4711", JobState.UNKNOWN)
     cli("report", "quick-001")
@@ -60,6 +62,7 @@ def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site:
 
 def test_a_stopped_run_that_is_queued_again_is_not_over(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
+    run.result.unlink()
     write_atomic(run.status, encode_status(synthetic.make_status(run, state="cancelled")))
     for state, shown in ((JobState.CANCELLED, "cancelled"), (JobState.PENDING, "requeued")):
         queue.answer = JobInfo("4711", state)
@@ -71,7 +74,7 @@ def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli
     cli("submit", "run.toml")
     assert cli("report").code == 0
     text = RunDir(site / "runs" / "quick-001").report.read_text()
-    assert "waiting for resources" in text
+    assert "waiting for free nodes" in text
     assert "has committed no step yet" in text
 
 
