@@ -13,7 +13,7 @@ from .agent_context import AgentContext
 from .node_facts import NodeFacts
 from .observations import Observations
 
-FINAL = ("completed", "failed", "cancelled")
+FINAL = ("completed", "failed", "cancelled", "time_limit")
 """States of a run in which its nodes do nothing any more."""
 
 

@@ -31,6 +31,7 @@ STATE_STYLES = {
     "finishing": "cyan",
     "failed": "red",
     "cancelled": "yellow",
+    "time_limit": "yellow",
 }
 
 

@@ -45,7 +45,7 @@ ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost
 
 def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
     """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step (for the sparkline)."""
-    over = status.state in ("completed", "failed", "cancelled")
+    over = status.state in ("completed", "failed", "cancelled", "time_limit")
     parts: list[RenderableType] = [
         _progress(status, over=over, now=now),
         Text(),
