@@ -126,12 +126,15 @@ class Coordinator:
         self._settle()
 
     def on_signal(self, name: str) -> None:
-        if not self._ending.over:
-            self._event("stop_requested", signal=name, reason=f"Slurm sent {name}")
-            if name == "SIGTERM":
-                self._stop(f"Slurm sent {name}", self._limit.grace_s)
-            else:
-                self._stop(f"Slurm sent {name}", self._limit.left_s(time.time()), "time_limit")
+        now, cancelled = time.time(), name == "SIGTERM"
+        if self._ending.over or not (cancelled or self._limit.heeds_notice(now)):
+            return
+        reason = f"Slurm sent {name}"
+        self._event("stop_requested", signal=name, reason=reason)
+        if cancelled:
+            self._stop(reason, self._limit.grace_s)
+        else:
+            self._stop(reason, self._limit.left_s(now), "time_limit")
 
     def _on_stop_request(self) -> None:
         """Somebody asked for a checkpoint and the end, and waits for both."""

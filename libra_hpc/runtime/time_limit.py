@@ -2,7 +2,8 @@
 
 - After the present step, another one and a save would not fit before the end -> stop after the present step.
 - A save would not fit any more if it began later -> stop at once.
-- ``slurm.notice_s`` is given, or the end is unknown -> only Slurm's notice (SIGUSR1) stops the run.
+- Slurm's notice (SIGUSR1) comes, and ``slurm.notice_s`` is given, or the end or a step's time is unknown -> stop at
+  once.  Long before the end it is that of a preemption, and stops the run too.
 
 The batch script leaves the job's end and Slurm's ``KillWait`` in the environment, because a time limit may have been
 changed while the job waited.
@@ -31,6 +32,8 @@ UNKNOWN_SAVE_S = 120.0
 UNKNOWN_SHARE = 0.1
 END_S = 10.0
 """Of the time before the end, for the agents to end."""
+EARLY_S = 90.0
+"""By which Slurm's notice may be early: 60 s by its manual."""
 KILL_S = 5.0
 """Of Slurm's ``KillWait``, for the result to be written; a save has the rest, and at least `LEAST_GRACE_S`."""
 LEAST_GRACE_S = 4.0
@@ -71,6 +74,12 @@ class TimeLimit:
     def on_save(self, seconds: float) -> None:
         self.save_s = max(self.save_s, seconds) if self._saved else seconds
         self._saved = True
+
+    def heeds_notice(self, now: float) -> bool:
+        """Whether Slurm's notice stops the run; otherwise `stop` does, later."""
+        if self.end_at is None or self._start_s is None or not self._derived:
+            return True
+        return self.end_at - now > self._notice_s + EARLY_S
 
     def left_s(self, now: float) -> float:
         """How long a save may take after a notice."""

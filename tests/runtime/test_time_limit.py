@@ -79,3 +79,12 @@ def test_a_save_after_sigterm_has_slurms_kill_wait_unless_the_run_file_knows_bet
     kill_wait: str, grace_s: float, found: float
 ) -> None:
     assert TimeLimit(SlurmSection(grace_s=grace_s), 0.0, {KILL_WAIT: kill_wait}).grace_s == found
+
+
+def test_slurms_notice_stops_a_run_that_cannot_tell_its_last_step_and_a_preempted_one() -> None:
+    near, far = END - 150.0, END - 1000.0
+    assert not limit().heeds_notice(near)
+    assert limit().heeds_notice(far), "a preemption"
+    assert limit(()).heeds_notice(near), "no step was measured"
+    assert limit(notice_s=60.0).heeds_notice(near)
+    assert TimeLimit(SlurmSection(), 0.0, {}).heeds_notice(near)
