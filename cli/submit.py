@@ -2,6 +2,7 @@
 
 - Every check (`check_all`) passes before anything is written or queued.
 - ``--dry-run`` -> print the script and stop.
+- ``--until-done`` -> the job is queued again after its time limit.
 - ``components.split = "auto"`` -> print the planner's table first.
 """
 
@@ -32,6 +33,9 @@ from .output import print_json, print_line, print_note, show
 from .runs import RUNS, JsonOption, attempt, find_run, job_id, run_names
 from .split import show_split
 from .summary import draw
+
+UNTIL_DONE = 1000
+"""Requeues of ``--until-done``: no bound for a run that advances; one that does not is stopped after three starts."""
 
 EXECUTORS = ("auto", "slurm", "local")
 
@@ -70,6 +74,9 @@ def submit(
             "--resume", metavar="RUN", help="Go on with a run from its last checkpoint.", autocompletion=run_names
         ),
     ] = None,
+    until_done: Annotated[
+        bool, typer.Option("--until-done", help="Queue the job again after each time limit, until run.steps.")
+    ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")
     ] = False,
@@ -100,6 +107,8 @@ def submit(
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     if sbatch:
         config = with_values(config, {"slurm.extra": [*config.slurm.extra, *sbatch]})
+    if until_done:
+        config = with_values(config, {"slurm.requeues": max(UNTIL_DONE, config.slurm.requeues)})
     if run is not None:
         refuse_if_complete(run, config)
     config, made, environment, warnings = check_all(config, slurm_required=not dry_run)

@@ -187,6 +187,10 @@ class RunDir:
         """Request for a restart of the ranks of an attempt; its content is the reason (`libra_hpc.slurm.outcome`)."""
         return self.logs(attempt) / "again"
 
+    def requeued(self, attempt: int) -> Path:
+        """A line for each time that an attempt's job was queued again, with the step that was saved."""
+        return self.logs(attempt) / "requeued.jsonl"
+
     def gone(self, attempt: int) -> Path:
         """Path of the files ``gone-<rank>``, less the rank: that agent ended; the content is its process id."""
         return self.logs(attempt) / "gone-"
