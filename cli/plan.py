@@ -162,8 +162,7 @@ def plan(
             }
         )
         return
-    show_plans(asked, result, explain)
-    plan_tables.speed(asked, result, slow)
+    show_plans(asked, result, slow, explain)
     if config.components.split == "auto":
         given = {"model": model, "device": device, "devices": devices, "trace": trace, "train_speed": train_speed}
         named = {key: str(value) for key, value in given.items() if value}
@@ -186,11 +185,12 @@ def half_speed(asked: PlanRequest, steps_of: StepLookup, *, sorted_lengths: bool
     return search.run(1).plans[0]
 
 
-def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
+def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:
     """Print the tables of one search."""
     plan_tables.header(asked)
     show(plan_tables.plans(asked, result))
     plan_tables.remarks(asked, result)
+    plan_tables.speed(asked, result, slow)
     if explain:
         for table in (
             plan_tables.terms(result),

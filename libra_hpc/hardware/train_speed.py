@@ -10,6 +10,7 @@ from libra_hpc.errors import error_text, invalid
 from libra_hpc.files import write_atomic
 
 FORMAT = "libra-hpc training speed 1"
+FIELD, VALID = "planner.train_speed", "a file of libra-hpc calibrate train"
 
 
 class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,14 +49,9 @@ def load_speed(path: Path) -> TrainSpeed:
     try:
         speed = msgspec.json.decode(path.read_bytes(), type=TrainSpeed)
     except OSError as error:
-        raise invalid(
-            "planner.train_speed",
-            str(path),
-            error_text(error),
-            "a file of libra-hpc calibrate train, or a run directory",
-        ) from None
+        raise invalid(FIELD, str(path), error_text(error), f"{VALID}, or a run directory") from None
     except msgspec.DecodeError as error:
-        raise invalid("planner.train_speed", str(path), str(error), "a file of libra-hpc calibrate train") from None
+        raise invalid(FIELD, str(path), str(error), VALID) from None
     if speed.format != FORMAT or not speed.factor > 0:
-        raise invalid("planner.train_speed", str(path), "not a training speed", "a file of libra-hpc calibrate train")
+        raise invalid(FIELD, str(path), "not a training speed", VALID)
     return speed

@@ -56,9 +56,8 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     try:
         planned = as_planned(config)
         # Lengths and training speed come from the run itself, not from the files of its plan.
-        planned = planned.model_copy(
-            update={"planner": planned.planner.model_copy(update={"trace": "", "train_speed": ""})}
-        )
+        own = planned.planner.model_copy(update={"trace": "", "train_speed": ""})
+        planned = planned.model_copy(update={"planner": own})
         asked = request(planned, node_layouts=True)
         rolls = asked.pools[-1]
         for tp in {tp for tp, _ in engines}:

@@ -79,8 +79,8 @@ def request(
 ) -> PlanRequest:
     """The question for ``config``; an option that is empty or 0 comes from the planner section or the run file.
 
-    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace or training
-    speed, or one of another device.
+    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, an unreadable trace, and a
+    training speed that is unreadable or of another device.
     """
     own = config.planner
     model, device_name = model or own.model, device_name or own.device

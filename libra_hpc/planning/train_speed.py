@@ -21,10 +21,9 @@ from libra_hpc.cost_models.training_time import BatchWork, TrainCost, TrainTime
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
-from libra_hpc.hardware.train_speed import TrainSample, TrainSpeed, load_speed
+from libra_hpc.hardware.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
-FIELD = "planner.train_speed"
 WARM_UP_STEPS = 1
 """Steps of a run that are left out: the first one compiles kernels and fills caches."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.telemetry.rundir import RunDir
 
 from .fit import with_resources
@@ -15,6 +16,14 @@ from .launch import Launch
 from .query import partitions
 from .single import Handle, run_single
 from .writer import RANK_STARTER, component_options, extra_options, start_command
+
+
+def answered(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+    """("", what the function returns), or (its error in one sentence, None), to be read in another process."""
+    try:
+        return "", function(*arguments)
+    except (UserError, OperationError) as error:
+        return str(error), None
 
 
 def submit_on_nodes(
