@@ -72,7 +72,7 @@ VERBS = {
     "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),
     "init": Verb("Write a site profile from what Slurm says of this cluster.", "init.init"),
     "doctor": Verb("Examine this site: Slurm, its plugins and partitions, interpreter, folders.", "doctor.doctor"),
-    "calibrate": Verb("Measure the engine steps of a model, or take those of a run.", "calibrate.calibrate"),
+    "calibrate": Verb("Measure engine steps or training steps of a model, in a job.", "calibrate.app"),
     "make-policy": Verb("Make a policy small enough to learn a built-in task.", "make_policy.make_policy"),
     "cluster": Verb("The embedded Slurm on this machine.", "cluster.app"),
     "config": Verb(

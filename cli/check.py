@@ -152,7 +152,7 @@ def _run_folder(given: str) -> Path:
 
 def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
     """Absolute paths of the files that planning or a dry run reads; a model is a path only where that folder exists."""
-    named = {name: getattr(section, name, "") for name in ("trace", "calibration", "devices", "model")}
+    named = {name: getattr(section, name, "") for name in ("trace", "train_speed", "calibration", "devices", "model")}
     return {
         name: str(Path(path).absolute())
         for name, path in named.items()

@@ -194,8 +194,13 @@ def _options(config: RunConfig, group: HetGroup) -> list[str]:
         "--no-kill",
         *(f"--{option}={value}" for option, value in component_options(config, group.name, component).items()),
     ]
-    extras = [("slurm.extra", config.slurm.extra), (f"components.{group.name}.extra", component.extra)]
-    return options + [_extra(f"{name}[{i}]", option) for name, given in extras for i, option in enumerate(given)]
+    return options + extra_options(config, group.name, component)
+
+
+def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:
+    """The sbatch options that the run file gives verbatim for a component; raises `UserError` for a reserved one."""
+    extras = [("slurm.extra", config.slurm.extra), (f"components.{name}.extra", component.extra)]
+    return [_extra(f"{field}[{i}]", option) for field, given in extras for i, option in enumerate(given)]
 
 
 def _extra(field: str, option: str) -> str:
